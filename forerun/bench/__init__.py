@@ -1,0 +1,1 @@
+"""Load generation, losslessness proof, reports."""

@@ -1,0 +1,1 @@
+"""Page bookkeeping: pages, reference counts, prefix index, page tables. No arrays."""

@@ -1,0 +1,65 @@
+"""The grammars of all running sequences, by slot."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from forerun.spec.tree import Draft, NodeMasks, TreeBatch
+from forerun.types import Ints
+
+
+class Grammars(Protocol):
+    """Holds one matcher per constrained slot. Unconstrained slots cost nothing."""
+
+    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+        """Start a fresh matcher in `slot` and advance it over the output so far."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Forget the slot's matcher, if it has one."""
+        ...
+
+    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+        """Drafts without illegal guesses and with forced tokens; others pass unchanged."""
+        ...
+
+    def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
+        """One mask per reachable node of every constrained row; None when none is."""
+        ...
+
+    def commit(self, slot: int, tokens: Iterable[int]) -> bool:
+        """Advance over emitted tokens. True when the grammar is complete: nothing may follow.
+
+        Raises GrammarError for this slot alone when a token does not fit.
+        """
+        ...
+
+    def errors(self) -> dict[int, str]:
+        """Slots whose matcher failed since the last call, with the message; clears them."""
+        ...
+
+
+class NoGrammars:
+    """The Grammars of an engine without structured output."""
+
+    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+        """Refuse: nothing here can hold a grammar."""
+        raise NotImplementedError("this engine was built without structured output")
+
+    def close(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+        """Unchanged."""
+        return drafts
+
+    def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
+        """No row is constrained."""
+        return None
+
+    def commit(self, slot: int, tokens: Iterable[int]) -> bool:
+        """Never complete."""
+        return False
+
+    def errors(self) -> dict[int, str]:
+        """None."""
+        return {}

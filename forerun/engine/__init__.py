@@ -1,0 +1,1 @@
+"""The engine owns time: requests, plans, the scheduler, the loop."""

@@ -1,0 +1,56 @@
+"""The drafter contract: whatever proposes continuations, on host or device.
+
+Lossless acceptance never relies on a drafter: a wrong guess costs time, not truth.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.tree import Draft, TreeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What a drafter needs and costs.
+
+    name              shown in statistics
+    max_depth         longest path it can propose
+    needs_features    the target must hand over hidden states (EAGLE family)
+    free              True where proposing costs next to nothing (n-gram lookup)
+    """
+
+    name: str
+    max_depth: int
+    needs_features: bool = False
+    free: bool = False
+
+
+class Drafter(Protocol):
+    """Proposes a tree of guesses for each row of a plan."""
+
+    traits: DrafterTraits
+
+    def begin(self, opening: Opening) -> None:
+        """A sequence took a slot; `opening.tokens` is all there is of it."""
+        ...
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """One draft per row, at most plan.max_nodes[b] guesses and plan.max_depth[b] deep.
+
+        A row with max_nodes 0 gets an empty draft. Changes nothing that a rejected guess
+        would have to undo, or undoes it in `observe`.
+        """
+        ...
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """The step's known tokens and accepted path are permanent; everything else never was."""
+        ...
+
+    def end(self, slot: int) -> None:
+        """The sequence left its slot."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        ...

@@ -1,0 +1,80 @@
+"""The executor's handful of verbs. The engine owns time, the executor owns arrays."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.tree import NodeMasks, TreeBatch
+
+Scores = Any
+"""Opaque: an executor's node scores, between `verify` and `commit` of one step."""
+
+Accepted = Any
+"""Opaque: which path of each tree was kept, between `accept` and `commit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What an executor was built for; fixed for its life.
+
+    page_size     tokens per page
+    pages         pages in the pool
+    slots         sequences at once
+    max_nodes     nodes in one step over all rows (the step's token budget)
+    context       longest sequence, tokens
+    vocab         V
+    """
+
+    page_size: int
+    pages: int
+    slots: int
+    max_nodes: int
+    context: int
+    vocab: int
+
+
+class Executor(Protocol):
+    """Runs a target model. One thread calls it; verbs come in the order of `engine.step`.
+
+    Same sequence, same bits: a row's result must not depend on the other rows, on the
+    guesses beside its path, or on how its known tokens were cut into chunks.
+    """
+
+    limits: ExecutorLimits
+    name: str
+
+    def open(self, opening: Opening) -> None:
+        """Bind a sequence to its slot. The slot must be closed. Changes only that slot."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence; its pages now belong to the engine alone."""
+        ...
+
+    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+        """Score every node of every tree in one forward pass. Writes no page."""
+        ...
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
+    ) -> Accepted:
+        """Keep one root-to-node path per tree plus one token of the target's own."""
+        ...
+
+    def commit(self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: Accepted) -> Outcome:
+        """Write the kept keys and values into pages, extend the slots' history, forget the
+        rest, and return the step's one packed copy.
+        """
+        ...
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy one page (a shared, partly filled page that a sequence must write to)."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release threads and memory. Idempotent."""
+        ...

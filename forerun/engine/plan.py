@@ -1,0 +1,91 @@
+"""What crosses between the engine and an executor: small NumPy ints in, one packed copy out."""
+
+from dataclasses import dataclass, field
+
+from forerun.spec.sampling import Sampling
+from forerun.types import Bools, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What an executor must know of a sequence when it takes a slot.
+
+    tokens      int32[T] all tokens decided so far (prompt, and output after a preemption);
+                the sampler's history, which prefix-cache hits never show in a plan
+    prompt_len  how many of them are the prompt: output position n = index - prompt_len
+    """
+
+    slot: int
+    tokens: Ints
+    prompt_len: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step does. Row b advances the sequence in slot slots[b].
+
+    slots       int32[B]
+    kv_len      int32[B]    tokens whose keys and values are already in pages
+    known       B x int32[.] tokens to run whatever happens: a prompt chunk, or the last token
+    samples     bool[B]     False for a chunk that stops short of the known tokens' end:
+                            its row emits nothing
+    max_nodes   int32[B]    guesses the row may carry (0 = plain decoding)
+    max_depth   int32[B]    longest path of guesses
+    page_table  int32[B,W]  page of position p is page_table[b, p // page_size]; -1 = none;
+                            reserved for kv_len + len(known) + max_depth positions
+    constrained bool[B]     a grammar holds the row
+    """
+
+    slots: Ints
+    kv_len: Ints
+    known: tuple[Ints, ...]
+    samples: Bools
+    max_nodes: Ints
+    max_depth: Ints
+    page_table: Ints
+    constrained: Bools
+
+    @property
+    def rows(self) -> int:
+        """Number of rows B."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Raw model log-probabilities (before any sampling parameter) of one reported token.
+
+    top is best first: (token, log-probability in nats); its length is what was asked.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step decided. The only thing copied from device to host.
+
+    n_tokens        int32[B]   tokens emitted: 0 where the row does not sample, else accepted + 1
+    tokens          int32[B,D] the accepted guesses, then the target's own token; -1 padded
+    n_guesses       int32[B]   guesses the row's tree carried
+    finite          bool[B]    False where the target's logits were not finite: the row
+                               emitted nothing and its request must end with an error
+    logprobs        B lists, one entry per emitted token where asked, else empty
+    prompt_logprobs B lists, one entry per known token after the first where asked, else
+                    empty (entry i is the log-probability of known[i+1]; for a sampling row
+                    the emitted tokens' entries follow in `logprobs`)
+    """
+
+    n_tokens: Ints
+    tokens: Ints
+    n_guesses: Ints
+    finite: Bools
+    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+
+    def committed(self, plan: Plan, row: int) -> int:
+        """Positions of `row` that became permanent: its known tokens plus accepted guesses."""
+        return len(plan.known[row]) + max(int(self.n_tokens[row]) - 1, 0)

@@ -1,0 +1,114 @@
+"""Requests, sequences' finish reasons, and the events an engine sends back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from forerun.engine.plan import TokenLogprobs
+from forerun.spec.sampling import Sampling
+from forerun.types import Ints, RequestId
+
+
+class Finish(StrEnum):
+    """Why a sequence ended. Values are OpenAI's `finish_reason` where one exists."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """A request's wishes about speculation; None = the engine decides."""
+
+    enabled: bool = True
+    max_nodes: int | None = None
+    max_depth: int | None = None
+    stats: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a sequence ends.
+
+    max_tokens      output tokens at most
+    stop            strings; the text ends before the first (or after it, with include_stop)
+    stop_tokens     ids, end-of-text ids included unless the request ignores them
+    """
+
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    include_stop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: a prompt and n sequences that continue it.
+
+    prompt    int32[T], T >= 1
+    sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
+    grammar   a compiled grammar (forerun.constrain) or None
+    skip_special_tokens  special tokens leave no text
+    """
+
+    id: RequestId
+    prompt: Ints
+    sampling: Sampling
+    stopping: Stopping
+    n: int = 1
+    speculation: Speculation = field(default_factory=Speculation)
+    grammar: Any = None
+    skip_special_tokens: bool = True
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Seed of choice `index`: choice 0 keeps the request's own; others are 64-bit distinct."""
+    return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts over one finished sequence (vLLM's `metrics.speculative_decoding` derives from it).
+
+    steps      verify steps that emitted tokens
+    guesses    nodes proposed
+    accepted   guesses accepted
+    histogram  histogram[a] = steps in which exactly `a` guesses were accepted
+    """
+
+    steps: int = 0
+    guesses: int = 0
+    accepted: int = 0
+    histogram: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one choice of one request, in order. The last has `finish` set.
+
+    text             newly final text (never half a character, never part of a stop string)
+    tokens           tokens whose text is thereby settled, stop token included
+    logprobs         one entry per token where asked, else empty
+    prompt_logprobs  on the first delta where asked: one entry per prompt token after the first
+    cached_tokens    prompt tokens that the prefix index supplied (first delta)
+    error            message, with finish == ERROR
+    """
+
+    request: RequestId
+    index: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    stats: SpeculationStats | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+Sink = Callable[[Delta], None]
+"""Called on the engine's thread; must not block and must not raise."""

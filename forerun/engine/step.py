@@ -1,0 +1,25 @@
+"""One step of speculative decoding: the page to read first."""
+
+from forerun.constrain.grammars import Grammars
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import Executor
+from forerun.engine.plan import Outcome, Plan
+from forerun.spec.tree import batch
+
+
+def step(plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars) -> Outcome:
+    """Advance every planned sequence by at least one token.
+
+    draft    guess a small tree of continuations for each sequence
+    verify   let the target score every node of every tree in one forward pass
+    accept   keep one root-to-node path per tree, plus one token of the target's own
+    commit   make the kept keys and values permanent, forget the rest
+    """
+    drafts = grammars.guide(plan.slots, drafter.propose(plan), plan.max_nodes, plan.max_depth)
+    trees = batch(list(plan.known), drafts)
+    scores = device.verify(plan, trees)
+    masks = grammars.masks(plan.slots, trees)
+    accepted = device.accept(plan, trees, scores, masks)
+    outcome = device.commit(plan, trees, scores, accepted)
+    drafter.observe(plan, trees, outcome)
+    return outcome

@@ -1,0 +1,56 @@
+"""The one tree of errors. A message says what was wrong, where, and what to do.
+
+ForerunError
+├── ModelError        a checkpoint, tokenizer or draft on disk cannot be used
+│   └── DownloadError     it could not be fetched
+├── RequestError      a request cannot be honoured; `field` names the culprit
+│   ├── ContextError      it is longer than the model's context
+│   └── BusyError         the queue is full; try again later
+├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
+├── ConfigError       flags that contradict each other or the machine
+└── EngineError       the engine itself failed; never the request's fault
+"""
+
+
+class ForerunError(Exception):
+    """Base of every error that Forerun raises on purpose."""
+
+
+class ModelError(ForerunError):
+    """A checkpoint, tokenizer or draft on disk cannot be used as it is."""
+
+
+class DownloadError(ModelError):
+    """A model could not be fetched (offline, no disk, checksum)."""
+
+
+class RequestError(ForerunError):
+    """A request cannot be honoured. `field` is the request field at fault, if one is."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ContextError(RequestError):
+    """Prompt plus requested tokens exceed the model's context."""
+
+
+class BusyError(RequestError):
+    """No room in the queue. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class MemoryPlanError(ForerunError):
+    """The memory plan does not fit the machine; the message lists the parts in bytes."""
+
+
+class ConfigError(ForerunError):
+    """Options contradict each other or the machine."""
+
+
+class EngineError(ForerunError):
+    """The engine failed; the request was not at fault."""

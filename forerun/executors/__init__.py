@@ -1,0 +1,1 @@
+"""The executors own arrays: toy (by hand), cpu (native kernels), torch."""

@@ -1,0 +1,1 @@
+"""The CPU executor: the file's own quantised weights through a compiled core."""

@@ -1,0 +1,1 @@
+"""The torch executor: reference on CPU, and CUDA."""

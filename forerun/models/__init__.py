@@ -1,0 +1,1 @@
+"""What a checkpoint is, in no framework."""

@@ -1,0 +1,1 @@
+"""Tokenizer, incremental detokenising, chat templates."""

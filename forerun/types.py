@@ -1,0 +1,34 @@
+"""Ids, array aliases and the project's one legend of dimension letters.
+
+Every shape in a docstring or signature uses these letters and no others:
+
+    B   planned rows in a step (one row = one sequence)
+    M   nodes of all rows in a step, flattened row after row
+    N   nodes of one tree, root chain included
+    K   guesses of one draft (nodes a drafter added)
+    D   longest accepted path plus one: tokens a row can emit in a step
+    S   slots an executor owns
+    P   pages in the pool; W = width of a page-table row, in pages
+    L   decoder layers
+    H   hidden size; A = attention heads; G = key/value heads; E = head size
+    I   feed-forward size
+    V   vocabulary of the target; Vd = vocabulary of a draft
+    T   tokens of a text
+"""
+
+from typing import Any, NewType
+
+import numpy as np
+from numpy.typing import NDArray
+
+RequestId = NewType("RequestId", str)
+SequenceId = NewType("SequenceId", int)
+Slot = NewType("Slot", int)
+Page = NewType("Page", int)
+Token = int
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint32]
+AnyArray = NDArray[Any]
