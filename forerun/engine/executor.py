@@ -67,10 +67,6 @@ class Executor(Protocol):
         """
         ...
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy one page (a shared, partly filled page that a sequence must write to)."""
-        ...
-
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
         ...
