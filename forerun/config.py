@@ -1,0 +1,140 @@
+"""Configuration is values: frozen, checked at birth, resolved into *new* values.
+
+Every option is declared once, here, with its help text and bounds. The command line's flags,
+the validation and the printed configuration all derive from these fields.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from forerun.errors import ConfigError
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    flag: str | None = None,
+) -> Any:
+    """A dataclass field that knows its help text, its bounds (inclusive) and its flag.
+
+    `choices` lists the allowed strings; `flag` overrides the flag's name, which is otherwise
+    the field's.
+    """
+    facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
+    return field(default=default, metadata=facts)
+
+
+def _check(config: Any) -> None:
+    """Hold every field of a configuration to its declared bounds. Raises ConfigError."""
+    for item in fields(config):
+        value, facts = getattr(config, item.name), item.metadata
+        name = item.name.replace("_", "-")
+        if facts.get("choices") and value not in facts["choices"]:
+            allowed = ", ".join(facts["choices"])
+            raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
+        if value is None or isinstance(value, str | bool | tuple):
+            continue
+        low, high = facts.get("low"), facts.get("high")
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            span = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise ConfigError(f"{name} is {value}, but must be {span}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how to run it. `None` and "auto" are resolved by `forerun.api.load`,
+    whose result carries the configuration that was chosen.
+    """
+
+    model: str = option(
+        "smollm2-135m",
+        "built-in name, folder with config.json and safetensors, GGUF file, hub id, or 'toy'",
+    )
+    executor: str = option(
+        "auto",
+        "what computes: the native CPU core, torch, or the toy; auto prefers the native core",
+        choices=("auto", "cpu", "torch", "toy"),
+    )
+    device: str = option(
+        "cpu", "torch device: cpu, cuda or cuda:N; cuda implies the torch executor"
+    )
+    dtype: str = option(
+        "auto",
+        "torch number format; auto is float32 on cpu and bfloat16 on cuda",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    threads: int | None = option(
+        None, "compute threads (default: one per physical core)", low=1, high=1024
+    )
+    context: int | None = option(
+        None, "longest sequence in tokens (default: the model's, as far as memory allows)", low=8
+    )
+    page_size: int = option(16, "tokens per page of the key/value cache", low=1, high=256)
+    kv_tokens: int | None = option(
+        None, "room in the key/value cache, in tokens (default: planned from memory)", low=16
+    )
+    max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
+    max_step_nodes: int = option(
+        512, "tokens and guesses in one step over all sequences", low=1, high=65536
+    )
+    max_queue: int = option(1024, "requests that may wait; more are refused", low=0, high=10**6)
+    speculation: str = option(
+        "ngram",
+        "what drafts: n-gram lookup in the text so far, or nothing",
+        choices=("ngram", "off"),
+    )
+    draft_nodes: int = option(8, "guesses per sequence and step, at most", low=0, high=256)
+    draft_depth: int = option(8, "longest path of guesses", low=0, high=64)
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
+        _check(self)
+        if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
+            raise ConfigError(f"device is {self.device!r}, but must be cpu, cuda or cuda:N.")
+        if self.device != "cpu" and self.executor not in ("auto", "torch"):
+            raise ConfigError(
+                f"device {self.device} needs the torch executor, but executor is {self.executor}."
+            )
+        if (self.model == "toy") != (self.executor == "toy") and "auto" != self.executor:
+            raise ConfigError("the toy model and the toy executor only work with each other.")
+
+    @property
+    def toy(self) -> bool:
+        """True for the hand-computable model, which needs no file and no torch."""
+        return self.model == "toy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """How the HTTP server listens, whom it lets in, and what it refuses."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
+    port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    api_keys: tuple[str, ...] = option(
+        (), "require this key (may be repeated); without one the server is open", flag="api-key"
+    )
+    served_name: str = option("", "the model's name in the API (default: the model's own)")
+    max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
+    max_choices: int = option(16, "largest n of one request", low=1, high=256)
+    max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)
+    max_stop: int = option(16, "most stop strings of one request", low=0, high=256)
+    keep_alive_seconds: float = option(
+        10.0, "silence on a stream before a keep-alive comment", low=0.1
+    )
+    send_seconds: float = option(
+        60.0, "a client that reads nothing for this long is dropped", low=0.1
+    )
+    request_seconds: float = option(600.0, "longest a request may take", low=0.1)
+    drain_seconds: float = option(
+        30.0, "time for running requests to finish after SIGTERM", low=0.0
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds. Raises ConfigError."""
+        _check(self)
+        if any(not key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty; leave api-key out to run without keys.")
