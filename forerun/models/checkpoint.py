@@ -1,0 +1,88 @@
+"""What a checkpoint on disk offers, whatever its format, and the check that it is whole."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.models.arch import Architecture, expected_tensors
+from forerun.types import Floats
+
+_NAMED = 12
+"""Culprits named in one message; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix as its file stores it, rows in canonical order.
+
+    kind     ggml's name of the storage: "F32", "F16", "BF16", "Q8_0", "Q4_1", ...
+    rows     uint8[rows, bytes of a row], read-only; a view of the file where possible
+    columns  numbers in a row
+    """
+
+    kind: str
+    rows: NDArray[np.uint8]
+    columns: int
+
+
+class Checkpoint(Protocol):
+    """Named tensors, read from a mapped file when asked for and not kept.
+
+    Names and shapes are those of `expected_tensors(architecture)`; the output head is absent
+    where it is the embedding. Opening one has already proved it whole.
+    """
+
+    @property
+    def architecture(self) -> Architecture:
+        """What the tensors make up."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        ...
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; KeyError for an unknown name."""
+        ...
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor as float32, perhaps a read-only view of the file; KeyError."""
+        ...
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as stored, or None for a vector; KeyError."""
+        ...
+
+
+def check_whole(arch: Architecture, found: Mapping[str, tuple[int, ...]], where: Path) -> None:
+    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor."""
+    expected = expected_tensors(arch)
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"unexpected {name}" for name in found if name not in expected]
+    faults += [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    if faults:
+        raise ModelError(
+            f"{where}: its tensors are not those of the {arch.family} model it describes: "
+            + shortened(faults)
+        )
+
+
+def shortened(items: Iterable[str]) -> str:
+    """Join the first few items and count the rest; each is cut at a readable length."""
+    listed = list(items)
+    text = "; ".join(item[:200] for item in listed[:_NAMED])
+    return text + (f"; and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")

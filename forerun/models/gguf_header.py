@@ -1,0 +1,269 @@
+"""A strict, bounded reader of GGUF headers (the format: ggml's docs/gguf.md, versions 2 and 3).
+
+A file is untrusted: every count, length, shape and offset is checked against what is left of
+the file before anything of that size is made, so a damaged or hostile header costs neither
+time nor memory. Tensor data is mapped, never read here.
+"""
+
+import mmap
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.types import AnyArray
+
+Value = bool | int | float | str | list[str] | AnyArray
+"""A metadata value; number arrays are read-only views of the file."""
+
+_SCALARS: dict[int, str] = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+
+# Several times what the largest published models need, and few enough to read in a second.
+_MOST_KEYS = 4096
+_MOST_TENSORS = 65536
+_MOST_STRINGS = 2_000_000
+_MOST_TEXT = 64 << 20
+_MOST_NAME = 256
+_MOST_ALIGNMENT = 1 << 16
+_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A checked header over a mapped file."""
+
+    path: Path
+    metadata: dict[str, Value]
+    tensors: dict[str, Stored]
+    data: NDArray[np.uint8]
+
+    def rows(self, name: str) -> NDArray[np.uint8]:
+        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
+        stored = self.tensors[name]
+        flat = self.data[stored.start : stored.start + stored.size]
+        count = int(np.prod(stored.shape[:-1], dtype=np.int64))
+        return flat.reshape(count, stored.size // count)
+
+
+def read_header(path: Path) -> GgufFile:
+    """Map `path` and check its header. ModelError for anything out of order."""
+    data = _mapped(path)
+    cursor = _Cursor(path, data)
+    try:
+        if cursor.take(4) != b"GGUF":
+            raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF')")
+        _check_version(path, cursor.scalar(4))
+        n_tensors = cursor.count("tensors", 8, _MOST_TENSORS)
+        n_keys = cursor.count("metadata keys", 8, _MOST_KEYS)
+        metadata = _read_metadata(cursor, n_keys)
+        tensors = _read_tensors(cursor, n_tensors, _alignment(metadata))
+        _check_disjoint(tensors)
+    except (struct.error, UnicodeDecodeError, ModelError) as error:
+        raise ModelError(f"{path}: damaged GGUF header at byte {cursor.at}: {error}") from error
+    return GgufFile(path, metadata, tensors, data)
+
+
+def _mapped(path: Path) -> NDArray[np.uint8]:
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return np.frombuffer(mapping, np.uint8)
+
+
+class _Cursor:
+    """Reads forward through the header; never past the end, never more than the budgets."""
+
+    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
+        self.path = path
+        self.at = 0
+        self._data = data
+        self._view = data.data
+        self._strings_left = _MOST_STRINGS
+        self._text_left = _MOST_TEXT
+
+    @property
+    def left(self) -> int:
+        """Bytes not read yet."""
+        return len(self._view) - self.at
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, copied."""
+        self._need(size)
+        start = self.at
+        self.at += size
+        return bytes(self._view[start : self.at])
+
+    def scalar(self, kind: int) -> int | float | bool:
+        """One number of GGUF value type `kind`."""
+        layout = _SCALARS[kind]
+        (value,) = struct.unpack_from(layout, self._view, self.at)
+        self.at += struct.calcsize(layout)
+        number: int | float | bool = value
+        return number
+
+    def count(self, what: str, least_bytes: int, most: int) -> int:
+        """A 64-bit count of things that take at least `least_bytes` each."""
+        number = int(self.scalar(10))
+        if number > most or number * least_bytes > self.left:
+            raise ModelError(
+                f"it announces {number} {what}; the file has room for "
+                f"{min(self.left // least_bytes, most)}"
+            )
+        return number
+
+    def string(self, most: int = _MOST_TEXT) -> str:
+        """A length-prefixed UTF-8 string."""
+        size = int(self.scalar(10))
+        if size > most or size > self._text_left:
+            raise ModelError(f"a string of {size} bytes is longer than any a model needs")
+        self._text_left -= size
+        return self.take(size).decode("utf-8")
+
+    def value(self, kind: int) -> Value:
+        """One metadata value."""
+        if kind in _SCALARS:
+            return self.scalar(kind)
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self._array()
+        raise ModelError(f"unknown metadata type {kind}")
+
+    def _array(self) -> list[str] | AnyArray:
+        kind = int(self.scalar(4))
+        if kind == _STRING:
+            length = self.count("strings", 8, self._strings_left)
+            self._strings_left -= length
+            return [self.string() for _ in range(length)]
+        if kind not in _SCALARS:
+            what = "an array of arrays" if kind == _ARRAY else f"an array of unknown type {kind}"
+            raise ModelError(f"{what} is not supported")
+        dtype = np.dtype(_SCALARS[kind])
+        length = self.count("numbers", dtype.itemsize, self.left)
+        view = self._data[self.at : self.at + length * dtype.itemsize].view(dtype)
+        self.at += view.nbytes
+        return view
+
+    def _need(self, size: int) -> None:
+        if size > self.left:
+            raise ModelError(f"the file ends: {size} bytes needed, {self.left} left")
+
+
+def _check_version(path: Path, version: int | float | bool) -> None:
+    if version in (2, 3):
+        return
+    if isinstance(version, int) and version >= 1 << 16:
+        raise ModelError(f"{path}: a big-endian GGUF; convert it to little-endian")
+    raise ModelError(f"{path}: GGUF version {version}; versions 2 and 3 can be read")
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Value]:
+    metadata: dict[str, Value] = {}
+    for _ in range(count):
+        key = cursor.string(_MOST_NAME)
+        if key in metadata:
+            raise ModelError(f"the metadata key {key!r} appears twice")
+        metadata[key] = cursor.value(int(cursor.scalar(4)))
+    return metadata
+
+
+def _alignment(metadata: dict[str, Value]) -> int:
+    value = metadata.get("general.alignment", 32)
+    if not isinstance(value, int) or not 1 <= value <= _MOST_ALIGNMENT or value & (value - 1):
+        raise ModelError(f"general.alignment is {value!r}, not a small power of two")
+    return value
+
+
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
+    """Tensor table, then the checks that need to know where the data begins."""
+    table = [_read_tensor(cursor) for _ in range(count)]
+    begin = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, Stored] = {}
+    for name, stored in table:
+        if name in tensors:
+            raise ModelError(f"the tensor {name!r} appears twice")
+        if stored.start % alignment:
+            raise ModelError(f"tensor {name!r} begins at {stored.start}, not aligned")
+        end = begin + stored.start + stored.size
+        if end > cursor.at + cursor.left:
+            raise ModelError(
+                f"tensor {name!r} ends at byte {end} of a file of {cursor.at + cursor.left}"
+            )
+        tensors[name] = Stored(stored.kind, stored.shape, begin + stored.start, stored.size)
+    return tensors
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, Stored]:
+    name = cursor.string(_MOST_NAME)
+    dimensions = int(cursor.scalar(4))
+    if not 1 <= dimensions <= _DIMENSIONS:
+        raise ModelError(f"tensor {name!r} has {dimensions} dimensions")
+    shape = tuple(int(cursor.scalar(10)) for _ in range(dimensions))[::-1]
+    kind, block, block_bytes = _storage(name, int(cursor.scalar(4)))
+    elements = 1
+    for length in shape:
+        elements *= length
+    if elements == 0 or shape[-1] % block:
+        raise ModelError(f"tensor {name!r} of shape {list(shape)} cannot be {kind}")
+    return name, Stored(kind, shape, int(cursor.scalar(10)), elements // block * block_bytes)
+
+
+def _storage(name: str, number: int) -> tuple[str, int, int]:
+    """The ggml name, numbers per block and bytes per block of storage type `number`."""
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise ModelError(f"tensor {name!r} has the unknown storage type {number}") from None
+    if not _readable(kind):
+        raise ModelError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return kind.name, block, block_bytes
+
+
+@lru_cache
+def _readable(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package can turn `kind` into floats: tried on one block of zeros."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True
+
+
+def _check_disjoint(tensors: dict[str, Stored]) -> None:
+    end, before = 0, ""
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
+        if stored.start < end:
+            raise ModelError(f"tensors {before!r} and {name!r} overlap")
+        end, before = stored.start + stored.size, name

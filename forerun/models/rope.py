@@ -1,0 +1,164 @@
+"""Rotary position embedding: which frequencies a model turns its queries and keys by.
+
+RoPE (Su et al. 2021, arXiv 2104.09864) turns the pair (x[i], x[i + E/2]) of a head by the angle
+position * frequency[i]. This is the half-split layout of `transformers`; files in another
+layout are brought to it when they are read. The arithmetic is float32 in transformers' order
+of operations, so that the numbers are the same up to the last bit of `pow`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.types import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all frequencies / factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """Llama 3.1's rule: long wavelengths are divided by `factor`, short ones kept.
+
+    Between original_context / high and original_context / low (wavelengths in tokens) it
+    interpolates.
+    """
+
+    factor: float
+    low: float
+    high: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), "NTK-by-parts" and a factor on cos and sin.
+
+    fast, slow        turns within the original context that bound the ramp
+    attention_factor  multiplies cos and sin
+    truncate          round the ramp's ends outward to whole dimensions
+    """
+
+    factor: float
+    original_context: int
+    attention_factor: float
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """Explicit divisors, one per frequency (GGUF's `rope_freqs.weight`). Length E/2."""
+
+    divisors: tuple[float, ...]
+
+
+_LEAST = 1e-20
+"""Numbers outside (1e-20, 1e20) would leave float32 somewhere; no model has them."""
+
+Scaling = Linear | Llama3 | Yarn | Divided
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Base `theta` and how the context was stretched, if it was."""
+
+    theta: float
+    scaling: Scaling | None = None
+
+    def frequencies(self, head_size: int) -> Floats:
+        """float32[E/2] radians per position."""
+        exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
+        theta = np.float64(np.float32(self.theta))
+        powers: Floats = (theta ** exponents.astype(np.float64)).astype(np.float32)
+        plain: Floats = np.float32(1.0) / powers
+        match self.scaling:
+            case None:
+                return plain
+            case Linear(factor):
+                stretched: Floats = plain / np.float32(factor)
+                return stretched
+            case Llama3():
+                return _llama3(plain, self.scaling)
+            case Yarn():
+                return _yarn(powers, self.scaling, self.theta, head_size)
+            case Divided(divisors):
+                divided: Floats = np.divide(plain, np.asarray(divisors, np.float32))
+                return divided
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return self.scaling.attention_factor if isinstance(self.scaling, Yarn) else 1.0
+
+    def check(self, head_size: int) -> None:
+        """Raise ModelError where a number would make the frequencies meaningless."""
+        positive = {"theta": self.theta}
+        match self.scaling:
+            case Linear(factor):
+                positive["factor"] = factor
+            case Llama3(factor, low, high, original):
+                positive |= {"factor": factor, "low_freq_factor": low}
+                positive |= {"original context": original, "high - low": high - low}
+            case Yarn(factor, original, attention, fast, slow):
+                positive |= {"factor": factor, "original context": original}
+                positive |= {"attention_factor": attention, "beta_fast": fast, "beta_slow": slow}
+                positive["log(theta)"] = math.log(self.theta) if self.theta > 0 else 0.0
+            case Divided(divisors):
+                if len(divisors) != head_size // 2:
+                    raise ModelError(
+                        f"rope divisors: {len(divisors)} given, the head size {head_size} "
+                        f"needs {head_size // 2}"
+                    )
+                positive["smallest divisor"] = min(divisors)
+                positive["largest divisor"] = max(divisors)
+        for name, value in positive.items():
+            if not _LEAST < value < 1 / _LEAST:
+                raise ModelError(f"rope: {name} must be a positive number, not {value}")
+
+
+def yarn_attention_factor(factor: float) -> float:
+    """What YaRN recommends (section 3.4): 0.1 ln(factor) + 1."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _llama3(plain: Floats, scaling: Llama3) -> Floats:
+    """Llama 3.1's three bands of wavelengths. float32[E/2] in and out."""
+    wavelength = np.float32(2 * math.pi) / plain
+    context = scaling.original_context
+    smooth = (context / wavelength - scaling.low) / (scaling.high - scaling.low)
+    stretched = plain / np.float32(scaling.factor)
+    between = (1 - smooth) * plain / np.float32(scaling.factor) + smooth * plain
+    long_waves = wavelength > context / scaling.low
+    short_waves = wavelength < context / scaling.high
+    chosen = np.where(long_waves, stretched, np.where(short_waves, plain, between))
+    return chosen.astype(np.float32)
+
+
+def _yarn(powers: Floats, scaling: Yarn, theta: float, head_size: int) -> Floats:
+    """YaRN's blend of kept and interpolated frequencies. powers = theta ** (2i/E)."""
+
+    def dimension(turns: float) -> float:
+        """Which dimension makes `turns` turns within the original context."""
+        ratio = scaling.original_context / (turns * 2 * math.pi)
+        return head_size * math.log(ratio) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.fast), dimension(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_size - 1)
+    if low == high:
+        high += 0.001
+    steps = np.arange(head_size // 2, dtype=np.float32)
+    keep = 1 - np.clip((steps - low) / (high - low), 0, 1)
+    kept = np.float32(1.0) / powers
+    interpolated = np.float32(1.0) / (np.float32(scaling.factor) * powers)
+    blend: Floats = interpolated * (1 - keep) + kept * keep
+    return blend
