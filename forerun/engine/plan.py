@@ -74,9 +74,10 @@ class Outcome:
     finite          bool[B]    False where the target's logits were not finite: the row
                                emitted nothing and its request must end with an error
     logprobs        B lists, one entry per emitted token where asked, else empty
-    prompt_logprobs B lists, one entry per known token after the first where asked, else
-                    empty (entry i is the log-probability of known[i+1]; for a sampling row
-                    the emitted tokens' entries follow in `logprobs`)
+    prompt_logprobs B lists where asked, else empty: entry i is the log-probability of
+                    known[i+1]. A row that does not sample has one more entry, for the decided
+                    token after its chunk, so a prompt's chunks join up without a hole; for a
+                    sampling row the emitted tokens' entries follow in `logprobs`
     """
 
     n_tokens: Ints

@@ -1,0 +1,194 @@
+"""Acceptance on the host, for executors whose logits the host can read.
+
+The arithmetic is forerun/spec; here it meets slots, rows and the reports a request asked for.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isnan
+
+import numpy as np
+
+from forerun.engine.plan import Opening, Outcome, Plan, TokenLogprobs
+from forerun.errors import EngineError
+from forerun.spec.accept import NOTHING, ChooseAt, accept_row, choose
+from forerun.spec.sampling import History, Sampling, largest, log_normaliser, process
+from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.types import AnyArray, Floats, Ints
+
+Logits = Callable[[int], Floats]
+"""Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
+
+ChooseFast = Callable[[int, Sampling, int], int | None]
+"""(flat node, sampling, output position) -> what `choose(process(...), ...)` would give, or None
+to have it computed here. Asked only where nothing but the temperature shapes the choice."""
+
+Reports = tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRow:
+    """What `accept` decided for one row.
+
+    path    int32[.] flat nodes that become permanent: the known chain, then accepted guesses
+    tokens  emitted tokens; empty for a row that failed or does not sample
+    finite, logprobs, prompt_logprobs   as in Outcome
+    """
+
+    path: Ints
+    tokens: tuple[int, ...] = ()
+    finite: bool = True
+    logprobs: Reports = ()
+    prompt_logprobs: Reports = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostAccepted:
+    """What `accept` decided, row by row."""
+
+    rows: tuple[HostRow, ...]
+
+    @property
+    def paths(self) -> tuple[Ints, ...]:
+        """B x int32[.] flat nodes that become permanent, downwards."""
+        return tuple(row.path for row in self.rows)
+
+
+class HostSampler:
+    """The sampler's state per slot, and acceptance by forerun.spec.
+
+    choose_fast  an executor's own quicker way to the same choice, for plain requests
+    """
+
+    def __init__(self, slots: int, vocab: int, choose_fast: ChooseFast | None = None) -> None:
+        self._open: list[tuple[Sampling, History] | None] = [None] * slots
+        self._vocab = vocab
+        self._choose_fast = choose_fast
+
+    def open(self, opening: Opening) -> None:
+        """Bind a sequence to its slot.
+
+        Raises EngineError where the slot is taken or a token is outside the vocabulary.
+        """
+        if self._open[opening.slot] is not None:
+            raise EngineError(f"slot {opening.slot} is already open; close it first")
+        if not np.all((opening.tokens >= 0) & (opening.tokens < self._vocab)):
+            raise EngineError(f"slot {opening.slot}: a token is outside 0..{self._vocab - 1}")
+        history = History(opening.tokens, opening.prompt_len)
+        self._open[opening.slot] = (opening.sampling, history)
+
+    def close(self, slot: int) -> None:
+        """Forget the slot's sequence, if it has one."""
+        self._open[slot] = None
+
+    def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
+        """Flat nodes, ascending, whose logits `accept` may ask for."""
+        needed: list[AnyArray] = [np.zeros(0, np.int32)]
+        for row in range(plan.rows):
+            sampling, _ = self._slot(plan, row)
+            nodes, root = trees.nodes(row), trees.root(row)
+            echo = sampling.prompt_logprobs is not None
+            first = nodes.start if echo else root
+            # A row that does not sample carries no guess; echo still reads its whole chain.
+            stop = nodes.stop if plan.samples[row] or echo else root
+            needed.append(np.arange(first, stop))
+        return np.concatenate(needed).astype(np.int32)
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, logits: Logits, masks: NodeMasks | None
+    ) -> HostAccepted:
+        """Decide every row. Changes nothing: `outcome` makes it permanent.
+
+        A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
+        nothing, emits nothing and has `finite` False; other rows are untouched. The same
+        trouble at a guess ends the path before that guess, as if it had not been guessed.
+        Stop tokens do not cut a path; the engine does.
+        """
+        return HostAccepted(
+            tuple(self._accept(plan, row, trees, logits, masks) for row in range(plan.rows))
+        )
+
+    def outcome(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> Outcome:
+        """Append the emitted tokens to the slots' histories and pack the step's result."""
+        rows = accepted.rows
+        counts = [len(row.tokens) for row in rows]
+        packed = np.full((len(rows), max(counts, default=0)), -1, np.int32)
+        for index, row in enumerate(rows):
+            packed[index, : len(row.tokens)] = row.tokens
+            self._slot(plan, index)[1].append(row.tokens)
+        return Outcome(
+            n_tokens=np.array(counts, np.int32),
+            tokens=packed,
+            n_guesses=(np.diff(trees.start) - trees.known).astype(np.int32),
+            finite=np.array([row.finite for row in rows], np.bool_),
+            logprobs=tuple(row.logprobs for row in rows),
+            prompt_logprobs=tuple(row.prompt_logprobs for row in rows),
+        )
+
+    def _slot(self, plan: Plan, row: int) -> tuple[Sampling, History]:
+        slot = int(plan.slots[row])
+        found = self._open[slot]
+        if found is None:
+            raise EngineError(f"row {row} plans slot {slot}, which is not open")
+        return found
+
+    def _accept(
+        self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, masks: NodeMasks | None
+    ) -> HostRow:
+        sampling, history = self._slot(plan, row)
+        decided = int(plan.kv_len[row]) + len(plan.known[row])
+        if plan.samples[row] and decided != len(history):
+            raise EngineError(
+                f"row {row} samples after {decided} tokens, but slot {plan.slots[row]} holds "
+                f"{len(history)}"
+            )
+        root = trees.root(row)
+        chain = np.arange(trees.start[row], root + 1, dtype=np.int32)
+        following = history.tokens[decided - len(chain) + 1 :]
+        echoed = _reports(sampling.prompt_logprobs, zip(chain, following, strict=False), logits)
+        if any(isnan(entry.logprob) for entry in echoed):
+            return HostRow(chain, finite=False)
+        if not plan.samples[row]:
+            return HostRow(chain, prompt_logprobs=echoed)
+        path = accept_row(trees, row, self._chooser(sampling, history, logits, masks))
+        pairs = zip((root, *path.nodes), path.tokens, strict=False)
+        reports = _reports(sampling.logprobs, pairs, logits)
+        kept = np.concatenate([chain, np.array(path.nodes, np.int32)])
+        return HostRow(kept, path.tokens, len(path.tokens) > 0, reports, echoed)
+
+    def _chooser(
+        self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
+    ) -> ChooseAt:
+        fast = self._choose_fast if sampling.plain else None
+
+        def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
+            position = history.output_len + len(ancestors)
+            masked = masks is not None and masks.row[node] >= 0
+            if fast and not masked and (token := fast(node, sampling, position)) is not None:
+                return token
+            raw = logits(node)
+            if not np.isfinite(raw.max()):  # A NaN would be hidden by a mask or a cut-off.
+                return NOTHING
+            mask = masks.bits[masks.row[node]] if masks is not None and masked else None
+            processed = process(raw, sampling, history, ancestors, mask)
+            return choose(processed, sampling, position)
+
+        return choose_at
+
+
+def _reports(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:
+    """Reports of (flat node, token that follows it) pairs, where they are asked for."""
+    if top is None:
+        return ()
+    return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
+
+
+def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
+    """Raw log-probabilities, in nats, of `token` and of the `top` best, ties by lowest id."""
+    normaliser = log_normaliser(logits)
+    best = largest(logits, top) if top else ()
+    return TokenLogprobs(
+        token=token,
+        logprob=float(logits[token]) - normaliser,
+        top=tuple((int(other), float(logits[other]) - normaliser) for other in best),
+    )

@@ -1,0 +1,62 @@
+"""Noise that belongs to a position: Gumbel variables from a counter-based generator.
+
+The generator is Philox-4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011). It has no state: the noise of (seed, output position, token) is a
+pure function, so a drafter, the target, the host and a device see the same numbers, and the
+same seed gives the same text whatever else runs in the batch.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from forerun.types import AnyArray, Floats
+
+ROUNDS = 10
+_MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def philox(counter: AnyArray, key: tuple[int, int]) -> AnyArray:
+    """Philox-4x32-10 of n counters under one key.
+
+    counter  uint64[4,n] whose values are 32-bit words; key two 32-bit words.
+    Returns  uint64[4,n] 32-bit words.
+    """
+    # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: two rows of two kinds.
+    even, odd = counter[0::2].copy(), counter[1::2].copy()
+    for turn in range(ROUNDS):
+        keys = [[(word + turn * weyl) & 0xFFFFFFFF] for word, weyl in zip(key, _WEYL, strict=True)]
+        product = (even * _MULTIPLIERS)[::-1]
+        np.right_shift(product, _32, out=even)
+        even ^= odd
+        even ^= np.array(keys, np.uint64)
+        np.bitwise_and(product, _LOW, out=odd)
+    return np.stack([even[0], odd[0], even[1], odd[1]])
+
+
+@lru_cache(maxsize=16)
+def gumbel(seed: int, position: int, vocab: int) -> Floats:
+    """Standard Gumbel noise of every token at one output position.
+
+    Token t takes word t % 4 of philox(counter=(t // 4, position, 0, 0), key=(low and high
+    half of seed)); with x that word, u = (x + 1/2) / 2**32 and g = -log(-log(u)) in float64,
+    rounded to float32. All nodes of one depth share it. Returns float32[V], read-only; the
+    last few positions are remembered, for drafters that ask before the target does.
+    """
+    blocks = -(-vocab // 4)
+    counter = np.zeros((4, blocks), np.uint64)
+    counter[0] = np.arange(blocks, dtype=np.uint64)
+    counter[1] = position
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    uniform = words.T.reshape(-1)[:vocab].astype(np.float64)
+    uniform += 0.5
+    uniform *= 2.0**-32
+    np.log(uniform, out=uniform)
+    np.negative(uniform, out=uniform)
+    np.log(uniform, out=uniform)
+    noise = np.negative(uniform).astype(np.float32)
+    noise.flags.writeable = False
+    return noise
