@@ -17,10 +17,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
-from forerun.types import AnyArray
 
-Value = bool | int | float | str | list[str] | AnyArray
-"""A metadata value; number arrays are read-only views of the file."""
+Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
+"""A metadata value."""
 
 _SCALARS: dict[int, str] = {
     0: "<B",
@@ -36,11 +35,12 @@ _SCALARS: dict[int, str] = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 # Several times what the largest published models need, and few enough to read in a second.
 _MOST_KEYS = 4096
-_MOST_TENSORS = 65536
-_MOST_STRINGS = 2_000_000
+_MOST_TENSORS = 16384
+_MOST_ITEMS = 1_500_000
 _MOST_TEXT = 64 << 20
 _MOST_NAME = 256
 _MOST_ALIGNMENT = 1 << 16
@@ -109,7 +109,7 @@ class _Cursor:
         self.at = 0
         self._data = data
         self._view = data.data
-        self._strings_left = _MOST_STRINGS
+        self._items_left = _MOST_ITEMS
         self._text_left = _MOST_TEXT
 
     @property
@@ -160,20 +160,34 @@ class _Cursor:
             return self._array()
         raise ModelError(f"unknown metadata type {kind}")
 
-    def _array(self) -> list[str] | AnyArray:
+    def _array(self) -> Value:
         kind = int(self.scalar(4))
-        if kind == _STRING:
-            length = self.count("strings", 8, self._strings_left)
-            self._strings_left -= length
-            return [self.string() for _ in range(length)]
-        if kind not in _SCALARS:
+        if kind != _STRING and kind not in _SCALARS:
             what = "an array of arrays" if kind == _ARRAY else f"an array of unknown type {kind}"
             raise ModelError(f"{what} is not supported")
-        dtype = np.dtype(_SCALARS[kind])
-        length = self.count("numbers", dtype.itemsize, self.left)
-        view = self._data[self.at : self.at + length * dtype.itemsize].view(dtype)
-        self.at += view.nbytes
-        return view
+        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        length = self.count("items", size, self._items_left)
+        self._items_left -= length
+        if kind == _STRING:
+            return self._strings(length)
+        raw = self.take(length * size)
+        numbers: list[int] | list[float] | list[bool] = np.frombuffer(raw, _SCALARS[kind]).tolist()
+        return numbers
+
+    def _strings(self, count: int) -> list[str]:
+        """`count` strings; `string` in a tight loop, for vocabularies are long."""
+        texts, view, at = [], self._view, self.at
+        end = min(len(view), at + 8 * count + self._text_left)
+        for _ in range(count):
+            (size,) = _LENGTH.unpack_from(view, at)
+            at += 8
+            if size > end - at:
+                raise ModelError(f"a string of {size} bytes at byte {at} is too long")
+            texts.append(str(view[at : at + size], "utf-8"))
+            at += size
+        self._text_left -= at - self.at - 8 * count
+        self.at = at
+        return texts
 
     def _need(self, size: int) -> None:
         if size > self.left:

@@ -1,0 +1,257 @@
+"""Small random checkpoints of every family, as folders and as GGUF files, and their oracle.
+
+hf = model("qwen3")                          a transformers model, fp32, random weights
+save_folder(hf, path, shards=3)              config.json + safetensors + tokenizer.json
+write_gguf(hf, path / "x.gguf", "Q8_0")      the same weights as llama.cpp would store them
+reference(checkpoint)                        a transformers model with a checkpoint's weights
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from gguf.quants import quantize
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from forerun.models.arch import FAMILIES, Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.rope import Divided, Linear, Llama3, Yarn
+
+VOCAB = 320
+QUANTS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+"""What the gguf package can write at a row length of 64."""
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+_CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+assert tuple(_CLASSES) == FAMILIES
+
+
+def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A 2-layer configuration; `rope` is merged into rope_parameters."""
+    numbers: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
+    }
+    if family == "mistral":
+        numbers["sliding_window"] = None
+    return _CLASSES[family][0](**numbers | changes)
+
+
+def model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random transformers model in fp32; norms and biases are random too."""
+    settings = config(family, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = _CLASSES[family][1](settings).eval()
+        with torch.no_grad():
+            for name, weight in made.named_parameters():
+                spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
+                weight.normal_(1.0 if "norm" in name else 0.0, spread)
+    return made
+
+
+def weights(hf: Any) -> dict[str, np.ndarray]:
+    """Canonical name -> float32, a tied head left out."""
+    tied = hf.config.tie_word_embeddings
+    return {
+        name: tensor.detach().float().numpy().copy()
+        for name, tensor in hf.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+
+
+def save_folder(hf: Any, folder: Path, shards: int = 1, dtype: torch.dtype = torch.float32) -> Path:
+    """Write what `save_pretrained` writes, a tokenizer.json beside it. Returns `folder`."""
+    total = sum(tensor.numel() for tensor in hf.state_dict().values()) * dtype.itemsize
+    copy = type(hf)(hf.config)
+    copy.load_state_dict(hf.state_dict())
+    copy.to(dtype).save_pretrained(folder, max_shard_size=total // shards + 1)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level BPE of exactly VOCAB ids; ids 0 to 2 are special."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(text, special=True) for text in SPECIALS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = "the quick brown fox jumps over the lazy dog and then there is another one of them "
+    made.train_from_iterator([text * 20], trainer)
+    for index in range(made.get_vocab_size(), VOCAB):
+        made.add_tokens([f"<filler {index}>"])
+    return made
+
+
+def write_gguf(hf: Any, path: Path, kind: str = "F32") -> Path:
+    """Write the weights as llama.cpp's converter would; matrices quantised as `kind`."""
+    settings, family = hf.config, hf.config.model_type
+    name = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(path, name)
+    writer.add_block_count(settings.num_hidden_layers)
+    writer.add_context_length(settings.max_position_embeddings)
+    writer.add_embedding_length(settings.hidden_size)
+    writer.add_feed_forward_length(settings.intermediate_size)
+    writer.add_head_count(settings.num_attention_heads)
+    writer.add_head_count_kv(settings.num_key_value_heads)
+    writer.add_key_length(settings.head_dim)
+    writer.add_value_length(settings.head_dim)
+    writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
+    writer.add_vocab_size(settings.vocab_size)
+    _add_rope(writer, hf)
+    _add_tokenizer(writer)
+    quant = gguf.GGMLQuantizationType[kind]
+    for source, weight in weights(hf).items():
+        stored = gguf_name(source)
+        array = interleaved(source, weight, settings) if name == "llama" else weight
+        if array.ndim == 1:
+            writer.add_tensor(stored, array)
+        else:
+            writer.add_tensor(stored, quantize(array, quant), raw_dtype=quant)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleaved(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
+    """llama.cpp's order of query and key rows: (half, i) -> (i, half) within each head."""
+    if ".q_proj." in name:
+        heads = settings.num_attention_heads
+    elif ".k_proj." in name:
+        heads = settings.num_key_value_heads
+    else:
+        return array
+    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def gguf_name(name: str) -> str:
+    """Canonical tensor name -> the GGUF one, by the gguf package's own table."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return str(found)
+
+
+def _add_rope(writer: gguf.GGUFWriter, hf: Any) -> None:
+    rope = hf.config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(hf.config.head_dim)
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        size = hf.config.head_dim
+        plain = rope["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
+        divisors = plain / hf.model.rotary_emb.inv_freq
+        writer.add_tensor("rope_freqs.weight", divisors.numpy().astype(np.float32))
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    spec = json.loads(tokenizer().to_str())
+    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
+    texts = {index: text for text, index in spec["model"]["vocab"].items()} | added
+    kinds = [3 if index < len(SPECIALS) else 4 if index in added else 1 for index in range(VOCAB)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([texts[index] for index in range(VOCAB)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in spec["model"]["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def reference(checkpoint: Checkpoint) -> Any:
+    """A transformers model holding the checkpoint's own weights: what logits must equal."""
+    arch = checkpoint.architecture
+    biases: dict[str, Any] = {}
+    if arch.family == "llama":
+        biases = {"attention_bias": arch.qkv_bias, "mlp_bias": arch.mlp_bias}
+    if arch.family == "qwen3":
+        biases = {"attention_bias": arch.qkv_bias}
+    made = _CLASSES[arch.family][1](_config_of(arch, **biases)).eval()
+    state = {name: torch.from_numpy(checkpoint.tensor(name).copy()) for name in checkpoint.names()}
+    if arch.tied_head:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    made.load_state_dict(state)
+    if isinstance(arch.rope.scaling, Divided):
+        made.model.rotary_emb.inv_freq = torch.from_numpy(arch.rope.frequencies(arch.head_size))
+    return made
+
+
+def _config_of(arch: Architecture, **changes: Any) -> Any:
+    rope: dict[str, Any] = {"rope_theta": arch.rope.theta}
+    match arch.rope.scaling:
+        case Linear(factor):
+            rope |= LINEAR | {"factor": factor}
+        case Llama3(factor, low, high, original):
+            rope |= LLAMA3 | {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+            rope["original_max_position_embeddings"] = original
+        case Yarn(factor, original, attention, fast, slow, truncate):
+            rope |= YARN | {"factor": factor, "beta_fast": fast, "beta_slow": slow}
+            rope |= {"original_max_position_embeddings": original, "truncate": truncate}
+            rope["attention_factor"] = attention
+    return config(
+        arch.family,
+        rope,
+        vocab_size=arch.vocab,
+        hidden_size=arch.hidden,
+        intermediate_size=arch.ffn,
+        num_hidden_layers=arch.layers,
+        num_attention_heads=arch.heads,
+        num_key_value_heads=arch.kv_heads,
+        head_dim=arch.head_size,
+        max_position_embeddings=arch.context,
+        rms_norm_eps=arch.norm_eps,
+        tie_word_embeddings=arch.tied_head,
+        **changes,
+    )
