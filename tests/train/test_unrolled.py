@@ -1,0 +1,151 @@
+"""Unrolled training equals step-by-step serving, and the loss is what it says."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forerun.executors.torch.eagle import EagleHead, rotation
+from forerun.models.drafts import DraftHead
+from forerun.models.rope import Rope
+from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss, unrolled
+
+SWITCHES = [
+    {},
+    {"normed_residual": True},
+    {"normed_feedback": True},
+    {"feature_norm": "joint"},
+    {"feature_norm": "each", "normed_feedback": True},
+    {"algorithm": "eagle1", "features": (4,), "fc_bias": True},
+]
+
+
+def description(**changes):
+    values = {
+        "algorithm": "eagle3",
+        "target_hidden": 16,
+        "hidden": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 8,
+        "ffn": 24,
+        "vocab": 12,
+        "target_vocab": 20,
+        "norm_eps": 1e-5,
+        "rope": Rope(10000.0),
+        "context": 64,
+        "features": (1, 2, 3),
+    }
+    return DraftHead(**values | changes)
+
+
+def make(seed=0, **changes):
+    torch.manual_seed(seed)
+    head = EagleHead(description(**changes)).double()
+    for parameter in head.parameters():
+        parameter.data.normal_(std=0.3)
+    width = 16 * (1 if changes.get("algorithm") == "eagle1" else 3)
+    tokens = torch.randint(20, (2, 9))
+    batch = Batch(
+        tokens=tokens,
+        wanted=torch.ones_like(tokens, dtype=torch.bool),
+        features=torch.randn(2, 9, width, dtype=torch.float64),
+        last=torch.randn(2, 9, 16, dtype=torch.float64),
+        choice=torch.randint(20, (2, 9)),
+    )
+    return head, batch, torch.randn(20, 16, dtype=torch.float64)
+
+
+def served(head, batch, embed, sequence, row, steps):
+    """What serving computes for a round that starts after `row`: one token at a time."""
+    frequencies = torch.from_numpy(head.head.rope.frequencies(8))
+    keys, values, reads = [], [], []
+
+    def attend(q, k, v):
+        keys.append(k)
+        values.append(v)
+        past_k, past_v = torch.stack(keys, 1), torch.stack(values, 1)
+        k2, v2 = past_k.repeat_interleave(2, 0), past_v.repeat_interleave(2, 0)
+        weights = ((k2 @ q.unsqueeze(-1)).squeeze(-1) * 8**-0.5).softmax(-1)
+        return (weights.unsqueeze(-1) * v2).sum(1)
+
+    def run(position, token, hidden):
+        cos, sin = rotation(torch.tensor(position), frequencies, 1.0)
+        return head(embed[token], hidden, cos.double(), sin.double(), attend)
+
+    for q in range(row + 1):  # True features: draft-extend.
+        token = batch.tokens[sequence, q + 1]
+        read, hidden = run(q, token, head.fuse(batch.features[sequence, q]))
+    reads.append(read)
+    for step in range(1, steps):  # Own guesses: drafting.
+        token = batch.tokens[sequence, row + 1 + step]
+        read, hidden = run(row + step, token, hidden)
+        reads.append(read)
+    return torch.stack(reads)
+
+
+@pytest.mark.parametrize("changes", SWITCHES)
+def test_unrolled_is_served(changes):
+    head, batch, embed = make(**changes)
+    reads = torch.stack(unrolled(head, batch, embed, 3))
+    for row in (0, 2, 5):
+        expected = served(head, batch, embed, 1, row, 3)
+        assert torch.allclose(reads[:, 1, row], expected, atol=1e-6), changes
+
+
+def test_one_layer_off_is_noticed():
+    head, batch, embed = make()
+    shifted = Batch(batch.tokens, batch.wanted, batch.features.roll(1, 1), batch.last, batch.choice)
+    a, b = (torch.stack(unrolled(head, x, embed, 2)) for x in (batch, shifted))
+    assert (a - b).abs().max() > 0.01
+
+
+def plain_loss(head, batch, vocabulary, reads, decay):
+    """The loss as the definition reads, row by row."""
+    total = 0.0
+    for step, read in enumerate(reads):
+        losses = []
+        for b in range(2):
+            for q in range(9 - step - 2):
+                choice = batch.choice[b, q + step + 1]
+                if batch.wanted[b, q + step + 2] and vocabulary.draft_ids[choice] >= 0:
+                    teacher = (vocabulary.rows @ batch.last[b, q + step + 1]).softmax(-1)
+                    losses.append(-(teacher * F.log_softmax(head.logits(read[b, q]), -1)).sum())
+        total = total + decay**step * torch.stack(losses).mean()
+    return total
+
+
+def test_loss_and_gradient_are_the_plain_ones():
+    head, batch, embed = make()
+    batch.wanted[0, :4] = False
+    vocabulary = Vocabulary.of(torch.tensor([0, 1, 3, 4, 6, 7, 9, 11, 13, 15, 17, 19]), embed)
+    loss, scores = ttt_loss(head, batch, embed, vocabulary, 3, 0.8)
+    loss.backward()
+    got = {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad()
+    plain = plain_loss(head, batch, vocabulary, unrolled(head, batch, embed, 3), 0.8)
+    plain.backward()
+    assert math.isclose(float(loss.detach()), float(plain.detach()), rel_tol=1e-5)
+    for name, gradient in got.items():
+        wanted = dict(head.named_parameters())[name].grad
+        assert torch.allclose(gradient, wanted, atol=1e-6), name
+    assert [s.rows for s in scores] == [12, 11, 10]
+    assert all(a.rows >= b.rows for a, b in pairwise(scores))
+
+
+def test_prompt_tokens_teach_nothing():
+    head, batch, embed = make()
+    batch.wanted[:, :6] = False
+    vocabulary = Vocabulary.of(torch.arange(12), embed)
+    before, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
+    batch.last[:, :5] += 1.0  # Teachers of tokens 1..5, all unwanted.
+    batch.choice[:, :5] = 19
+    after, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
+    assert float(before) == float(after)
+
+
+def test_simulated_length():
+    assert simulated_length([]) == 1.0
+    assert simulated_length([0.5, 0.5, 1.0]) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
