@@ -1,0 +1,159 @@
+"""The prefix index: full pages found again by the tokens they contain.
+
+A tree of entries, one per full page. The key of an entry is its parent entry together with the
+page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
+one another. Only full pages are shared, so a shared page is never written again.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.cache.pages import PagePool
+from forerun.types import Ints
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One full page that is known by its content.
+
+    key       the page's tokens as int32 bytes; "" for the root, which has no page (-1)
+    children  entries of the pages that follow, by key
+    """
+
+    page: int
+    key: bytes
+    parent: "Entry | None"
+    children: dict[bytes, "Entry"] = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """Shares full pages between sequences and keeps unheld ones until memory is needed.
+
+    Whoever holds an entry's page holds the pages of all its ancestors. From this follows that
+    an entry becomes idle before its parent does, so the least recently used idle entry is
+    always a leaf, and eviction is taking the first of one ordered dictionary.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        if not 1 <= page_size <= 256:
+            raise ValueError(f"page size must be 1 to 256 tokens, not {page_size}")
+        self.pool = pool
+        self.page_size = page_size
+        self.root = Entry(page=-1, key=b"", parent=None)
+        self._entries: dict[int, Entry] = {}
+        self._idle: OrderedDict[int, Entry] = OrderedDict()
+
+    @property
+    def kept(self) -> int:
+        """Pages that nobody holds but whose content is still known."""
+        return len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can supply: free ones and kept ones."""
+        return self.pool.free + len(self._idle)
+
+    def acquire(self, tokens: Ints) -> list[Entry]:
+        """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
+
+        The entries, first page first, at most T // page_size; the caller holds one reference
+        to each page until it releases it.
+        """
+        size, node = self.page_size, self.root
+        found: list[Entry] = []
+        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        for start in range(0, len(tokens) - size + 1, size):
+            child = node.children.get(data[4 * start : 4 * (start + size)])
+            if child is None:
+                break
+            self._hold(child)
+            found.append(child)
+            node = child
+        return found
+
+    def insert(self, parent: Entry, tokens: Ints, page: int) -> Entry:
+        """Make known that `page`, held by the caller, contains `tokens` after `parent`.
+
+        Where an equal page is known already, the caller's reference moves to that one and
+        `page` becomes free: two sequences that computed the same page end up with one.
+        """
+        key = np.ascontiguousarray(tokens, np.int32).tobytes()
+        known = parent.children.get(key)
+        if known is not None:
+            self._hold(known)
+            self.release(page)
+            return known
+        entry = Entry(page=page, key=key, parent=parent)
+        parent.children[key] = entry
+        self._entries[page] = entry
+        return entry
+
+    def take(self, count: int) -> list[int] | None:
+        """Hold `count` pages without content, evicting kept pages where too few are free.
+
+        None, and nothing changes, when even that is not enough.
+        """
+        if count > self.available:
+            return None
+        while self.pool.free < count:
+            self._evict()
+        return self.pool.take(count)
+
+    def release(self, page: int) -> None:
+        """Drop one reference; the last leaves the page kept if its content is known, else free.
+
+        A sequence releases its pages last to first.
+        """
+        if not self.pool.drop(page):
+            return
+        entry = self._entries.get(page)
+        if entry is None:
+            self.pool.put_back(page)
+        else:
+            self._idle[page] = entry
+
+    def clear(self) -> None:
+        """Forget every kept page."""
+        while self._idle:
+            self._evict()
+
+    def _hold(self, entry: Entry) -> None:
+        self.pool.hold(entry.page)
+        self._idle.pop(entry.page, None)
+
+    def _evict(self) -> None:
+        """Forget the least recently used kept page."""
+        page, entry = self._idle.popitem(last=False)
+        assert not entry.children, f"page {page} would be evicted before the pages after it"
+        assert entry.parent is not None
+        del entry.parent.children[entry.key]
+        del self._entries[page]
+        self.pool.put_back(page)
+
+    def check(self) -> None:
+        """Prove that every page is free, held or kept, and that the tree is sound.
+
+        Raises AssertionError with what is wrong.
+        """
+        self.pool.check()
+        free, held, kept = self.pool.free, self.pool.held, self.kept
+        total = self.pool.pages
+        assert free + held + kept == total, (
+            f"{free} free + {held} held + {kept} kept pages are not {total}"
+        )
+        for page, entry in self._entries.items():
+            references, parent = self.pool.references(page), entry.parent
+            assert entry.page == page and parent is not None
+            assert parent.children.get(entry.key) is entry, f"page {page} is lost to its parent"
+            assert (page in self._idle) == (references == 0), f"page {page}: idle list is wrong"
+            below = sum(self.pool.references(child.page) > 0 for child in entry.children.values())
+            assert references or not below, f"page {page} is not held but its children are"
+        known = 0
+        todo = [self.root]
+        while todo:
+            children = todo.pop().children.values()
+            known += len(children)
+            todo += children
+        assert known == len(self._entries), "entries in the tree and by page differ"

@@ -1,0 +1,96 @@
+"""A sequence's page table: reserved, then committed or rolled back."""
+
+from array import array
+
+from forerun.cache.prefix import Entry, PrefixIndex
+from forerun.types import Ints
+
+
+class PageTable:
+    """The pages of one sequence, in order of position.
+
+        positions    0 ......... shared*size ......... length ......... reserved
+                     | full, in the index | own, committed | own, tentative |
+
+    length    positions whose keys and values are permanent
+    reserved  positions that have a page: len(pages) * page_size
+    pages     int32[W] page numbers, readable as a NumPy buffer
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._chain: list[Entry] = []
+        self.pages = array("i")
+        self.length = 0
+
+    @property
+    def reserved(self) -> int:
+        """Positions that have a page."""
+        return len(self.pages) * self._index.page_size
+
+    def start(self, tokens: Ints) -> int:
+        """Take over the pages that the index has of `tokens` int32[T]; how many tokens they hold.
+
+        For an empty table only. The pages are this table's until `release`.
+        """
+        assert not self.pages, "a table starts once"
+        self._chain = self._index.acquire(tokens)
+        self.pages.extend(entry.page for entry in self._chain)
+        self.length = len(self.pages) * self._index.page_size
+        return self.length
+
+    def reserve(self, tokens: int) -> bool:
+        """Make sure that positions length .. length+tokens-1 have pages.
+
+        False, and nothing changes, when there are not enough. Valid until commit or rollback.
+        """
+        missing = -(-(self.length + tokens) // self._index.page_size) - len(self.pages)
+        if missing <= 0:
+            return True
+        taken = self._index.take(missing)
+        if taken is None:
+            return False
+        self.pages.extend(taken)
+        return True
+
+    def commit(self, count: int, tokens: Ints) -> None:
+        """The next `count` positions are permanent; `tokens` is the whole text from position 0.
+
+            0 ........ shared*size ........ length ........ length+count ... reserved
+                       | newly full pages go to the index |
+
+        The index may replace a newly full page by an equal one it already has: numbers in
+        `pages` can change, content cannot. Raises ValueError beyond what was reserved.
+        """
+        size, end = self._index.page_size, self.length + count
+        if count < 0 or end > self.reserved:
+            raise ValueError(f"commit to {end}, but only {self.reserved} positions are reserved")
+        self.length = end
+        for number in range(len(self._chain), end // size):
+            parent = self._chain[-1] if self._chain else self._index.root
+            content = tokens[number * size : (number + 1) * size]
+            entry = self._index.insert(parent, content, self.pages[number])
+            self._chain.append(entry)
+            self.pages[number] = entry.page
+
+    def rollback(self) -> None:
+        """Give back every page beyond the committed positions."""
+        needed = -(-self.length // self._index.page_size)
+        while len(self.pages) > needed:
+            self._index.release(self.pages.pop())
+
+    def release(self) -> None:
+        """Give back everything; full pages stay known to the index. The table is empty again."""
+        while self.pages:
+            self._index.release(self.pages.pop())
+        self._chain = []
+        self.length = 0
+
+    def check(self) -> None:
+        """Prove that the ranges are in order and every page is held. Raises AssertionError."""
+        shared = len(self._chain) * self._index.page_size
+        assert shared <= self.length <= self.reserved, "ranges are out of order"
+        assert [entry.page for entry in self._chain] == list(self.pages[: len(self._chain)])
+        assert len(set(self.pages)) == len(self.pages), "a page appears twice in one table"
+        pool = self._index.pool
+        assert all(pool.references(page) > 0 for page in self.pages), "a page is not held"

@@ -1,0 +1,30 @@
+"""The drafter that never guesses: plain decoding is a tree of one node."""
+
+from typing import Any
+
+from forerun.engine.drafter import DrafterTraits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.tree import Draft, TreeBatch
+
+
+class NoDrafter:
+    """Proposes nothing."""
+
+    traits = DrafterTraits(name="none", max_depth=0, free=True)
+
+    def begin(self, opening: Opening) -> None:
+        """Nothing to remember."""
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """An empty draft per row."""
+        return [Draft()] * plan.rows
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Nothing to learn."""
+
+    def end(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {"drafter": self.traits.name}

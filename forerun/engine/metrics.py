@@ -1,0 +1,152 @@
+"""Plain counters of what the engine did; a snapshot of them is all that leaves this file."""
+
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+
+from forerun.engine.request import Finish
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+RECENT = 512
+"""Rows over which the rolling acceptance length is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """counts[i] values were <= bounds[i] and above the bound before; the last is the rest."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+class _Growing:
+    """A histogram that still counts."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._total += value
+
+    def frozen(self) -> Histogram:
+        return Histogram(self._bounds, tuple(self._counts), self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine holds at one moment. Counts of sequences and pages."""
+
+    waiting: int
+    running: int
+    pages: int
+    pages_held: int
+    pages_kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot; all counts since the engine was made, times in seconds.
+
+    finished           sequences by how they ended
+    prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
+    output_tokens      tokens reported to clients
+    steps, nodes       steps, and known tokens plus guesses that they ran
+    drafts             rows that carried guesses; guesses and accepted count theirs
+    accepted_at        accepted_at[i] drafts had their guess at depth i + 1 accepted
+    acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
+    seconds            where the time of steps went: draft, verify, accept, commit, host
+    first_token        from submission to the first decided token
+    duration           from submission to the end
+    step_seconds, step_nodes   per step
+    """
+
+    load: Load
+    finished: dict[Finish, int]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    steps: int
+    failed_steps: int
+    nodes: int
+    drafts: int
+    guesses: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+    preemptions: int
+    acceptance_length: float
+    seconds: dict[str, float]
+    first_token: Histogram
+    duration: Histogram
+    step_seconds: Histogram
+    step_nodes: Histogram
+
+
+class Metrics:
+    """The counters. Written by the engine's thread; read, slightly torn at worst, by any."""
+
+    def __init__(self) -> None:
+        self.finished = dict.fromkeys(Finish, 0)
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.steps = self.failed_steps = self.nodes = 0
+        self.drafts = self.guesses = self.accepted = 0
+        self.accepted_at: list[int] = []
+        self.preemptions = 0
+        self.seconds = dict.fromkeys(("draft", "verify", "accept", "commit", "host"), 0.0)
+        self.first_token = _Growing(SECONDS)
+        self.duration = _Growing(SECONDS)
+        self.step_seconds = _Growing(SECONDS)
+        self.step_nodes = _Growing(NODES)
+        self._recent: deque[int] = deque(maxlen=RECENT)
+        self._recent_sum = 0
+
+    def row(self, guesses: int, accepted: int) -> None:
+        """One row sampled: it carried `guesses`, of which a path of `accepted` was kept."""
+        if len(self._recent) == RECENT:
+            self._recent_sum -= self._recent[0]
+        self._recent.append(accepted + 1)
+        self._recent_sum += accepted + 1
+        if not guesses:
+            return
+        self.drafts += 1
+        self.guesses += guesses
+        self.accepted += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for depth in range(accepted):
+            self.accepted_at[depth] += 1
+
+    def step(self, nodes: int, seconds: float) -> None:
+        """One step ran `nodes` nodes and took `seconds`, host work included."""
+        self.steps += 1
+        self.nodes += nodes
+        self.step_nodes.add(nodes)
+        self.step_seconds.add(seconds)
+
+    def snapshot(self, load: Load) -> Stats:
+        """Freeze."""
+        rows = len(self._recent)
+        return Stats(
+            load=load,
+            finished=dict(self.finished),
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            steps=self.steps,
+            failed_steps=self.failed_steps,
+            nodes=self.nodes,
+            drafts=self.drafts,
+            guesses=self.guesses,
+            accepted=self.accepted,
+            accepted_at=tuple(self.accepted_at),
+            preemptions=self.preemptions,
+            acceptance_length=self._recent_sum / rows if rows else 0.0,
+            seconds=dict(self.seconds),
+            first_token=self.first_token.frozen(),
+            duration=self.duration.frozen(),
+            step_seconds=self.step_seconds.frozen(),
+            step_nodes=self.step_nodes.frozen(),
+        )

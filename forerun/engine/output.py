@@ -1,0 +1,99 @@
+"""What becomes of decided tokens: stop conditions, text, and the deltas that report them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from forerun.engine.plan import TokenLogprobs
+from forerun.engine.request import Delta, Finish
+from forerun.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sequence ends: see the fields of the same names of Delta."""
+
+    finish: Finish
+    reason: str | int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of a step's tokens counts.
+
+    tokens  up to and with the one that ended the sequence, if one did
+    text    newly final text
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    ending: Ending | None = None
+
+
+def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
+    """Push decided tokens through the stop conditions and the text stream, one by one.
+
+    An end-of-text id is no `reason`; any other stop token or string is.
+    """
+    stopping, text = sequence.request.stopping, ""
+    kept: list[int] = []
+    room = stopping.max_tokens - sequence.reported
+    ending = Ending(Finish.LENGTH) if room <= 0 else None
+    for token in tokens:
+        if ending is not None:
+            break
+        kept.append(token)
+        is_stop = token in stopping.stop_tokens
+        if not is_stop or stopping.include_stop:
+            piece = sequence.stream.push(token)
+            text += piece.text
+            if piece.stopped is not None:
+                return _kept(sequence, kept, text, Ending(Finish.STOP, piece.stopped))
+        if is_stop:
+            ending = Ending(Finish.STOP, None if token in eos_ids else token)
+        elif len(kept) == room:
+            ending = Ending(Finish.LENGTH)
+    if ending is not None:
+        text += sequence.stream.finish()
+    return _kept(sequence, kept, text, ending)
+
+
+def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None) -> Kept:
+    sequence.reported += len(kept)
+    return Kept(tuple(kept), text, ending)
+
+
+def complete(sequence: Sequence, kept: Kept) -> Kept:
+    """The same, but the sequence ends here: its grammar allows nothing more."""
+    text = kept.text + sequence.stream.finish()
+    return Kept(kept.tokens, text, Ending(Finish.STOP))
+
+
+def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:
+    """News of a step, or None while there is none to tell.
+
+    Tokens whose text is held back (half a character, the beginning of a stop string) wait
+    with their log-probabilities until text is released.
+    """
+    sequence.unsent += kept.tokens
+    sequence.unsent_logprobs += logprobs[: len(kept.tokens)]
+    ending = kept.ending
+    if not kept.text and ending is None:
+        return None
+    first, sequence.news_sent = not sequence.news_sent, True
+    tokens, reports = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
+    sequence.unsent.clear()
+    sequence.unsent_logprobs.clear()
+    return Delta(
+        request=sequence.request.id,
+        index=sequence.index,
+        text=kept.text,
+        tokens=tokens,
+        logprobs=reports,
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
+        finish=ending.finish if ending else None,
+        stop_reason=ending.reason if ending else None,
+        stats=sequence.tally.stats() if ending else None,
+        cached_tokens=(sequence.cached_tokens or 0) if first else 0,
+        error=ending.error if ending else None,
+    )

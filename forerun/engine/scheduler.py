@@ -1,0 +1,293 @@
+"""Who runs in the next step, on which tokens, with how many guesses. Bookkeeping only."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.cache.pages import PagePool
+from forerun.cache.prefix import PrefixIndex
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.metrics import Load
+from forerun.engine.plan import Plan
+from forerun.engine.sequence import Sequence
+from forerun.spec.policy import Policy
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A plan and the sequences behind it. Valid until the next call of the scheduler.
+
+    rows    B sequences, in row order
+    opened  of which these took their slot just now: open it before the step
+    closed  slots whose sequences were preempted: close them before anything is opened
+    """
+
+    plan: Plan
+    rows: tuple[Sequence, ...]
+    opened: tuple[Sequence, ...]
+    closed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a plan while it takes shape."""
+
+    sequence: Sequence
+    known: int
+    nodes: int = 0
+    depth: int = 0
+
+
+def share_out(wanted: list[int], room: int) -> list[int]:
+    """Serve `wanted` as evenly as `room` allows: all below one level in full, the rest up to it.
+
+    The result sums to min(sum(wanted), room); what does not divide goes to the first.
+    """
+    given = [0] * len(wanted)
+    left = min(room, sum(wanted))
+    hungry = [i for i, want in enumerate(wanted) if want]
+    while left:
+        portion = max(left // len(hungry), 1)
+        for i in hungry[:left]:
+            amount = min(portion, wanted[i] - given[i], left)
+            given[i] += amount
+            left -= amount
+        hungry = [i for i in hungry if given[i] < wanted[i]]
+    return given
+
+
+class Scheduler:
+    """Continuous batching over slots and pages.
+
+    First come, first served, strictly: sequences are admitted, prefilled and given pages in
+    order of arrival; whoever came last is the first to be preempted, and comes back to the
+    place in the queue that its arrival gives it. So the oldest always advances.
+    """
+
+    def __init__(self, limits: ExecutorLimits, policy: Policy) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        # Every running row needs a node in every step.
+        self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
+        self._slot_count = len(self._slots)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that fits the executor and the page pool."""
+        return min(self.limits.context, self.limits.pages * self.limits.page_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence at its place."""
+        sequence.attach(self.index)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> int | None:
+        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+            return None
+        self.running.remove(sequence)
+        return self._vacate(sequence)
+
+    def plan(self) -> Schedule | None:
+        """Plan the next step; None when nobody waits or runs.
+
+        Pages go first to rows that must grow by a token (preempting the youngest where they
+        run out), then to sequences that wait, and what is left over to guesses.
+        """
+        closed = self._grow()
+        opened = () if closed else self._admit()
+        if not self.running:
+            return None
+        rows = self._rows(opened)
+        return Schedule(
+            plan=self._plan(rows),
+            rows=tuple(row.sequence for row in rows),
+            opened=opened,
+            closed=closed,
+        )
+
+    # --- pages and slots ---------------------------------------------------------------
+
+    def _grow(self) -> tuple[int, ...]:
+        """Reserve one position for every decoding row, oldest first. Slots thereby preempted."""
+        closed: list[int] = []
+        for sequence in tuple(self.running):
+            while sequence.slot is not None and not sequence.table.reserve(1):
+                victim = self.running.pop()
+                closed.append(self._vacate(victim))
+                insort(self.waiting, victim, key=lambda s: s.order)
+        return tuple(closed)
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        """Move waiting sequences to free slots while this step's nodes and the pages suffice."""
+        opened: list[Sequence] = []
+        nodes = sum(sequence.pending for sequence in self.running)
+        for sequence in tuple(self.waiting):
+            if not self._slots or nodes >= self.limits.max_nodes:
+                break
+            if self._sibling_prefills(sequence):
+                continue
+            if not self._reserve_prompt(sequence):
+                break
+            self.waiting.remove(sequence)
+            sequence.slot = self._slots.pop()
+            insort(self.running, sequence, key=lambda s: s.order)
+            opened.append(sequence)
+            nodes += sequence.pending
+        return tuple(opened)
+
+    def _sibling_prefills(self, sequence: Sequence) -> bool:
+        """Another choice of the request is about to supply the prompt's pages: wait for it."""
+        if sequence.request.n == 1 or not sequence.reuses_prefix:
+            return False
+        return any(
+            other.request is sequence.request and other.pending > 1 for other in self.running
+        )
+
+    def _reserve_prompt(self, sequence: Sequence) -> bool:
+        """Pages for all known tokens, found or new, leaving one for each running row to grow."""
+        table, index = sequence.table, self.index
+        if sequence.reuses_prefix:
+            # One token at least must run, or nothing would be there to sample from.
+            table.start(sequence.tokens[:-1])
+        missing = -(-(sequence.total - table.reserved) // index.page_size)
+        if missing + len(self.running) > index.available:
+            table.release()
+            return False
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = table.length
+        return table.reserve(sequence.pending)
+
+    def _vacate(self, sequence: Sequence) -> int:
+        """Take slot and pages from a sequence that is no longer in `running`."""
+        slot = sequence.slot
+        assert slot is not None
+        sequence.table.release()
+        sequence.slot = None
+        self._slots.append(slot)
+        return slot
+
+    # --- rows --------------------------------------------------------------------------
+
+    def _rows(self, opened: tuple[Sequence, ...]) -> list[_Row]:
+        """Divide the step's nodes.
+
+        0 ... decoding rows ... + guesses ............ max_nodes
+              one node each     | at most half of the | prefill chunks,
+                                | rest if any prefill | oldest first
+        """
+        decoding = [sequence for sequence in self.running if sequence.pending == 1]
+        prefill = [sequence for sequence in self.running if sequence.pending > 1]
+        room = self.limits.max_nodes - len(decoding)
+        rows = self._decoding_rows(decoding, opened, room // 2 if prefill else room)
+        room -= sum(row.nodes for row in rows)
+        for sequence in prefill:
+            chunk = min(sequence.pending, room)
+            if chunk:
+                rows.append(_Row(sequence, chunk))
+                room -= chunk
+        return rows
+
+    def _decoding_rows(
+        self, decoding: list[Sequence], opened: tuple[Sequence, ...], room: int
+    ) -> list[_Row]:
+        """Rows of one known token each, with guesses for at most `room` nodes in all."""
+        fresh = {sequence.slot for sequence in opened}
+        old = [sequence for sequence in decoding if sequence.slot not in fresh]
+        rows = [_Row(s, 1) for s in decoding if s.slot in fresh]
+        budgets = self.policy.budgets(
+            np.array([s.slot for s in old], np.int32),
+            np.array([s.table.length for s in old], np.int32),
+        )
+        wishes = [
+            _wish(s, budget.nodes, budget.depth) for s, budget in zip(old, budgets, strict=True)
+        ]
+        given = share_out([nodes for nodes, _ in wishes], room)
+        for sequence, nodes, (_, depth) in zip(old, given, wishes, strict=True):
+            levels = self._reserve_guesses(sequence, min(depth, nodes))
+            rows.append(_Row(sequence, 1, nodes if levels else 0, levels))
+        return rows
+
+    def _reserve_guesses(self, sequence: Sequence, depth: int) -> int:
+        """Pages for paths of up to `depth` guesses; how deep they may be. Preempts nobody."""
+        table = sequence.table
+        within = table.reserved + self.index.available * self.index.page_size
+        depth = min(depth, within - table.length - 1)
+        if depth > 0:
+            table.reserve(1 + depth)
+        return max(depth, 0)
+
+    def _plan(self, rows: list[_Row]) -> Plan:
+        """The rows as the arrays that an executor takes."""
+        sequences = [row.sequence for row in rows]
+        known: list[Ints] = []
+        for row in rows:
+            start = row.sequence.table.length
+            known.append(row.sequence.tokens[start : start + row.known])
+        return Plan(
+            slots=np.array([s.slot for s in sequences], np.int32),
+            kv_len=np.array([s.table.length for s in sequences], np.int32),
+            known=tuple(known),
+            samples=np.array([row.known == row.sequence.pending for row in rows], np.bool_),
+            max_nodes=np.array([row.nodes for row in rows], np.int32),
+            max_depth=np.array([row.depth for row in rows], np.int32),
+            page_table=page_rows(sequences),
+            constrained=np.array([s.request.grammar is not None for s in sequences], np.bool_),
+        )
+
+    def load(self, entering: int) -> Load:
+        """What is held now; `entering` more sequences are on their way into the queue."""
+        return Load(
+            waiting=len(self.waiting) + entering,
+            running=len(self.running),
+            pages=self.limits.pages,
+            pages_held=self.limits.pages - self.index.available,
+            pages_kept=self.index.kept,
+        )
+
+    def check(self) -> None:
+        """Prove that no page and no slot leaked. Raises AssertionError with what is wrong."""
+        self.index.check()
+        held: dict[int, int] = {}
+        for sequence in self.running + self.waiting:
+            sequence.check()
+            for page in sequence.table.pages:
+                held[page] = held.get(page, 0) + 1
+        pool = self.index.pool
+        for page in range(pool.pages):
+            assert pool.references(page) == held.get(page, 0), f"page {page} leaked"
+        taken = [s.slot for s in self.running if s.slot is not None]
+        assert sorted(self._slots + taken) == list(range(self._slot_count)), "a slot leaked"
+        assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
+        for queue in (self.waiting, self.running):
+            orders = [s.order for s in queue]
+            assert orders == sorted(orders), "a queue is out of order"
+
+
+def page_rows(sequences: list[Sequence]) -> Ints:
+    """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
+    width = max(len(s.table.pages) for s in sequences)
+    rows = np.full((len(sequences), width), -1, np.int32)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence.table.pages)] = np.frombuffer(sequence.table.pages, np.int32)
+    return rows
+
+
+def _wish(sequence: Sequence, nodes: int, depth: int) -> tuple[int, int]:
+    """Guesses and levels the policy would spend, within what the request and its end allow."""
+    wishes = sequence.request.speculation
+    if not wishes.enabled:
+        return 0, 0
+    # The target adds a token of its own, so a path may leave room for one.
+    depth = min(depth, sequence.remaining - 1)
+    if wishes.max_nodes is not None:
+        nodes = min(nodes, wishes.max_nodes)
+    if wishes.max_depth is not None:
+        depth = min(depth, wishes.max_depth)
+    return (nodes, depth) if nodes > 0 and depth > 0 else (0, 0)

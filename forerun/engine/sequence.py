@@ -1,0 +1,140 @@
+"""One choice of a request: its tokens, its pages, its text so far."""
+
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+import numpy as np
+
+from forerun.cache.prefix import PrefixIndex
+from forerun.cache.table import PageTable
+from forerun.engine.plan import Opening, TokenLogprobs
+from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
+from forerun.text.stream import TextStream
+from forerun.types import Ints
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts for SpeculationStats, while they grow."""
+
+    guesses: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add(self, guesses: int, accepted: int) -> None:
+        """Count one step that emitted tokens."""
+        self.guesses += guesses
+        self.histogram += [0] * (accepted + 1 - len(self.histogram))
+        self.histogram[accepted] += 1
+
+    def stats(self) -> SpeculationStats:
+        """The counts as they are reported."""
+        return SpeculationStats(
+            steps=sum(self.histogram),
+            guesses=self.guesses,
+            accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
+            histogram=tuple(self.histogram),
+        )
+
+
+class Sequence:
+    """State of one choice, from submission to its last token.
+
+    The independent numbers and their order, which `check` asserts:
+
+        0 <= prompt_len <= total            tokens decided: the prompt, then the output
+        0 <= table.length < total           of which keys and values are in pages
+        slot is None  =>  table.length == 0 a sequence without a slot owns nothing
+        0 <= reported                       output tokens that count (a stop can cut a step's)
+
+    Everything else is a property. A preempted sequence loses slot and pages, nothing more:
+    when it resumes, prompt and output so far are its known tokens.
+    """
+
+    def __init__(
+        self, order: tuple[int, int], request: Request, sink: Sink, stream: TextStream
+    ) -> None:
+        self.order = order
+        self.request = request
+        seed = choice_seed(request.sampling.seed, order[1])
+        self.sampling = replace(request.sampling, seed=seed)
+        self.sink = sink
+        self.stream = stream
+        self.slot: int | None = None
+        self.table: PageTable
+        self.prompt_len = self.total = len(request.prompt)
+        # One more than asked, because a step emits a token even where none is wanted.
+        self._buffer = np.zeros(self.total + max(request.stopping.max_tokens, 1), np.int32)
+        self._buffer[: self.total] = request.prompt
+        self.reported = 0
+        self.cached_tokens: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.unsent: list[int] = []
+        self.unsent_logprobs: list[TokenLogprobs] = []
+        self.news_sent = False
+        self.tally = Tally()
+        self.submitted = monotonic()
+
+    def attach(self, index: PrefixIndex) -> None:
+        """Give the sequence its (empty) page table."""
+        self.table = PageTable(index)
+
+    @property
+    def index(self) -> int:
+        """Which of the request's choices this is."""
+        return self.order[1]
+
+    @property
+    def tokens(self) -> Ints:
+        """int32[total] all decided tokens; a view."""
+        return self._buffer[: self.total]
+
+    @property
+    def output(self) -> Ints:
+        """int32[.] the decided tokens after the prompt; a view."""
+        return self._buffer[self.prompt_len : self.total]
+
+    @property
+    def pending(self) -> int:
+        """Decided tokens that have not run through the target; 1 = decoding, more = prefill."""
+        return self.total - self.table.length
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens still allowed."""
+        return self.request.stopping.max_tokens - (self.total - self.prompt_len)
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """False while log-probabilities of the prompt are wanted: they need every token run."""
+        if self.sampling.prompt_logprobs is None:
+            return True
+        return len(self.prompt_logprobs) >= self.prompt_len - 1
+
+    def opening(self) -> Opening:
+        """What an executor and a drafter must know. The sequence has a slot."""
+        assert self.slot is not None
+        return Opening(self.slot, self.tokens.copy(), self.prompt_len, self.sampling)
+
+    def append(self, tokens: Ints) -> None:
+        """More tokens are decided. Raises ValueError beyond what the request allows."""
+        end = self.total + len(tokens)
+        if end > len(self._buffer):
+            raise ValueError(f"{end} tokens decided, room for {len(self._buffer)}")
+        self._buffer[self.total : end] = tokens
+        self.total = end
+
+    def echo(self, entries: tuple[TokenLogprobs, ...]) -> None:
+        """Log-probabilities of the tokens after positions table.length, +1, ...
+
+        Before the commit of the step. A resumed sequence sees some of them again.
+        """
+        seen = len(self.prompt_logprobs) - self.table.length
+        room = self.prompt_len - 1 - len(self.prompt_logprobs)
+        self.prompt_logprobs += entries[seen : seen + max(room, 0)]
+
+    def check(self) -> None:
+        """Prove that the numbers are in order. Raises AssertionError."""
+        assert 0 < self.prompt_len <= self.total <= len(self._buffer)
+        assert 0 <= self.table.length < self.total, "more keys and values than tokens"
+        assert self.slot is not None or self.table.reserved == 0, "pages without a slot"
+        self.table.check()

@@ -1,0 +1,93 @@
+"""An executor and a drafter that count the seconds they take: the step itself stays bare."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import Accepted, Executor, Scores
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.tree import Draft, NodeMasks, TreeBatch
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    seconds[part] += perf_counter() - start
+
+
+class TimedExecutor:
+    """The Executor contract, passed on; time goes to seconds["verify" | "accept" | "commit"]."""
+
+    def __init__(self, inner: Executor, seconds: dict[str, float]) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self.limits = inner.limits
+        self.name = inner.name
+
+    def open(self, opening: Opening) -> None:
+        """Pass on."""
+        self._inner.open(opening)
+
+    def close(self, slot: int) -> None:
+        """Pass on."""
+        self._inner.close(slot)
+
+    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+        """Pass on and count. A device that works asynchronously shows its time in `accept`."""
+        with _timed(self._seconds, "verify"):
+            return self._inner.verify(plan, trees)
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
+    ) -> Accepted:
+        """Pass on and count."""
+        with _timed(self._seconds, "accept"):
+            return self._inner.accept(plan, trees, scores, masks)
+
+    def commit(self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: Accepted) -> Outcome:
+        """Pass on and count."""
+        with _timed(self._seconds, "commit"):
+            return self._inner.commit(plan, trees, scores, accepted)
+
+    def describe(self) -> dict[str, Any]:
+        """Pass on."""
+        return self._inner.describe()
+
+    def shutdown(self) -> None:
+        """Pass on."""
+        self._inner.shutdown()
+
+
+class TimedDrafter:
+    """The Drafter contract, passed on; time goes to seconds["draft"]."""
+
+    def __init__(self, inner: Drafter, seconds: dict[str, float]) -> None:
+        self._inner = inner
+        self._seconds = seconds
+        self.traits = inner.traits
+
+    def begin(self, opening: Opening) -> None:
+        """Pass on and count."""
+        with _timed(self._seconds, "draft"):
+            self._inner.begin(opening)
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """Pass on and count."""
+        with _timed(self._seconds, "draft"):
+            return self._inner.propose(plan)
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Pass on and count."""
+        with _timed(self._seconds, "draft"):
+            self._inner.observe(plan, trees, outcome)
+
+    def end(self, slot: int) -> None:
+        """Pass on."""
+        self._inner.end(slot)
+
+    def describe(self) -> dict[str, Any]:
+        """Pass on."""
+        return self._inner.describe()

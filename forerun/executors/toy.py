@@ -1,0 +1,149 @@
+"""A target that can be computed by hand, for tests of everything around a model.
+
+The vocabulary is that of `Tokenizer.byte_level`: 256 bytes, then 256 <|im_start|>,
+257 <|im_end|> and 258 <|endoftext|>.
+With s the sum of all tokens so far, x the last token and y the one before (0 if none):
+
+    best next token   257 (end of turn)                   where s is divisible by 256
+                      97 + (x + 3*y + 2*s) mod 16         elsewhere: a letter a..p
+    logit of token t  -((t - best) mod V) / 2
+
+Worked example, prompt "Hi" = 72, 105:
+
+    s = 177, x = 105, y = 72    97 + (105 + 216 + 354) mod 16 = 97 +  3 = 100 = "d"
+    s = 277, x = 100, y = 105   97 + (100 + 315 + 554) mod 16 = 97 +  9 = 106 = "j"
+    s = 383, x = 106, y = 100   97 + (106 + 300 + 766) mod 16 = 97 +  4 = 101 = "e"
+
+Greedy text soon repeats with period 24, so n-gram lookup has something to find. At temperature
+1 the best token has probability 1 - exp(-1/2) = 0.393, the next id up 0.239, then 0.145, ...
+
+"Keys" are positions and "values" are tokens, in real pages: s, x and y are read through the page
+table, so a wrong page changes the text or is reported.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.errors import ConfigError, EngineError
+from forerun.executors.host import HostAccepted, HostSampler
+from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.types import Floats, Ints
+
+END = 257
+
+
+@dataclass(frozen=True, slots=True)
+class ToyScores:
+    """best int32[M]: each node's most likely next token; its logits follow from it."""
+
+    best: Ints
+
+
+class ToyExecutor:
+    """The toy target.
+
+    delay  seconds that every step takes on top, for tests of cancellation and time-outs
+    """
+
+    name = "toy"
+
+    def __init__(self, limits: ExecutorLimits, delay: float = 0.0) -> None:
+        if limits.vocab <= END:
+            raise ConfigError(f"the toy needs a vocabulary of 258 or more, not {limits.vocab}.")
+        self.limits = limits
+        self.delay = delay
+        shape = (limits.pages, limits.page_size)
+        self._keys = np.full(shape, -1, np.int32)
+        self._values = np.zeros(shape, np.int32)
+        self._sampler = HostSampler(limits.slots, limits.vocab)
+        ramp = -np.arange(limits.vocab, dtype=np.float32) / np.float32(2)
+        self._ramps = np.concatenate([ramp, ramp])
+
+    def open(self, opening: Opening) -> None:
+        """Bind a sequence to its slot."""
+        self._sampler.open(opening)
+
+    def close(self, slot: int) -> None:
+        """Forget the slot's sequence."""
+        self._sampler.close(slot)
+
+    def verify(self, plan: Plan, trees: TreeBatch) -> ToyScores:
+        """Find the best next token of every node. Writes no page."""
+        if self.delay:
+            time.sleep(self.delay)
+        best = np.zeros(len(trees.tokens), np.int32)
+        for row in range(plan.rows):
+            self._verify_row(self._read(plan, row), trees, row, best)
+        return ToyScores(best)
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: ToyScores, masks: NodeMasks | None
+    ) -> HostAccepted:
+        """Accept on the host, by the specification."""
+
+        def logits(node: int) -> Floats:
+            return self._logits(int(scores.best[node]))
+
+        return self._sampler.accept(plan, trees, logits, masks)
+
+    def commit(
+        self, plan: Plan, trees: TreeBatch, scores: ToyScores, accepted: HostAccepted
+    ) -> Outcome:
+        """Write the accepted paths, and nothing else, into pages."""
+        size = self.limits.page_size
+        for row, path in enumerate(accepted.paths):
+            positions = plan.kv_len[row] + trees.depth[path]
+            pages = plan.page_table[row, positions // size]
+            if (pages < 0).any():
+                raise EngineError(f"row {row}: no page was reserved for a position it keeps")
+            self._keys[pages, positions % size] = positions
+            self._values[pages, positions % size] = trees.tokens[path]
+        return self._sampler.outcome(plan, trees, accepted)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        cache = self._keys.nbytes + self._values.nbytes
+        return {"executor": "toy", "device": "cpu", "kv_bytes": cache, "weights_bytes": 0}
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+    def _logits(self, best: int) -> Floats:
+        """float32[V] the logits around `best`; a view."""
+        start = self.limits.vocab - best
+        return self._ramps[start : start + self.limits.vocab]
+
+    def _read(self, plan: Plan, row: int) -> Ints:
+        """int32[kv_len] the row's prefix, through its page table.
+
+        Raises EngineError where a page holds other positions than it should.
+        """
+        length, size = int(plan.kv_len[row]), self.limits.page_size
+        pages = plan.page_table[row, : -(-length // size)]
+        if (pages < 0).any() or (self._keys[pages].ravel()[:length] != np.arange(length)).any():
+            raise EngineError(f"row {row}: its pages do not hold the positions 0..{length - 1}")
+        prefix: Ints = self._values[pages].ravel()[:length]
+        return prefix
+
+    def _verify_row(self, prefix: Ints, trees: TreeBatch, row: int, best: Ints) -> None:
+        """Fill in best[node] for the nodes of `row`."""
+        nodes, first_guess = trees.nodes(row), trees.root(row) + 1
+        chain = np.concatenate([prefix[-1:], trees.tokens[nodes.start : first_guess]])
+        if not len(prefix):
+            chain = np.concatenate([np.zeros(1, np.int32), chain])
+        sums = np.zeros(len(nodes), np.int64)
+        sums[: len(chain) - 1] = int(prefix.sum()) + np.cumsum(chain[1:])
+        before = np.zeros(len(nodes), np.int64)
+        before[: len(chain) - 1] = chain[:-1]
+        for node in range(first_guess, nodes.stop):
+            parent = int(trees.parents[node])
+            sums[node - nodes.start] = sums[parent - nodes.start] + trees.tokens[node]
+            before[node - nodes.start] = trees.tokens[parent]
+        last = trees.tokens[nodes.start : nodes.stop]
+        letters = 97 + (last + 3 * before + 2 * sums) % 16
+        best[nodes.start : nodes.stop] = np.where(sums % 256 == 0, END, letters)
