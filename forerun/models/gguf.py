@@ -3,10 +3,6 @@
 import re
 from pathlib import Path
 
-import numpy as np
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
-
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Packed, check_whole, shortened
@@ -33,7 +29,6 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)", re.ASCII)
-_ROWS_AT_ONCE = 2048
 
 
 class GgufCheckpoint:
@@ -72,19 +67,7 @@ class GgufCheckpoint:
 
     def tensor(self, name: str) -> Floats:
         """The tensor as float32; a read-only view of the file where that is how it is stored."""
-        source = self._stored[name]
-        stored = self._file.tensors[source]
-        kind = GGMLQuantizationType[stored.kind]
-        rows = self._file.rows(source)
-        if kind == GGMLQuantizationType.F32:
-            flat = rows.view("<f4")
-        else:
-            flat = np.empty((len(rows), stored.shape[-1]), np.float32)
-            with np.errstate(all="ignore"):
-                for start in range(0, len(rows), _ROWS_AT_ONCE):
-                    part = slice(start, start + _ROWS_AT_ONCE)
-                    flat[part] = dequantize(rows[part], kind)
-        return self._half_split(name, flat.reshape(stored.shape))
+        return self._half_split(name, self._file.floats(self._stored[name]))
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as stored, rows in canonical order; None for a vector."""

@@ -1,12 +1,12 @@
 """GGUF metadata -> Architecture. Every key of the model's namespace is honoured or refused."""
 
 from collections.abc import Mapping
-
-import numpy as np
+from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, Family
 from forerun.models.gguf_header import GgufFile, Value
+from forerun.models.keys import Keys
 from forerun.models.rope import Divided, Linear, Rope, Scaling, Yarn, yarn_attention_factor
 
 _FAMILIES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -27,7 +27,8 @@ def architecture_of(file: GgufFile) -> Architecture:
     """Read the architecture, or raise ModelError naming the key that stands in the way."""
     metadata = file.metadata
     _check_kind(file)
-    keys = _Keys(metadata)
+    name = str(metadata["general.architecture"])
+    keys = Keys(_below(metadata, f"{name}."), f"{name}.")
     head_count = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
     head_size = keys.integer("attention.key_length", hidden // max(head_count, 1))
@@ -37,7 +38,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     window = keys.integer("attention.sliding_window", 0) or None
     vocab = _vocab(file)
     keys.require("vocab_size", vocab)
-    family = _FAMILIES[keys.name]
+    family = _FAMILIES[name]
     arch = Architecture(
         family=family,
         layers=keys.integer("block_count"),
@@ -57,8 +58,12 @@ def architecture_of(file: GgufFile) -> Architecture:
         tied_head="output.weight" not in file.tensors,
         sliding_window=window,
     )
-    keys.refuse_the_rest()
+    keys.refuse_the_rest(_harmless)
     return arch
+
+
+def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): value for k, value in metadata.items() if k.startswith(prefix)}
 
 
 def _check_kind(file: GgufFile) -> None:
@@ -84,7 +89,7 @@ def _vocab(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _scaling(keys: "_Keys", context: int, file: GgufFile) -> Scaling | None:
+def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     """How the context was stretched.
 
     llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
@@ -102,9 +107,9 @@ def _scaling(keys: "_Keys", context: int, file: GgufFile) -> Scaling | None:
     elif kind == "yarn":
         scaling = Yarn(factor, original, extra * yarn_attention_factor(factor), fast, slow)
     elif kind != "none":
-        raise ModelError(f"{keys.name}.rope.scaling.type is {kind!r}; known: none, linear, yarn")
+        raise ModelError(f"{keys.prefix}rope.scaling.type is {kind!r}; known: none, linear, yarn")
     if extra != 1.0 and kind != "yarn":
-        raise ModelError(f"{keys.name}.rope.scaling.attn_factor is {extra} without YaRN")
+        raise ModelError(f"{keys.prefix}rope.scaling.attn_factor is {extra} without YaRN")
     return _with_divisors(scaling, file)
 
 
@@ -114,67 +119,11 @@ def _with_divisors(scaling: Scaling | None, file: GgufFile) -> Scaling | None:
         return scaling
     if stored.kind != "F32" or len(stored.shape) != 1 or scaling is not None:
         raise ModelError("rope_freqs.weight must be an F32 vector, and the only rope scaling")
-    divisors = file.rows("rope_freqs.weight").view(np.float32)[0]
-    return Divided(tuple(divisors.tolist()))
+    return Divided(tuple(file.floats("rope_freqs.weight").tolist()))
 
 
-class _Keys:
-    """The metadata under `<architecture>.`; remembers which keys were asked for."""
-
-    def __init__(self, metadata: Mapping[str, Value]) -> None:
-        self.name = str(metadata["general.architecture"])
-        prefix = f"{self.name}."
-        self._values = {
-            key.removeprefix(prefix): value
-            for key, value in metadata.items()
-            if key.startswith(prefix)
-        }
-        self._asked: set[str] = set()
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._unfit(key, value, "one whole number for all layers")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A real number; a float32's shortest decimal, so that 1e-05 is 1e-05."""
-        value = self._get(key, default)
-        if not isinstance(value, float):
-            raise self._unfit(key, value, "a real number")
-        return float(str(np.float32(value)))
-
-    def text(self, key: str, default: str) -> str:
-        """A string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._unfit(key, value, "a string")
-        return value
-
-    def require(self, key: str, value: int) -> None:
-        """Refuse any other value than `value` where the key is present."""
-        if self.integer(key, value) != value:
-            raise ModelError(f"{self.name}.{key} is {self._values[key]}; it must be {value} here")
-
-    def refuse_the_rest(self) -> None:
-        """Refuse keys nobody asked for, unless their value changes nothing."""
-        for key in self._values.keys() - self._asked:
-            value = self._values[key]
-            neutral = isinstance(value, int | float | str) and (
-                value in _NEUTRAL.get(key, ()) or value in (0, False)
-            )
-            if not neutral:
-                raise ModelError(
-                    f"the metadata key {self.name}.{key} = {str(value)[:60]} is not supported"
-                )
-
-    def _get(self, key: str, default: Value | None) -> Value:
-        self._asked.add(key)
-        value = self._values.get(key, default)
-        if value is None:
-            raise ModelError(f"the metadata key {self.name}.{key} is missing")
-        return value
-
-    def _unfit(self, key: str, value: Value, wanted: str) -> ModelError:
-        return ModelError(f"{self.name}.{key} is {str(value)[:60]}; it must be {wanted}")
+def _harmless(name: str, value: Value) -> bool:
+    """Zero and False switch nothing on; some keys have other values that change nothing."""
+    if not isinstance(value, int | float | str):
+        return False
+    return value in (0, False) or value in _NEUTRAL.get(name, ())

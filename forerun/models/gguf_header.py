@@ -5,7 +5,6 @@ the file before anything of that size is made, so a damaged or hostile header co
 time nor memory. Tensor data is mapped, never read here.
 """
 
-import mmap
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
+from forerun.models.mapped import Stored, TensorFile, check_disjoint, mapped
 
 Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
@@ -34,7 +34,7 @@ _SCALARS: dict[int, str] = {
     11: "<q",
     12: "<d",
 }
-_STRING, _ARRAY = 8, 9
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
 _LENGTH = struct.Struct("<Q")
 
 # Several times what the largest published models need, and few enough to read in a second.
@@ -48,35 +48,15 @@ _DIMENSIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start."""
-
-    kind: str
-    shape: tuple[int, ...]
-    start: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class GgufFile:
+class GgufFile(TensorFile):
     """A checked header over a mapped file."""
 
-    path: Path
     metadata: dict[str, Value]
-    tensors: dict[str, Stored]
-    data: NDArray[np.uint8]
-
-    def rows(self, name: str) -> NDArray[np.uint8]:
-        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
-        stored = self.tensors[name]
-        flat = self.data[stored.start : stored.start + stored.size]
-        count = int(np.prod(stored.shape[:-1], dtype=np.int64))
-        return flat.reshape(count, stored.size // count)
 
 
 def read_header(path: Path) -> GgufFile:
     """Map `path` and check its header. ModelError for anything out of order."""
-    data = _mapped(path)
+    data = mapped(path)
     cursor = _Cursor(path, data)
     try:
         if cursor.take(4) != b"GGUF":
@@ -86,19 +66,10 @@ def read_header(path: Path) -> GgufFile:
         n_keys = cursor.count("metadata keys", 8, _MOST_KEYS)
         metadata = _read_metadata(cursor, n_keys)
         tensors = _read_tensors(cursor, n_tensors, _alignment(metadata))
-        _check_disjoint(tensors)
+        check_disjoint(tensors)
     except (struct.error, UnicodeDecodeError, ModelError) as error:
         raise ModelError(f"{path}: damaged GGUF header at byte {cursor.at}: {error}") from error
-    return GgufFile(path, metadata, tensors, data)
-
-
-def _mapped(path: Path) -> NDArray[np.uint8]:
-    try:
-        with path.open("rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    return np.frombuffer(mapping, np.uint8)
+    return GgufFile(path, tensors, data, metadata)
 
 
 class _Cursor:
@@ -125,10 +96,14 @@ class _Cursor:
         return bytes(self._view[start : self.at])
 
     def scalar(self, kind: int) -> int | float | bool:
-        """One number of GGUF value type `kind`."""
+        """One number of GGUF value type `kind`; a float32's shortest decimal (1e-05, not
+        9.999999747378752e-06), which is what its author wrote.
+        """
         layout = _SCALARS[kind]
         (value,) = struct.unpack_from(layout, self._view, self.at)
         self.at += struct.calcsize(layout)
+        if kind == _FLOAT32:
+            return float(str(np.float32(value)))
         number: int | float | bool = value
         return number
 
@@ -273,11 +248,3 @@ def _readable(kind: GGMLQuantizationType) -> bool:
     except (NotImplementedError, KeyError):
         return False
     return True
-
-
-def _check_disjoint(tensors: dict[str, Stored]) -> None:
-    end, before = 0, ""
-    for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
-        if stored.start < end:
-            raise ModelError(f"tensors {before!r} and {name!r} overlap")
-        end, before = stored.start + stored.size, name

@@ -1,0 +1,93 @@
+"""Typed look-ups in a model's configuration that remember what was asked.
+
+What nobody asked for is then refused, unless it is known to change nothing: a key that changes
+the mathematics must never be ignored.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from forerun.errors import ModelError
+
+_SHOWN = 60
+
+
+class Keys:
+    """One mapping of names to values; a value of None counts as absent.
+
+    prefix  what precedes a name in messages: "llama." or "config.json: "
+    """
+
+    def __init__(self, values: Mapping[str, Any], prefix: str) -> None:
+        self.prefix = prefix
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it is, or the default."""
+        self._asked.add(name)
+        return self._values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number."""
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 62:
+            raise self.unfit(name, value, "one whole number for all layers")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """A real number."""
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e30:
+            raise self.unfit(name, value, "a real number")
+        return float(value)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._present(name, default)
+        if not isinstance(value, str):
+            raise self.unfit(name, value, "a string")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._present(name, default)
+        if not isinstance(value, bool):
+            raise self.unfit(name, value, "true or false")
+        return value
+
+    def require(self, name: str, value: int | float | str) -> None:
+        """Refuse any other value than `value` where the key is present."""
+        found = self.get(name, value)
+        if isinstance(found, bool) or found != value:
+            raise self.unfit(name, found, f"{value!r} to run here")
+
+    def refuse_the_rest(self, harmless: Callable[[str, Any], bool]) -> None:
+        """Raise ModelError naming the keys nobody asked for that are not harmless."""
+        rest = sorted(self._values.keys() - self._asked)
+        culprits = [
+            f"{self.prefix}{name} = {shown(self._values[name])}"
+            for name in rest
+            if not harmless(name, self._values[name])
+        ]
+        if culprits:
+            raise ModelError(
+                "these settings may change the model and are not supported: "
+                + ", ".join(culprits[:8])
+            )
+
+    def unfit(self, name: str, value: Any, wanted: str) -> ModelError:
+        """The error that `name` has a value that cannot be used."""
+        return ModelError(f"{self.prefix}{name} is {shown(value)}; it must be {wanted}")
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self.get(name, default)
+        if value is None:
+            raise ModelError(f"{self.prefix}{name} is missing")
+        return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut at a readable length."""
+    text = repr(value[:_SHOWN]) if isinstance(value, str | list) else repr(value)
+    return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")

@@ -1,0 +1,78 @@
+"""Files of tensors, mapped into memory: where each tensor lies, and its numbers as floats."""
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.types import Floats
+
+_ROWS_AT_ONCE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start.
+
+    kind  ggml's name of the storage type; safetensors' F32, F16 and BF16 are called the same
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A mapped file whose table of tensors has been checked against its size."""
+
+    path: Path
+    tensors: dict[str, Stored]
+    data: NDArray[np.uint8]
+
+    def rows(self, name: str) -> NDArray[np.uint8]:
+        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
+        stored = self.tensors[name]
+        flat = self.data[stored.start : stored.start + stored.size]
+        count = math.prod(stored.shape[:-1])
+        return flat.reshape(count, stored.size // count)
+
+    def floats(self, name: str) -> Floats:
+        """The tensor as float32; a read-only view where that is how it is stored."""
+        stored = self.tensors[name]
+        rows = self.rows(name)
+        if stored.kind == "F32":
+            return rows.view("<f4").reshape(stored.shape)
+        kind = GGMLQuantizationType[stored.kind]
+        flat = np.empty((len(rows), stored.shape[-1]), np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                part = slice(start, start + _ROWS_AT_ONCE)
+                flat[part] = dequantize(rows[part], kind)
+        return flat.reshape(stored.shape)
+
+
+def mapped(path: Path) -> NDArray[np.uint8]:
+    """The file's bytes, read-only, loaded when touched. ModelError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return np.frombuffer(mapping, np.uint8)
+
+
+def check_disjoint(tensors: dict[str, Stored]) -> None:
+    """Raise ModelError where two tensors share bytes."""
+    end, before = 0, ""
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
+        if stored.start < end:
+            raise ModelError(f"tensors {before!r} and {name!r} overlap")
+        end, before = stored.start + stored.size, name
