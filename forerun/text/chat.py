@@ -1,0 +1,291 @@
+"""Chat templates: messages to one prompt, as Hugging Face templates mean it.
+
+The template is part of the model, not of Forerun. It runs in minijinja with fuel, without
+files, imports or Python objects, and its text cannot be forged by what users write (see
+`escape`).
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+import minijinja
+import numpy as np
+
+from forerun.errors import ModelError, RequestError
+from forerun.text.escape import Escape, check_json, free_marker
+from forerun.text.tokenizer import Tokenizer, matcher
+from forerun.types import Ints
+
+FUEL = 5_000_000
+"""Template instructions per rendering: about a quarter of a second."""
+
+BYTE_LEVEL_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
+    "+ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""ChatML, for the byte-level tokenizer."""
+
+_KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
+_ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
+
+
+class ChatTemplate:
+    """A compiled chat template. Safe to share between threads.
+
+    Raises ModelError where there is no template or it does not parse.
+    """
+
+    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
+        if not source:
+            raise ModelError(
+                "this model has no chat template; use /v1/completions, or a model that has one"
+            )
+        self._source = source
+        self._tokenizer = tokenizer
+        self._environment = _environment(_plain_statements(source))
+        added = [token for token in tokenizer.added.values() if len(token.text) > 1]
+        self._special = [token.text for token in added if token.control]
+        # Some models leave `<｜User｜>` and the like unmarked: what the template writes counts.
+        self._written = [t.text for t in added if not t.control and t.text in source]
+        self._controls = matcher([*self._special, *self._written])
+        self._unmarked = matcher(self._written)
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """int32[T]: the prompt. `messages` and `tools` are OpenAI's; `extra` are template names.
+
+        Raises RequestError naming the field where the messages cannot be rendered.
+        """
+        return self._encode(*self._render(messages, tools, add_generation_prompt, extra))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text, for people to read. Errors as in `encode`."""
+        text, marker = self._render(messages, tools, add_generation_prompt, extra)
+        return text.replace(marker, "")
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any] | None,
+    ) -> tuple[str, str]:
+        """The prompt with markers in the control strings of users, and the marker."""
+        clean = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        options = dict(extra or {})
+        if _RESERVED & options.keys():
+            name = min(_RESERVED & options.keys())
+            raise RequestError(f"{name!r} is not for the caller to set", "chat_template_kwargs")
+        offered = None if tools is None else [dict(tool) for tool in tools]
+        check_json(offered, "tools")
+        check_json(options, "chat_template_kwargs")
+        marker = free_marker([self._source, clean, offered, options])
+        escape = Escape([*self._special, *self._written], marker)
+        own = Escape(self._special, marker)
+        names = self._names() | escape.value(options)
+        names["messages"] = [_escaped(message, escape, own) for message in clean]
+        names["tools"] = escape.value(offered)
+        names["add_generation_prompt"] = add_generation_prompt
+        return self._run(names), marker
+
+    def _run(self, names: dict[str, Any]) -> str:
+        try:
+            return self._environment.render_template("chat", **names)
+        except minijinja.TemplateError as error:
+            said = error.detail or error.kind
+            where = f"line {error.line} of the chat template"
+            if "fuel" in str(error).splitlines()[0]:
+                raise ModelError(f"the chat template does not end (at {where})") from error
+            raise RequestError(
+                f"the chat template cannot render these messages: {said} ({where})", "messages"
+            ) from error
+
+    def _names(self) -> dict[str, Any]:
+        """`bos_token` and `eos_token`, where the model has them."""
+        ids = {"bos_token": self._tokenizer.bos_id}
+        ids["eos_token"] = next(iter(self._tokenizer.eos_ids), None)
+        return {
+            name: self._tokenizer.token_bytes(id).decode("utf-8", "replace")
+            for name, id in ids.items()
+            if id is not None
+        }
+
+    def _encode(self, text: str, marker: str) -> Ints:
+        ids: list[int] = []
+        for part in self._tokenizer.split(text, self._controls):
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            for piece in self._cut_unmarked(part.replace(marker, "")):
+                ids += self._tokenizer.encode_part(piece, not ids)
+        return np.array(ids, np.int32)
+
+    def _cut_unmarked(self, text: str) -> list[str]:
+        """Cut user-written strings that the plain encoder would still take for one token."""
+        cuts = [match.start() + 1 for match in self._unmarked.finditer(text)]
+        edges = [0, *cuts, len(text)]
+        return [text[a:b] for a, b in pairwise(edges) if a < b]
+
+
+def clean_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A message as templates expect it: text content, parsed tool arguments.
+
+    Raises RequestError naming the field that cannot be used.
+    """
+    clean = dict(message)
+    check_json(clean, path)
+    if not isinstance(clean.get("role"), str):
+        raise RequestError(f"{path}.role is missing or is not a string", f"{path}.role")
+    content = clean.get("content")
+    if isinstance(content, list):
+        clean["content"] = _joined_parts(content, f"{path}.content")
+    elif content is None and not clean.get("tool_calls"):
+        clean["content"] = ""
+    elif not isinstance(content, str | None):
+        raise RequestError(f"{path}.content must be a string or a list", f"{path}.content")
+    if clean.get("tool_calls") is not None:
+        clean["tool_calls"] = _parsed_calls(clean["tool_calls"], f"{path}.tool_calls")
+    return clean
+
+
+def _joined_parts(parts: list[Any], path: str) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        here = f"{path}[{index}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise RequestError(
+                f"{here}.type is {kind!r}; this model takes only 'text' parts", f"{here}.type"
+            )
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{here}.text is missing or is not a string", f"{here}.text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _parsed_calls(calls: Any, path: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as an object, which templates expect, not as JSON text."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{path} must be a list", path)
+    return [_parsed_call(call, f"{path}[{index}]") for index, call in enumerate(calls)]
+
+
+def _parsed_call(call: Any, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{path}.function.name is missing", f"{path}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        where = f"{path}.function.arguments"
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON: {error}", where) from error
+        check_json(arguments, where)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, Any]:
+    """Escape a message. Unmarked strings stay in the model's own turns: templates parse
+    `</think>` and tool calls out of those, and only the model's own marks can do harm there.
+    """
+    role = message["role"]
+    escaped: dict[str, Any] = (own if role == "assistant" else escape).value(message)
+    escaped["role"] = role if role in _KNOWN_ROLES else escape.name(role)
+    return escaped
+
+
+def _plain_statements(source: str) -> str:
+    """Without transformers' `{% generation %}`, which marks training text and renders nothing."""
+    return _GENERATION.sub(
+        lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
+    )
+
+
+def _environment(source: str) -> minijinja.Environment:
+    environment = minijinja.Environment(
+        fuel=FUEL,
+        undefined_behavior="lenient",
+        auto_escape_callback=lambda name: False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        pycompat=True,
+        debug=False,
+        filters={"tojson": _tojson, "format": _format, "indent": _indent},
+        globals={"raise_exception": _raise, "strftime_now": _strftime_now},
+    )
+    for name in ("slice", "batch"):
+        environment.remove_filter(name)
+    try:
+        environment.add_template("chat", source)
+    except minijinja.TemplateError as error:
+        said = error.detail or error.kind
+        raise ModelError(f"the model's chat template, line {error.line}: {said}") from error
+    return environment
+
+
+def _raise(message: str) -> None:
+    raise RequestError(f"the chat template refuses these messages: {message}", "messages")
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Like transformers' filter: no HTML escapes. Markers stay themselves in either case."""
+    pair = None if separators is None else (separators[0], separators[1])
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        indent=_small(indent),
+        separators=pair,
+        sort_keys=sort_keys,
+    )
+    return _ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+
+
+def _format(pattern: str, *values: Any) -> str:
+    if _WIDTH.search(pattern):
+        raise RequestError("the chat template formats with an absurd width", "messages")
+    return str(pattern) % values
+
+
+def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
+    pad = " " * (_small(width) or 0)
+    lines = str(text).split("\n")
+    return "\n".join(
+        pad + line if (line or blank) and (index or first) else line
+        for index, line in enumerate(lines)
+    )
+
+
+def _small(width: int | None) -> int | None:
+    if width is not None and not 0 <= int(width) <= 64:
+        raise RequestError(f"the chat template indents by {width} spaces", "messages")
+    return width

@@ -1,0 +1,113 @@
+"""Keeping what users wrote apart from the control strings that a chat template writes.
+
+A chat is rendered to one string before it is encoded, so a user who types `<|im_end|>` could
+end the turn. Before rendering, a marker (a private-use character that no input holds) goes
+into every control string in user text, so that it is none any more. After rendering, the text
+is cut at the control strings that are left, which only the template can have written, and the
+markers are taken out. A marker inside a word survives trimming, splitting and JSON.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from forerun.errors import RequestError
+from forerun.text.tokenizer import matcher
+
+_MAX_DEPTH = 64
+_PRIVATE = re.compile("[\ue000-\uf8ff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Escape:
+    """Breaks control strings in user text, and the parts of one that a neighbour could complete.
+
+    `controls` have at least two characters each.
+    """
+
+    def __init__(self, controls: Iterable[str], marker: str) -> None:
+        strings = set(controls)
+        self._marker = marker
+        self._whole = matcher(strings)
+        self._longest = max(map(len, strings), default=0)
+        self._heads = {s[:cut] for s in strings for cut in range(1, len(s))}
+        self._tails = {s[cut:] for s in strings for cut in range(1, len(s))}
+
+    def text(self, text: str) -> str:
+        """User text with markers. A plain word at an end, such as `user`, is left alone."""
+        broken = self.key(text)
+        sizes = range(1, min(self._longest, len(text)) + 1)
+        if any(_is_sign(text[-size:]) and text[-size:] in self._heads for size in sizes):
+            broken += self._marker
+        if any(_is_sign(text[:size]) and text[:size] in self._tails for size in sizes):
+            broken = self._marker + broken
+        return broken
+
+    def key(self, text: str) -> str:
+        """A name that templates may look up: only whole control strings are broken."""
+        return self._whole.sub(lambda match: match[0][0] + self._marker + match[0][1:], text)
+
+    def name(self, text: str) -> str:
+        """A role that no template knows: nothing around it can make it part of a control."""
+        return self.text(text) + self._marker
+
+    def value(self, value: Any) -> Any:
+        """The same for every string in plain JSON data."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.key(key): self.value(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        return value
+
+
+def _is_sign(text: str) -> bool:
+    """Whether it has anything but letters and digits; words alone must stay comparable."""
+    return not text.isalnum()
+
+
+def free_marker(data: Iterable[Any]) -> str:
+    """A private-use character that no string of the data holds. Raises RequestError if none is."""
+    used: set[str] = set()
+    for text in _strings(data):
+        used.update(_PRIVATE.findall(text))
+    free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used), None)
+    if free is None:
+        raise RequestError("the messages use every private-use character of Unicode", "messages")
+    return free
+
+
+def _strings(data: Any) -> Iterator[str]:
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, dict):
+        yield from data
+        yield from _strings(data.values())
+    elif isinstance(data, Iterable):
+        for item in data:
+            yield from _strings(item)
+
+
+def check_json(value: Any, path: str, depth: int = 0) -> None:
+    """Raise RequestError naming the path where `value` is not plain, shallow, encodable JSON."""
+    if depth > _MAX_DEPTH:
+        raise RequestError(f"{path} is nested deeper than {_MAX_DEPTH} levels", path)
+    if isinstance(value, str):
+        bad = _SURROGATE.search(value)
+        if bad:
+            raise RequestError(
+                f"{path} has a lone surrogate (U+{ord(bad[0]):04X}) at character {bad.start()}",
+                path,
+            )
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RequestError(f"{path} has a key that is not a string: {key!r}", path)
+            check_json(key, f"{path}: a key", depth)
+            check_json(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            check_json(item, f"{path}[{index}]", depth + 1)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise RequestError(f"{path} is not JSON data: {type(value).__name__}", path)

@@ -1,0 +1,247 @@
+"""The tokenizer of a GGUF file, written as the `tokenizer.json` its author published.
+
+A GGUF carries tokens, merges or scores, and the *name* of how text is cut into words before
+merging (`tokenizer.ggml.pre`); the rule behind each name is known from llama.cpp and from the
+`tokenizer.json` files of the models that use it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forerun.errors import ModelError
+from forerun.text.pieces import SPACE_MARK
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_HEAD = r"[^\r\n\p{L}\p{N}]?"
+
+_LLAMA3 = f"{_CONTRACTIONS}|{_LETTERS}|\\p{{N}}{{1,3}}{_SIGNS}{_TAIL}"
+_QWEN2 = f"{_CONTRACTIONS}|{_LETTERS}|\\p{{N}}{_SIGNS}{_TAIL}"
+_QWEN35 = (
+    f"{_CONTRACTIONS}|{_HEAD}[\\p{{L}}\\p{{M}}]+|\\p{{N}}"
+    f"| ?[^\\s\\p{{L}}\\p{{M}}\\p{{N}}]+[\\r\\n]*{_TAIL}"
+)
+_TEKKEN = (
+    f"{_HEAD}{_UPPER}*{_LOWER}+|{_HEAD}{_UPPER}+{_LOWER}*|\\p{{N}}"
+    f"| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*{_TAIL}"
+)
+_GPT4O = (
+    f"{_HEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_HEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    f"|\\p{{N}}{{1,3}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*{_TAIL}"
+)
+
+_SPLITS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "pixtral": _LLAMA3,
+    "dbrx": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+}
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral", "tekken"}
+_BEGIN_BY_DEFAULT = _WHOLE_WORDS_FIRST
+_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
+_DIGIT_BY_DIGIT = {"smollm", "starcoder", "refact", "codeshell"}
+_GPT2 = {"default", "gpt-2", "phi-2"}
+
+_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<｜end▁of▁sentence｜>",
+)
+
+
+def tokenizer_json(
+    metadata: Mapping[str, Any],
+) -> tuple[dict[str, Any], tuple[int, ...], int | None]:
+    """A `tokenizer.json` document, the end-of-text ids and the begin-of-text id.
+
+    Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    if len(set(tokens)) != len(tokens):
+        raise ModelError("tokenizer.ggml.tokens lists a token twice")
+    types = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise ModelError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    if kind == "gpt2":
+        spec = _byte_level(metadata, tokens, types)
+        begin = metadata.get("tokenizer.ggml.pre") in _BEGIN_BY_DEFAULT
+    elif kind == "llama":
+        spec = _sentence_piece(metadata, tokens, types)
+        begin = True
+    else:
+        raise ModelError(
+            f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2' (byte-level BPE) "
+            "and 'llama' (SentencePiece BPE)"
+        )
+    spec["added_tokens"] = [
+        _added(index, token, types[index] == CONTROL)
+        for index, token in enumerate(tokens)
+        if types[index] in (CONTROL, USER_DEFINED)
+    ]
+    bos = _id(metadata, "bos", len(tokens))
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begin):
+        spec["post_processor"] = _prefix(tokens[bos], bos)
+    return spec, _ends(metadata, tokens, types), bos
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> dict[str, Any]:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    if pre in _SPLITS:
+        split = {"type": "Split", "pattern": {"Regex": _SPLITS[pre]}, "behavior": "Isolated"}
+        steps: list[dict[str, Any]] = [split | {"invert": False}, level | {"use_regex": False}]
+    elif pre in _DIGIT_BY_DIGIT:
+        digits = {"type": "Digits", "individual_digits": True}
+        steps = [digits, level | {"use_regex": True}]
+    elif pre in _GPT2:
+        steps = [level | {"use_regex": True}]
+    else:
+        known = ", ".join(sorted({*_SPLITS, *_DIGIT_BY_DIGIT, *_GPT2}))
+        raise ModelError(f"tokenizer.ggml.pre is {pre!r}, which is not supported; known: {known}")
+    merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
+    return {
+        "normalizer": {"type": "NFC"} if pre in _COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": pre in _WHOLE_WORDS_FIRST,
+            "vocab": _vocab(tokens, types),
+            "merges": merges,
+        },
+    }
+
+
+def _sentence_piece(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> dict[str, Any]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
+    spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    scheme = "first" if spaced else "never"
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if spaced:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    unknown = _id(metadata, "unknown", len(tokens))
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": SPACE_MARK,
+            "prepend_scheme": scheme,
+            "split": False,
+        },
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {
+            "type": "BPE",
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": None if unknown is None else tokens[unknown],
+            "vocab": _vocab(tokens, types),
+            "merges": _merges(tokens, types, scores),
+        },
+    }
+
+
+def _merges(
+    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
+) -> list[list[str]]:
+    """The merges that a SentencePiece vocabulary implies: best score first.
+
+    Every way to cut a token into two tokens is a merge with that token's score. Ties between
+    tokens go to the longer left part, then to the longer right part, as in transformers.
+    """
+    whole = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
+    index = {token: number for number, token in enumerate(tokens)}
+    found: list[tuple[float, int, int, str, str]] = []
+    for token in (token for token in tokens if token in whole):
+        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [pair for pair in cuts if pair[0] in whole and pair[1] in whole]
+        pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
+        score = float(scores[index[token]])
+        found += [(score, len(left), len(right), left, right) for left, right in pairs]
+    found.sort(key=lambda entry: entry[:3], reverse=True)
+    return [[left, right] for *_, left, right in found]
+
+
+def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """Without the entries that only pad the table."""
+    return {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
+
+
+def _added(index: int, text: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": text, "special": special, **flags}
+
+
+def _prefix(text: str, index: int) -> dict[str, Any]:
+    """A post-processor that puts one token before the text."""
+    begin = {"SpecialToken": {"id": text, "type_id": 0}}
+    body = {"Sequence": {"id": "A", "type_id": 0}}
+    other = {"Sequence": {"id": "B", "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, body],
+        "pair": [begin, body, other],
+        "special_tokens": {text: {"id": text, "ids": [index], "tokens": [text]}},
+    }
+
+
+def _ends(
+    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
+) -> tuple[int, ...]:
+    """The declared end first, then control tokens that end a turn by their well-known names."""
+    declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
+    named = [
+        index
+        for index, token in enumerate(tokens)
+        if token in _ENDS and types[index] in (CONTROL, USER_DEFINED)
+    ]
+    return tuple(dict.fromkeys([index for index in declared if index is not None] + named))
+
+
+def _id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is None:
+        return None
+    if not 0 <= int(value) < count:
+        raise ModelError(f"{key} is {value}, but there are {count} tokens")
+    return int(value)
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = metadata.get(key)
+    if not isinstance(values, Sequence) or not all(isinstance(value, str) for value in values):
+        raise ModelError(f"{key} is missing or is not a list of strings")
+    return list(values)

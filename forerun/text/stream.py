@@ -1,0 +1,133 @@
+"""Text as it becomes certain: whole characters only, and nothing that may yet be a stop string."""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one token settled.
+
+    text     final text, possibly empty
+    stopped  the stop string that ended the text, if one did
+    """
+
+    text: str
+    stopped: str | None = None
+
+
+class StopStrings:
+    """Finds the stop string that is complete first (Aho and Corasick, CACM 18(6), 1975).
+
+    Feeding is O(1) per character. Of several that end at one character the longest counts.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self._found: list[str | None] = [None]
+        self._depth = [0]
+        self._state = 0
+        for string in filter(None, strings):
+            self._insert(string)
+        self._link()
+
+    @property
+    def pending(self) -> int:
+        """Length of the text's tail that may be the beginning of a stop string."""
+        return self._depth[self._state]
+
+    def feed(self, character: str) -> str | None:
+        """The stop string that `character` completes, or None."""
+        state = self._state
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        self._state = self._next[state].get(character, 0)
+        return self._found[self._state]
+
+    def _insert(self, string: str) -> None:
+        state = 0
+        for character in string:
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self._found.append(None)
+                self._depth.append(self._depth[state] + 1)
+            state = self._next[state][character]
+        self._found[state] = string
+
+    def _link(self) -> None:
+        """Point each state to the longest proper suffix of it that is also a state."""
+        queue = list(self._next[0].values())
+        for state in queue:
+            for character, child in self._next[state].items():
+                queue.append(child)
+                back = self._fallback[state]
+                while back and character not in self._next[back]:
+                    back = self._fallback[back]
+                self._fallback[child] = self._next[back].get(character, 0)
+                self._found[child] = self._found[child] or self._found[self._fallback[child]]
+
+
+class TextStream:
+    """Decodes one sequence token by token.
+
+    The pieces and `finish()` joined are `tokenizer.decode(ids, skip_special)`, cut at the
+    stop string that is complete first. Cost per token is O(1), whatever came before.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stops = StopStrings(stop) if stop else None
+        self._include_stop = include_stop
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._begun = False
+        self._stopped: str | None = None
+
+    def push(self, token: int) -> Piece:
+        """The text that `token` makes final. After a stop string nothing more comes."""
+        if self._stopped is not None:
+            return Piece("", self._stopped)
+        if token in self._skipped:
+            return Piece("")
+        piece = self._tokenizer.token_bytes(token)
+        if piece and not self._begun:
+            self._begun = True
+            piece = self._tokenizer.without_lead(piece)
+        return self._release(self._decoder.decode(piece))
+
+    def finish(self) -> str:
+        """What was held back, once no token will follow."""
+        if self._stopped is not None:
+            return ""
+        tail = self._release(self._decoder.decode(b"", final=True)).text
+        if self._stopped is None:
+            tail, self._held = tail + self._held, ""
+        return tail
+
+    def _release(self, text: str) -> Piece:
+        """Move `text` through the stop strings; hold back what may be part of one."""
+        if self._stops is None:
+            return Piece(text)
+        window = self._held + text
+        for index, character in enumerate(text, len(self._held) + 1):
+            self._stopped = self._stops.feed(character)
+            if self._stopped is not None:
+                self._held = ""
+                end = index if self._include_stop else index - len(self._stopped)
+                return Piece(window[:end], self._stopped)
+        cut = len(window) - self._stops.pending
+        self._held = window[cut:]
+        return Piece(window[:cut])

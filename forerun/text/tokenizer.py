@@ -1,0 +1,264 @@
+"""Text to token ids and back, equal to the model author's own tokenizer.
+
+What a user typed must never become a control token such as `<|im_end|>`. So text is cut at
+control strings only on request, and the encoder for the rest does not know them. Decoding is
+done on bytes, because a token may hold half a character.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import tokenizers
+
+from forerun.errors import ModelError, RequestError
+from forerun.text.gguf import tokenizer_json
+from forerun.text.pieces import Pieces, pieces_of
+from forerun.types import Ints
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Codec(Protocol):
+    """Encodes text in which no control string counts."""
+
+    def __call__(self, text: str, first: bool) -> list[int]:
+        """Ids of `text`, which holds no lone surrogate; `first` = it begins the whole text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A string that is one token wherever it stands.
+
+    control       users cannot write it (end of turn and the like)
+    before, after it swallows the white space on that side
+    whole_word    it counts only where no letter touches it
+    """
+
+    id: int
+    text: str
+    control: bool
+    before: bool = False
+    after: bool = False
+    whole_word: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """How texts begin and end.
+
+    eos_ids  ids that end a text, the declared one first
+    bos_id   begin-of-text id, if there is one
+    prefix   ids that the model expects before a plain text
+    """
+
+    eos_ids: tuple[int, ...]
+    bos_id: int | None = None
+    prefix: tuple[int, ...] = ()
+
+
+class Tokenizer:
+    """Encodes and decodes. Never changes; safe to share between threads.
+
+    vocab_size      one more than the largest id
+    added           text -> token that is matched whole, control or not
+    special_ids     ids of the control tokens
+    eos_ids         ids that end a text, the declared one first
+    bos_id          begin-of-text id, if there is one
+    leading_spaces  spaces that decoding takes off the front at most (SentencePiece: 1)
+    backend         the `tokenizers.Tokenizer`, or None where there is none (byte level)
+    """
+
+    def __init__(
+        self,
+        plain: Codec,
+        pieces: Pieces,
+        added: Iterable[AddedToken],
+        ends: Ends,
+        backend: tokenizers.Tokenizer | None = None,
+    ) -> None:
+        self.added = {token.text: token for token in added}
+        self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
+        self.vocab_size = len(pieces.bytes)
+        self.eos_ids = ends.eos_ids
+        self.bos_id = ends.bos_id
+        self.leading_spaces = pieces.leading_spaces
+        self.backend = backend
+        self._plain = plain
+        self._pieces = pieces.bytes
+        self._prefix = ends.prefix
+        self._controls = matcher(token.text for token in self.added.values() if token.control)
+        outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
+        if outside:
+            raise ModelError(f"end-of-text ids {outside} are not below {self.vocab_size}")
+
+    @classmethod
+    def byte_level(cls) -> Self:
+        """Ids 0..255 are bytes, then come the control tokens of ChatML. Needs no file."""
+        names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+        added = [AddedToken(256 + index, text, True) for index, text in enumerate(names)]
+        table = [bytes([value]) for value in range(256)] + [name.encode() for name in names]
+        return cls(
+            lambda text, first: list(text.encode()),
+            Pieces(tuple(table), 0),
+            added,
+            Ends((added[1].id, added[2].id)),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Self:
+        """From the `tokenizer.*` keys of a GGUF file, as plain Python values.
+
+        Raises ModelError that names the key where one is missing or of an unknown kind.
+        """
+        spec, eos_ids, bos_id = tokenizer_json(metadata)
+        return cls._from_json(spec, eos_ids, bos_id)
+
+    @classmethod
+    def from_file(
+        cls, path: Path | str, eos_ids: Iterable[int] = (), bos_id: int | None = None
+    ) -> Self:
+        """From a `tokenizer.json`; the ids come from the model's configuration files.
+
+        Raises ModelError where the file cannot be read or is of a kind that is not supported.
+        """
+        try:
+            spec = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
+        if not isinstance(spec, dict) or not isinstance(spec.get("model"), dict):
+            raise ModelError(f"{path} is not a tokenizer.json: it has no object named 'model'")
+        if spec["model"].get("type") != "BPE":
+            raise ModelError(
+                f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
+                "only 'BPE' is supported"
+            )
+        return cls._from_json(spec, tuple(eos_ids), bos_id)
+
+    @classmethod
+    def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
+        added = [_added_token(token) for token in spec.get("added_tokens") or []]
+        try:
+            pieces = pieces_of(spec)
+            backend = tokenizers.Tokenizer.from_str(json.dumps(spec | {"version": "1.0"}))
+            codec = _codec(spec, {token.text for token in added if token.control})
+        except ModelError:
+            raise
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"the tokenizer cannot be built: {error}") from error
+        prefix = tuple(backend.encode("").ids)
+        ends = Ends(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
+        return cls(codec, pieces, added, ends, backend)
+
+    def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
+        """int32[T]. With `specials`, control strings in the text become their ids.
+
+        With `bos`, the ids that the model expects before a plain text come first.
+        Raises RequestError where the text holds a lone surrogate.
+        """
+        ids = list(self._prefix) if bos else []
+        parts = self.split(text, self._controls) if specials else iter([text])
+        for index, part in enumerate(parts):
+            ids += [part] if isinstance(part, int) else self.encode_part(part, index == 0)
+        return np.array(ids, np.int32)
+
+    def encode_part(self, text: str, first: bool) -> list[int]:
+        """Ids of a part of a text, in which no control string counts.
+
+        `first` = it begins the whole text (SentencePiece puts a space there).
+        Raises RequestError where it holds a lone surrogate.
+        """
+        bad = _SURROGATE.search(text)
+        if bad:
+            raise RequestError(
+                f"the text has a lone surrogate (U+{ord(bad[0]):04X}) at character "
+                f"{bad.start()}; send valid Unicode"
+            )
+        return self._plain(text, first)
+
+    def split(self, text: str, strings: re.Pattern[str]) -> Iterator[str | int]:
+        """Cut at the added tokens that `strings` finds: their ids, and the texts between."""
+        start = 0
+        for match in strings.finditer(text):
+            token = self.added[match[0]]
+            left, right = match.span()
+            if token.whole_word and (_is_word(text, left - 1) or _is_word(text, right)):
+                continue
+            while token.before and left > start and text[left - 1].isspace():
+                left -= 1
+            while token.after and right < len(text) and text[right].isspace():
+                right += 1
+            if left > start:
+                yield text[start:left]
+            yield token.id
+            start = right
+        if start < len(text):
+            yield text[start:]
+
+    def token_bytes(self, id: int) -> bytes:
+        """Bytes that token `id` stands for; empty where the model has padded its vocabulary."""
+        return self._pieces[id] if 0 <= id < len(self._pieces) else b""
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        skipped: Iterable[int] = self.special_ids if skip_special else ()
+        parts = [self.token_bytes(int(id)) for id in ids if int(id) not in skipped]
+        first = next((index for index, part in enumerate(parts) if part), None)
+        if first is not None:
+            parts[first] = self.without_lead(parts[first])
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def without_lead(self, piece: bytes) -> bytes:
+        """The first piece of a text without the space that encoding put there."""
+        spaces = len(piece) - len(piece.lstrip(b" "))
+        return piece[min(spaces, self.leading_spaces) :]
+
+
+def matcher(strings: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of the strings, the longest where several begin at one place."""
+    longest_first = sorted(filter(None, strings), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _is_word(text: str, index: int) -> bool:
+    return 0 <= index < len(text) and re.match(r"\w", text[index]) is not None
+
+
+def _added_token(token: dict[str, Any]) -> AddedToken:
+    flags = [bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")]
+    return AddedToken(int(token["id"]), str(token["content"]), *flags)
+
+
+def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
+    """An encoder that cannot produce a control token, whatever the text says.
+
+    The strings are taken out of the added tokens, of the vocabulary and of the merges. The
+    other added tokens move into the vocabulary, where they keep their ids.
+    """
+    model = dict(spec["model"])
+    kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
+    absent = controls - {model.get("unk_token")}
+    vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
+    model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
+    model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
+    plain = spec | {"version": "1.0", "model": model, "added_tokens": kept, "post_processor": None}
+    pre = spec.get("pre_tokenizer") or {}
+    whole = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    later = whole
+    if pre.get("type") == "Metaspace" and pre.get("prepend_scheme") == "first":
+        plain["pre_tokenizer"] = pre | {"prepend_scheme": "never"}
+        later = tokenizers.Tokenizer.from_str(json.dumps(plain))
+
+    def encode(text: str, first: bool) -> list[int]:
+        return list((whole if first else later).encode(text, add_special_tokens=False).ids)
+
+    return encode
+
+
+def _joined(merge: str | list[str]) -> str:
+    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
