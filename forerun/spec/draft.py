@@ -1,0 +1,83 @@
+"""Growing a draft tree as in EAGLE-2 (arXiv 2406.16858, section 4).
+
+Expand (4.1): level by level, the `width` nodes of the newest level whose paths the drafter finds
+most probable get their `width` best children. Rerank (4.2): of all nodes grown, keep the best N.
+A node's value is the drafter's probability of its whole path, so no child is worth more than its
+parent, and the best N, ties to the earlier node, are connected without further care.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from forerun.spec.tree import Draft
+from forerun.types import AnyArray, Floats, Ints
+
+Expand = Callable[["Growth", Ints], tuple[Ints, Floats]]
+"""(growth, int32[F] nodes to expand, -1 the root) -> their best children: tokens int32[F,k] and
+log-probabilities float32[F,k] given the node's path; -inf where there is no such child."""
+
+
+class Growth:
+    """A tree while it grows. `tokens`, `parents` and `value` only ever get longer.
+
+    tokens   int32[.]   as in Draft
+    parents  int32[.]   as in Draft
+    value    float32[.] log-probability of the whole path to the node, never above its parent's
+
+    `grow` drives one; a drafter of many rows drives one per row and expands all in one forward.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.tokens: Ints = np.zeros(0, np.int32)
+        self.parents: Ints = np.zeros(0, np.int32)
+        self.value: Floats = np.zeros(0, np.float32)
+        self._width = width
+        self._newest = -1
+
+    def frontier(self) -> Ints:
+        """Nodes to expand next, ascending: the best of the newest level; at first the root."""
+        if self._newest < 0:
+            return np.array([-1], np.int32)
+        best = _best(self.value[self._newest :], self._width)
+        return (self._newest + best).astype(np.int32)
+
+    def extend(self, tokens: Ints, log_probs: Floats) -> None:
+        """Hang children below `frontier()`, row i below node i; shapes and -inf as in Expand.
+
+        A log-probability that is NaN counts as -inf, one above 0 as 0.
+        """
+        above = self.frontier()
+        base = np.append(self.value, np.float32(0))[above]  # Index -1, the root, is worth 0.
+        value = base[:, None] + np.minimum(log_probs, 0)
+        real = value > -np.inf  # False for NaN too.
+        parents = np.broadcast_to(above[:, None], real.shape)
+        self._newest = len(self.tokens)
+        self.tokens = np.append(self.tokens, tokens[real]).astype(np.int32)
+        self.parents = np.append(self.parents, parents[real]).astype(np.int32)
+        self.value = np.append(self.value, value[real]).astype(np.float32)
+
+    def draft(self, nodes: int) -> Draft:
+        """The best `nodes` of what was grown, in the order of growth."""
+        keep = _best(self.value, nodes)
+        # Where each kept node went; the last entry sends the root, -1, to itself.
+        place = np.full(len(self.tokens) + 1, -1, np.int32)
+        place[keep] = np.arange(len(keep))
+        score = np.exp(self.value[keep])
+        return Draft(self.tokens[keep], place[self.parents[keep]], score)
+
+
+def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
+    """A draft of at most `nodes` guesses, at most `depth` deep and `width` children wide."""
+    growth = Growth(width)
+    for _ in range(depth):
+        frontier = growth.frontier()
+        if len(frontier) == 0:
+            break
+        growth.extend(*expand(growth, frontier))
+    return growth.draft(nodes)
+
+
+def _best(value: Floats, count: int) -> AnyArray:
+    """Indices, ascending, of the `count` largest values, ties to the lower index."""
+    return np.sort(np.argsort(-value, kind="stable")[:count])

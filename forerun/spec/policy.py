@@ -1,0 +1,214 @@
+"""How many guesses a sequence deserves now, zero included.
+
+A guess brings tokens if it is accepted and costs time whether it is or not. Both are measured:
+the time of a step by its number of nodes at start-up, acceptance online, per sequence.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from forerun.types import AnyArray, Ints
+
+DECAY = 0.95
+"""What is left of an observation's weight after the next one."""
+PRIOR = 0.7
+"""Acceptance that is believed of the first level before anything was seen: optimistic."""
+PRIOR_WEIGHT = 2.0
+"""How many observations the prior, or the level above, is worth."""
+SHARED_DECAY = 0.98
+"""As DECAY, for the estimate over all sequences that a new one starts with."""
+PROBE_SHARE = 0.015
+"""Share of the time that may go into probing sequences whose speculation is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one row may guess in the next step, and why, in words for people.
+
+    nodes   guesses at most
+    depth   longest path of guesses
+    """
+
+    nodes: int
+    depth: int
+    reason: str
+
+
+class Policy(Protocol):
+    """Chooses budgets and learns from what became of them."""
+
+    def open(self, slot: int) -> None:
+        """A sequence took the slot; forget its predecessor."""
+        ...
+
+    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """One budget per row of the coming step: slots int32[B], cached tokens int32[B]."""
+        ...
+
+    def observe(self, slot: int, guesses: int, accepted: int) -> None:
+        """A step carried `guesses` for the slot, of which `accepted` became output."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The sequence left its slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPolicy:
+    """The same budget always."""
+
+    nodes: int
+    depth: int
+
+    def open(self, slot: int) -> None:
+        """Nothing to remember."""
+
+    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """One and the same budget for every row."""
+        return [Budget(self.nodes, self.depth, "fixed by the configuration")] * len(slots)
+
+    def observe(self, slot: int, guesses: int, accepted: int) -> None:
+        """Nothing to learn."""
+
+    def close(self, slot: int) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured milliseconds of a step.
+
+    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
+               beyond them the last slope continues
+    verify_ms  time to verify that many nodes with little context
+    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
+    draft_ms   what proposing one guess costs
+    host_ms    what a step costs whatever it holds
+    """
+
+    nodes: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    attend_ms: float = 0.0
+    draft_ms: float = 0.0
+    host_ms: float = 0.0
+
+    def verify(self, nodes: AnyArray) -> AnyArray:
+        """Milliseconds to verify so many nodes; same shape as `nodes`."""
+        slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
+        beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
+        ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
+        return ms
+
+
+class AdaptivePolicy:
+    """Maximises expected tokens per millisecond of the whole step.
+
+    Guesses are bought in levels of max_nodes / max_depth guesses each (one, for chains). Level d
+    of a row brings the tokens p_1 p_2 ... p_d, where p_i is the estimated chance that level i is
+    accepted once level i - 1 is. Levels of all rows are ranked by what they bring; the step
+    takes the best so many of them, where tokens over milliseconds is highest.
+    A row that gets nothing is probed now and then with one level, so that it notices when its
+    text becomes easy; the pause between probes follows from their cost and PROBE_SHARE.
+    """
+
+    def __init__(self, costs: StepCosts, max_nodes: int, max_depth: int) -> None:
+        if not 1 <= max_depth <= max_nodes:
+            raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
+        self._costs = costs
+        self._levels = max_depth
+        self._width = max_nodes // max_depth
+        self._shared = PRIOR
+        # Per slot and level, decayed: how often it was tried and how often accepted.
+        self._tries = np.zeros((0, max_depth))
+        self._hits = np.zeros((0, max_depth))
+        # Per slot: levels given in the last step, and steps since one was tried.
+        self._given = np.zeros(0, np.int64)
+        self._pause = np.zeros(0)
+
+    def open(self, slot: int) -> None:
+        """Start from what other sequences saw lately, and be due for a probe."""
+        missing = max(slot + 1 - len(self._given), 0)
+        self._tries = np.pad(self._tries, ((0, missing), (0, 0)))
+        self._hits = np.pad(self._hits, ((0, missing), (0, 0)))
+        self._given = np.pad(self._given, (0, missing))
+        self._pause = np.pad(self._pause, (0, missing))
+        self._tries[slot], self._hits[slot], self._given[slot] = 0.0, 0.0, 0
+        self._tries[slot, 0], self._hits[slot, 0] = PRIOR_WEIGHT, PRIOR_WEIGHT * self._shared
+        self._pause[slot] = np.inf
+
+    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """See the class."""
+        rows = len(slots)
+        if rows == 0:
+            return []
+        rates = self._rates(slots)
+        # Tokens each level would bring; they fall along a row, so ranking keeps levels in order.
+        gains = np.cumprod(rates, axis=1).reshape(-1)
+        ranked = np.argsort(-gains, kind="stable")
+        tokens = rows + np.append(0.0, np.cumsum(gains[ranked]))
+        spent = self._step_ms(kv_len, ranked // self._levels)
+        bought = ranked[: int(np.argmax(tokens / spent))]
+        levels = np.bincount(bought // self._levels, minlength=rows)
+        # All rows that are off may probe, so each waits `rows` times as long as one alone.
+        dearer = float(spent[1] / spent[0])
+        due = self._pause[slots] > rows * (dearer - 1.0) / PROBE_SHARE
+        hope = np.any((rows + np.arange(len(spent))) / spent > rows / spent[0])
+        probe = (levels == 0) & due & hope
+        self._given[slots] = np.where(probe, 1, levels)
+        self._pause[slots] = np.where(levels > 0, 0.0, self._pause[slots] + 1.0)
+        price = f"t({rows + self._width})/t({rows})={dearer:.2f}"
+        percent = np.rint(100.0 * rates[:, 0]).astype(np.int64)
+        columns = (self._given[slots].tolist(), probe.tolist(), percent.tolist())
+        return [_budget(self._width, price, *row) for row in zip(*columns, strict=True)]
+
+    def observe(self, slot: int, guesses: int, accepted: int) -> None:
+        """Learn from a step that carried guesses; one without any says nothing."""
+        if guesses == 0:
+            return
+        tried = max(min(guesses, int(self._given[slot])), 1)
+        # Levels not tried fade too: what was seen of them long ago must not forbid them.
+        self._hits[slot] *= DECAY
+        self._tries[slot] *= DECAY
+        self._hits[slot, : min(tried, accepted)] += 1.0
+        self._tries[slot, : min(tried, accepted + 1)] += 1.0
+        self._shared += (1.0 - SHARED_DECAY) * ((accepted > 0) - self._shared)
+        # A probe that succeeds is repeated at once: easy text has to be believed quickly.
+        self._pause[slot] = np.inf if accepted else 0.0
+
+    def close(self, slot: int) -> None:
+        """Nothing: `open` starts afresh."""
+
+    def _rates(self, slots: Ints) -> AnyArray:
+        """float64[B,levels]: chance of each level given the one above; unseen: as above."""
+        hits, tries = self._hits[slots], self._tries[slots]
+        rates = np.empty_like(hits)
+        rates[:, 0] = hits[:, 0] / tries[:, 0]
+        for level in range(1, self._levels):
+            prior = PRIOR_WEIGHT * rates[:, level - 1]
+            rates[:, level] = (prior + hits[:, level]) / (PRIOR_WEIGHT + tries[:, level])
+        return rates
+
+    def _step_ms(self, kv_len: Ints, owners: AnyArray) -> AnyArray:
+        """float64[n+1]: milliseconds of a step with no level, the first, the first two, ...
+
+        kv_len int32[B]; owners int[n] is the row of each level.
+        """
+        costs = self._costs
+        guesses = self._width * np.arange(len(owners) + 1)
+        cached = np.cumsum(np.append(kv_len.sum(), self._width * kv_len[owners]))
+        alone = costs.host_ms + costs.verify(len(kv_len) + guesses)
+        return alone + costs.draft_ms * guesses + costs.attend_ms * cached / 1000.0
+
+
+@lru_cache(maxsize=1024)  # Text is dear: rows of a step, and steps, mostly say the same.
+def _budget(width: int, price: str, levels: int, probing: bool, percent: int) -> Budget:
+    nodes, facts = levels * width, f"{price} and acceptance {percent} %"
+    if probing:
+        return Budget(nodes, levels, f"{facts}: off, but probing")
+    if levels == 0:
+        return Budget(0, 0, f"{facts}: a guess costs more than it brings")
+    return Budget(nodes, levels, f"{facts}: guessing pays up to {nodes}")
