@@ -21,7 +21,12 @@ class Keys:
     def __init__(self, values: Mapping[str, Any], prefix: str) -> None:
         self.prefix = prefix
         self._values = {name: value for name, value in values.items() if value is not None}
+        self._names = values.keys()
         self._asked: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether the key is there at all, even as null."""
+        return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value as it is, or the default."""

@@ -49,7 +49,7 @@ class TensorFile:
         stored = self.tensors[name]
         rows = self.rows(name)
         if stored.kind == "F32":
-            return rows.view("<f4").reshape(stored.shape)
+            return np.require(rows.view("<f4").reshape(stored.shape), requirements="A")
         kind = GGMLQuantizationType[stored.kind]
         flat = np.empty((len(rows), stored.shape[-1]), np.float32)
         with np.errstate(all="ignore"):

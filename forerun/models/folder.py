@@ -1,0 +1,169 @@
+"""Folders of config.json and safetensors, as `transformers` writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Packed, check_whole, shortened
+from forerun.models.config_json import architecture_from, read_json
+from forerun.models.keys import shown
+from forerun.models.mapped import TensorFile
+from forerun.models.shard import read_shard
+from forerun.types import Floats
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MOST_SHARDS = 1024
+
+
+class FolderCheckpoint:
+    """A folder as a Checkpoint. Pickled weights are refused, whatever their name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Map and check the files; ModelError names what is wrong with them."""
+        self._folder = folder
+        self.config: dict[str, Any] = _config(folder)
+        self.architecture: Architecture = architecture_from(self.config, folder)
+        self._files = _needed(_by_tensor(folder), self.architecture)
+        shapes = {name: file.tensors[name].shape for name, file in self._files.items()}
+        check_whole(self.architecture, shapes, folder)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return tuple(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; KeyError for an unknown name."""
+        return self._files[name].tensors[name].shape
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor as float32; a read-only view of the file where that is how it is stored."""
+        return self._files[name].floats(name)
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as stored; None for a vector."""
+        file = self._files[name]
+        stored = file.tensors[name]
+        if len(stored.shape) != 2:
+            return None
+        return Packed(stored.kind, file.rows(name), stored.shape[-1])
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json")
+    hint = ""
+    if (folder / "adapter_config.json").is_file():
+        hint = "; it holds an adapter: merge it into its base model first"
+    elif files := sorted(folder.glob("*.gguf")):
+        hint = f"; name the GGUF file itself, for example {files[0]}"
+    raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
+
+
+def _by_tensor(folder: Path) -> dict[str, TensorFile]:
+    """Tensor name -> the file that holds it; a single file goes before an index."""
+    if (folder / _SINGLE).is_file():
+        file = read_shard(folder / _SINGLE)
+        return dict.fromkeys(file.tensors, file)
+    if (folder / _INDEX).is_file():
+        return _sharded(folder)
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
+    if pickles:
+        raise ModelError(
+            f"{folder} holds its weights as {pickles[0]}, a pickle, which can run any code when "
+            "it is read; convert it with transformers (from_pretrained, then save_pretrained), "
+            "which writes model.safetensors"
+        )
+    raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+
+
+def _sharded(folder: Path) -> dict[str, TensorFile]:
+    index = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        raise ModelError(f"{folder / _INDEX} has no weight_map from tensor to file name")
+    names = sorted(set(index.values()))
+    outside = [n for n in names if not n.endswith(".safetensors") or set(n) & set("/\\:\0")]
+    if outside or len(names) > _MOST_SHARDS:
+        raise ModelError(
+            f"{folder / _INDEX} must name at most {_MOST_SHARDS} .safetensors files beside it, "
+            f"not {shortened(outside or [f'{len(names)} files'])}"
+        )
+    files: dict[str, TensorFile] = {}
+    for shard in (read_shard(folder / name) for name in names):
+        twins = files.keys() & shard.tensors.keys()
+        if twins:
+            raise ModelError(f"{shard.path} repeats tensors: {shortened(sorted(twins))}")
+        files |= dict.fromkeys(shard.tensors, shard)
+    held = {name: file.path.name for name, file in files.items()}
+    wrong = {name for name, _ in held.items() ^ index.items()}
+    if wrong:
+        raise ModelError(f"{folder / _INDEX} and its files disagree on {shortened(sorted(wrong))}")
+    return files
+
+
+def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
+    """Without old checkpoints' rotary tables, and without a copy of a tied head."""
+    kept = {n: file for n, file in files.items() if not n.endswith(".rotary_emb.inv_freq")}
+    if arch.tied_head and _HEAD in kept and _EMBEDDING in kept:
+        head, embedding = kept[_HEAD], kept[_EMBEDDING]
+        if not np.array_equal(head.rows(_HEAD), embedding.rows(_EMBEDDING)):
+            raise ModelError(
+                f"{head.path}: {_HEAD} differs from the embedding although config.json ties them"
+            )
+        del kept[_HEAD]
+    return kept
+
+
+def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's, then config.json's."""
+    generation = folder / "generation_config.json"
+    sources = [read_json(generation)] if generation.is_file() else []
+    ids: dict[int, None] = {}
+    for source in [*sources, config]:
+        value = source.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if type(item) is not int or not 0 <= item < vocab:
+                raise ModelError(f"{folder}: eos_token_id {shown(item)} is not a token's id")
+            ids[item] = None
+    return tuple(ids)
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template: chat_template.jinja, else the one in tokenizer_config.json."""
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        try:
+            return alone.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{alone} cannot be read: {error}") from error
+    value = tokenizer_settings(folder).get("chat_template")
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ModelError(f"{folder}: chat_template is {shown(value)}; it must be a string")
+    return value
+
+
+def bos_token(folder: Path) -> str | None:
+    """The begin-of-text token's text, if tokenizer_config.json names one."""
+    value = tokenizer_settings(folder).get("bos_token")
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
