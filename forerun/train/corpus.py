@@ -1,0 +1,173 @@
+"""Chats on disk, and what the target thinks at every token: written once, mapped for training.
+
+tokens.npy   int32[T]     all chats, one after the other
+wanted.npy   bool[T]      token belongs to an answer
+starts.npy   int64[C+1]   chat c owns tokens starts[c]:starts[c+1]; the last `held_out` are
+                          for choosing a checkpoint
+choice.npy   int32[T]     the target's argmax for the token after, over the full vocabulary
+features.npy float16[T,F*H], last.npy float16[T,H]   as in forerun.train.loss.Batch
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.drafts import DraftHead
+from forerun.train.answers import Chat
+from forerun.types import AnyArray, Ints
+
+Teacher = Callable[[Ints], tuple[AnyArray, AnyArray, AnyArray]]
+"""int32[T] -> features [T,F*H], last [T,H], choice [T] of one chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A folder of chats, mapped."""
+
+    folder: Path
+    tokens: Ints
+    wanted: AnyArray
+    starts: AnyArray
+    held_out: int
+
+    @property
+    def chats(self) -> int:
+        """Number of chats C."""
+        return len(self.starts) - 1
+
+    def span(self, chat: int) -> slice:
+        """Where chat `chat` lies."""
+        return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
+
+    @property
+    def training(self) -> range:
+        """Chats to learn from."""
+        return range(self.chats - self.held_out)
+
+    @property
+    def held(self) -> range:
+        """Chats to judge by."""
+        return range(self.chats - self.held_out, self.chats)
+
+
+def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
+    """Store chats. At least one stays for training and, where there are two, one for judging."""
+    if not chats:
+        raise ModelError("the target wrote no usable answer; nothing to train on")
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = min(max(held_out, 1), len(chats) - 1)
+    starts = np.zeros(len(chats) + 1, np.int64)
+    starts[1:] = np.cumsum([len(chat.tokens) for chat in chats])
+    np.save(folder / "tokens.npy", np.concatenate([chat.tokens for chat in chats]))
+    np.save(folder / "wanted.npy", np.concatenate([chat.wanted for chat in chats]))
+    np.save(folder / "starts.npy", starts)
+    (folder / "corpus.json").write_text(json.dumps({"held_out": held_out}))
+    return open_corpus(folder)
+
+
+def open_corpus(folder: Path) -> Corpus:
+    """Map a stored corpus. Raises ModelError where a file is missing or short."""
+    try:
+        facts = json.loads((folder / "corpus.json").read_text())
+        tokens, wanted, starts = (
+            np.load(folder / f"{name}.npy", mmap_mode="r")
+            for name in ("tokens", "wanted", "starts")
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} is no finished corpus ({error}); generate it again") from None
+    if len(tokens) != len(wanted) or starts[-1] != len(tokens):
+        raise ModelError(f"{folder}: the corpus files do not belong together; generate it again")
+    return Corpus(folder, tokens, wanted, starts, int(facts["held_out"]))
+
+
+def write_features(
+    corpus: Corpus, head: DraftHead, teacher: Teacher, progress: Callable[[int, int], None]
+) -> None:
+    """Run the target once over every chat and store what the trainer needs of it.
+
+    Resumable: chats already done (progress.json) are kept.
+    """
+    total = len(corpus.tokens)
+    width = head.target_hidden * len(head.features)
+    shapes = {
+        "features": (np.float16, (total, width)),
+        "last": (np.float16, (total, head.target_hidden)),
+        "choice": (np.int32, (total,)),
+    }
+    note = corpus.folder / "progress.json"
+    done = json.loads(note.read_text())["chats"] if note.exists() else 0
+    mode = "r+" if done else "w+"
+    arrays = {
+        name: np.lib.format.open_memmap(
+            corpus.folder / f"{name}.npy", mode=mode, dtype=dtype, shape=shape
+        )
+        for name, (dtype, shape) in shapes.items()
+    }
+    for chat in range(done, corpus.chats):
+        span = corpus.span(chat)
+        found = teacher(np.asarray(corpus.tokens[span]))
+        for array, values in zip(arrays.values(), found, strict=True):
+            array[span] = values
+        if chat % 50 == 49 or chat == corpus.chats - 1:
+            for array in arrays.values():
+                array.flush()
+            note.write_text(json.dumps({"chats": chat + 1}))
+        progress(span.stop, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one chat that go into one row of a batch."""
+
+    begin: int
+    end: int
+
+
+def batches(
+    corpus: Corpus, chats: range, length: int, tokens: int, seed: int
+) -> Iterator[list[Piece]]:
+    """One epoch: pieces of at most `length`, shuffled, similar lengths together, at most
+    `tokens` a batch counted with padding.
+    """
+    random = np.random.default_rng(seed)
+    pieces = []
+    for chat in chats:
+        span = corpus.span(chat)
+        begin = max(span.start, span.stop - length)
+        pieces.append(Piece(begin, span.stop))
+    random.shuffle(pieces)  # type: ignore[arg-type]
+    groups: list[list[Piece]] = []
+    window = 512
+    for at in range(0, len(pieces), window):
+        ordered = sorted(pieces[at : at + window], key=lambda p: p.end - p.begin)
+        group: list[Piece] = []
+        for piece in ordered:
+            size = piece.end - piece.begin
+            if group and (len(group) + 1) * size > tokens:
+                groups.append(group)
+                group = []
+            group.append(piece)
+        groups.append(group)
+    random.shuffle(groups)  # type: ignore[arg-type]
+    yield from (group for group in groups if group)
+
+
+def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> Ints:
+    """int32[Vd] ascending target ids: `forced` ones, then the most frequent in the answers,
+    then the lowest ids (merge order: the commonest pieces come first).
+    """
+    if size >= vocab:
+        return np.arange(vocab, dtype=np.int32)
+    counts = np.zeros(vocab, np.float64)
+    for chat in corpus.training:
+        span = corpus.span(chat)
+        answer = np.asarray(corpus.tokens[span])[np.asarray(corpus.wanted[span])]
+        counts += np.bincount(answer, minlength=vocab)
+    counts -= np.arange(vocab) / (2 * vocab)  # Ties, unseen ids included, to the lowest id.
+    counts[forced] = np.inf
+    chosen = np.argpartition(-counts, size - 1)[:size]
+    return np.sort(chosen).astype(np.int32)

@@ -1,0 +1,83 @@
+"""Checkpoints that are whole or absent: written beside, then renamed. safetensors only."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.errors import ModelError
+
+
+def save_snapshot(
+    folder: Path, head: torch.nn.Module, optimiser: torch.optim.Optimizer | None, progress: Any
+) -> None:
+    """Head, optimiser moments (where given) and progress, atomically. Raises OSError."""
+    fresh = folder.with_name(folder.name + ".new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    tensors = {f"head.{n}": p.detach().cpu() for n, p in head.named_parameters()}
+    if optimiser is not None:
+        named = _by_name(head)
+        for parameter, moments in optimiser.state.items():
+            for key, value in moments.items():
+                tensors[f"optimiser.{named[id(parameter)]}.{key}"] = value.detach().cpu()
+    facts = {name: getattr(progress, name) for name in progress.__slots__}
+    try:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / "state.safetensors")
+        (fresh / "progress.json").write_text(json.dumps(facts))
+        _replace(fresh, folder)
+    except Exception as error:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise OSError(str(error)) from error
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Put `fresh` in the place of `folder`; at every instant one whole checkpoint exists."""
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.replace(old)
+    fresh.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_snapshot(
+    folder: Path, head: torch.nn.Module, optimiser: torch.optim.Optimizer | None, progress: Any
+) -> bool:
+    """Restore what `save_snapshot` wrote; False where there is nothing.
+
+    Raises ModelError where the checkpoint is of another head.
+    """
+    if not folder.exists():
+        folder = folder.with_name(folder.name + ".old")
+    if not (folder / "progress.json").exists():
+        return False
+    tensors = load_file(folder / "state.safetensors")
+    own = dict(head.named_parameters())
+    saved = {n.removeprefix("head."): t for n, t in tensors.items() if n.startswith("head.")}
+    if {n: t.shape for n, t in saved.items()} != {n: p.shape for n, p in own.items()}:
+        raise ModelError(f"{folder} holds another head; choose another --out or remove it")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
+    if optimiser is not None:
+        for name, parameter in own.items():
+            prefix = f"optimiser.{name}."
+            moments = {
+                n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)
+            }
+            if moments:
+                device = parameter.device
+                optimiser.state[parameter] = {
+                    k: v if k == "step" else v.to(device) for k, v in moments.items()
+                }
+    for name, value in json.loads((folder / "progress.json").read_text()).items():
+        setattr(progress, name, value)
+    return True
+
+
+def _by_name(head: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in head.named_parameters()}

@@ -1,0 +1,69 @@
+"""How a new head begins: saying "no idea" rather than nonsense.
+
+The block is the target's last layer where shapes allow; the output head is the target's own rows
+and stays frozen. That head is sharp (the final norm times tied embeddings), so a wrong direction
+would be confidently wrong: first losses of three times ln(Vd) were measured. The head's final
+norm is therefore scaled to whatever makes the first loss smallest, with 0 (loss exactly ln(Vd))
+among the candidates.
+"""
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.checkpoint import Checkpoint
+from forerun.train.loss import Batch, Vocabulary, ttt_loss
+
+SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+
+
+def start_from_target(
+    head: EagleHead, checkpoint: Checkpoint, vocabulary: Vocabulary, seed: int
+) -> None:
+    """Fill `head` in place: last target layer in the hidden half, small noise elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    last = f"model.layers.{checkpoint.architecture.layers - 1}."
+    layer, width = head.layers[0], head.head.hidden
+
+    def target(name: str) -> Tensor:
+        return torch.from_numpy(checkpoint.tensor(name).copy())
+
+    def small(parameter: Tensor, std: float = 0.02) -> None:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = getattr(layer.self_attn, name).weight
+            small(weight)
+            weight[:, -width:] = target(f"{last}self_attn.{name}.weight")
+        layer.self_attn.o_proj.weight.copy_(target(f"{last}self_attn.o_proj.weight"))
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).weight.copy_(target(f"{last}mlp.{name}.weight"))
+        layer.hidden_norm.weight.copy_(target(f"{last}input_layernorm.weight"))
+        layer.post_attention_layernorm.weight.copy_(
+            target(f"{last}post_attention_layernorm.weight")
+        )
+        small(head.fc.weight, 0.01)
+        head.fc.weight[:, -width:] += torch.eye(width)
+        # layer.input_layernorm stays 1: embeddings come to the scale of one, as queries expect.
+        head.norm.weight.copy_(target("model.norm.weight"))
+        head.lm_head.weight.copy_(vocabulary.rows)
+    head.lm_head.weight.requires_grad_(False)
+
+
+def calibrate(head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabulary) -> float:
+    """Scale the final norm to the smallest first-step loss on `batch`; returns that loss.
+
+    At most ln(Vd), because the scale 0 is among the candidates.
+    """
+    norm = head.norm.weight.detach().clone()
+    losses = {}
+    with torch.no_grad():
+        for scale in SCALES:
+            head.norm.weight.copy_(norm * scale)
+            total, _ = ttt_loss(head, batch, embed, vocabulary, 1, 1.0)
+            losses[scale] = float(total)
+        best = min(losses, key=lambda scale: losses[scale])
+        # At exactly 0 no gradient would reach the block.
+        head.norm.weight.copy_(norm * (best or 1e-3))
+    return losses[best]

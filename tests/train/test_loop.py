@@ -1,0 +1,223 @@
+"""The loop learns, resumes to the bit, keeps the best, and stops without losing anything."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.errors import ModelError
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.drafts import DraftHead
+from forerun.models.rope import Rope
+from forerun.train.answers import Chat, repeats
+from forerun.train.corpus import (
+    batches,
+    choose_vocabulary,
+    open_corpus,
+    write_chats,
+    write_features,
+)
+from forerun.train.loop import Schedule, TrainingError, Trial, train
+from forerun.train.loss import Batch, Vocabulary
+from forerun.train.start import SCALES, calibrate
+
+VOCAB, HIDDEN = 40, 32
+
+HEAD = DraftHead(
+    algorithm="eagle3",
+    target_hidden=HIDDEN,
+    hidden=HIDDEN,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    ffn=64,
+    vocab=VOCAB,
+    target_vocab=VOCAB,
+    norm_eps=1e-5,
+    rope=Rope(10000.0),
+    context=256,
+    features=(1, 2, 3),
+    trained_head=False,
+)
+
+
+class Language:
+    """A target whose next token is a fixed function of the last two; its features say so."""
+
+    def __init__(self):
+        random = np.random.default_rng(5)
+        self.table = random.integers(VOCAB, size=(VOCAB, VOCAB))
+        self.embed = random.normal(size=(VOCAB, HIDDEN)).astype(np.float32)
+        self.mix = random.normal(size=(3, HIDDEN, HIDDEN)).astype(np.float32) / 6
+
+    def chat(self, seed, length=48):
+        tokens = list(np.random.default_rng(seed).integers(VOCAB, size=2))
+        while len(tokens) < length:
+            tokens.append(self.table[tokens[-2], tokens[-1]])
+        wanted = np.arange(length) >= 4
+        return Chat(np.array(tokens, np.int32), wanted)
+
+    def teach(self, tokens):
+        before = np.concatenate([tokens[:1], tokens[:-1]])
+        choice = self.table[before, tokens]
+        last = 4 * self.embed[choice]
+        features = np.concatenate([last @ m for m in self.mix], -1)
+        return features, last, choice
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    language = Language()
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus = write_chats(folder, [language.chat(seed % 34) for seed in range(40)], held_out=6)
+    write_features(corpus, HEAD, language.teach, lambda done, total: None)
+    return corpus
+
+
+def trial(corpus, folder: Path, **changes) -> Trial:
+    torch.manual_seed(1)
+    head = EagleHead(HEAD)
+    embed = torch.from_numpy(Language().embed)
+    vocabulary = Vocabulary.of(torch.arange(VOCAB), embed)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(vocabulary.rows)
+    head.lm_head.weight.requires_grad_(False)
+    arrays = {n: np.load(corpus.folder / f"{n}.npy") for n in ("features", "last", "choice")}
+
+    def read(pieces):
+        length = max(p.end - p.begin for p in pieces)
+
+        def padded(array):
+            rows = [array[p.begin : p.end] for p in pieces]
+            shape = (len(rows), length, *rows[0].shape[1:])
+            out = np.zeros(shape, np.float32 if array.dtype == np.float16 else array.dtype)
+            for target, row in zip(out, rows, strict=True):
+                target[: len(row)] = row
+            return torch.from_numpy(out)
+
+        return Batch(
+            padded(corpus.tokens).long(),
+            padded(corpus.wanted),
+            padded(arrays["features"]),
+            padded(arrays["last"]),
+            padded(arrays["choice"]).long(),
+        )
+
+    values = {"epochs": 80, "tokens": 512, "length": 64, "rate": 3e-3, "check_every": 50}
+    return Trial(head, embed, vocabulary, corpus, read, Schedule(**values | changes), folder)
+
+
+def test_overfits_and_keeps_the_best(corpus, tmp_path):
+    run = trial(corpus, tmp_path)
+    progress = train(run, lambda p: None)
+    last = progress.history[-1]
+    assert min(last["accuracy"]) > 0.98, last  # The held-out chats repeat training ones.
+    assert progress.best == max(row["length"] for row in progress.history[1:])
+    assert (tmp_path / "best" / "state.safetensors").exists()
+    assert last["loss"] < progress.history[0]["loss"] / 3
+
+
+def test_resumes_to_the_bit(corpus, tmp_path):
+    whole = trial(corpus, tmp_path / "whole", epochs=4, check_every=5)
+    train(whole, lambda p: None)
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_seven(progress):
+        if progress.step == 7:
+            raise KeyboardInterrupt
+
+    cut = trial(corpus, tmp_path / "cut", epochs=4, check_every=5)
+    with pytest.raises(KeyboardInterrupt):
+        train(cut, stop_at_seven)
+    again = trial(corpus, tmp_path / "cut", epochs=4, check_every=5)
+    progress = train(again, lambda p: None)
+    assert progress.step == progress.total
+    for (name, a), b in zip(whole.head.named_parameters(), again.head.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_nan_keeps_the_last_checkpoint(corpus, tmp_path):
+    run = trial(corpus, tmp_path, epochs=4, check_every=4)
+    read, poison = run.read, []
+
+    def bad_read(pieces):
+        batch = read(pieces)
+        if poison:
+            batch.features[0, 5] = float("nan")
+        return batch
+
+    def report(progress):
+        if progress.step == 6:
+            poison.append(True)
+
+    bad = Trial(run.head, run.embed, run.vocabulary, corpus, bad_read, run.schedule, tmp_path)
+    with pytest.raises(TrainingError, match="nan at step 6"):
+        train(bad, report)
+    fresh = trial(corpus, tmp_path, epochs=4, check_every=4)
+    assert train(fresh, lambda p: None).step > 6
+    assert all(torch.isfinite(p).all() for p in fresh.head.parameters())
+
+
+def test_full_disk_is_a_message(corpus, tmp_path, monkeypatch):
+    run = trial(corpus, tmp_path, epochs=2, check_every=3)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("forerun.train.snapshot.save_file", full)
+    with pytest.raises(TrainingError, match="No space left"):
+        train(run, lambda p: None)
+
+
+def test_checkpoint_of_another_head_is_refused(corpus, tmp_path):
+    train(trial(corpus, tmp_path, epochs=1), lambda p: None)
+    other = trial(corpus, tmp_path, epochs=1)
+    other.head.fc = torch.nn.Linear(3 * HIDDEN, HIDDEN + 1, bias=False)
+    with pytest.raises(ModelError, match="another head"):
+        train(other, lambda p: None)
+
+
+def test_first_loss_is_no_worse_than_no_idea(corpus, tmp_path):
+    run = trial(corpus, tmp_path)
+    with torch.no_grad():
+        run.head.lm_head.weight.mul_(20)  # Very sharp: any wrong direction costs dearly.
+        run.vocabulary.rows.copy_(run.head.lm_head.weight)
+    batch = run.read(next(batches(corpus, corpus.training, 64, 512, 0)))
+    loss = calibrate(run.head, batch, run.embed, run.vocabulary)
+    assert loss <= math.log(VOCAB) + 1e-4
+    assert 0.0 in SCALES
+
+
+def test_an_epoch_sees_every_chat_once(corpus):
+    groups = list(batches(corpus, corpus.training, 64, 512, 3))
+    begins = sorted(p.begin for group in groups for p in group)
+    assert begins == [int(s) for s in corpus.starts[: len(corpus.training)]]
+    assert all(len(g) * max(p.end - p.begin for p in g) <= 512 for g in groups if len(g) > 1)
+
+
+def test_vocabulary_has_the_forced_and_the_frequent(corpus):
+    forced = np.array([0, 39], np.int32)
+    ids = choose_vocabulary(corpus, 10, VOCAB, forced)
+    assert len(ids) == 10
+    assert {0, 39} <= set(ids.tolist())
+    assert (np.diff(ids) > 0).all()
+    answers = np.concatenate(
+        [corpus.tokens[corpus.span(c)][corpus.wanted[corpus.span(c)]] for c in corpus.training]
+    )
+    counts = np.bincount(answers, minlength=VOCAB)
+    outside = [i for i in range(VOCAB) if i not in ids]
+    assert counts[outside].max() <= np.sort(counts[ids])[2]
+
+
+def test_an_unfinished_corpus_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="generate it again"):
+        open_corpus(tmp_path)
+
+
+def test_loops_are_seen():
+    assert repeats(np.array([1, 2, 3, 4, 5, 6, 7, 8] * 4, np.int32))
+    assert not repeats(np.arange(100, dtype=np.int32))
