@@ -81,7 +81,7 @@ class EngineConfig:
     max_step_nodes: int = option(
         512, "tokens and guesses in one step over all sequences", low=1, high=65536
     )
-    max_queue: int = option(1024, "requests that may wait; more are refused", low=0, high=10**6)
+    max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculation: str = option(
         "ngram",
         "what drafts: n-gram lookup in the text so far, or nothing",
@@ -99,7 +99,7 @@ class EngineConfig:
             raise ConfigError(
                 f"device {self.device} needs the torch executor, but executor is {self.executor}."
             )
-        if (self.model == "toy") != (self.executor == "toy") and "auto" != self.executor:
+        if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
 
     @property
@@ -138,3 +138,22 @@ class ServeSettings:
         _check(self)
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfig:
+    """How `run`, `chat` and `bench` ask for text. Names are those of the API."""
+
+    max_tokens: int = option(512, "longest answer in tokens", low=1)
+    temperature: float = option(0.0, "0 is greedy; higher is more varied", low=0.0, high=100.0)
+    top_p: float = option(1.0, "sample from the most likely tokens that reach this share", low=0.0)
+    top_k: int = option(0, "sample from this many most likely tokens; 0 is all", low=0)
+    min_p: float = option(0.0, "drop tokens below this share of the most likely", low=0.0, high=1.0)
+    seed: int = option(0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1)
+    repetition_penalty: float = option(1.0, "divide the logits of what was said", low=0.01)
+    stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
+    ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds. Raises ConfigError."""
+        _check(self)

@@ -1,0 +1,315 @@
+"""The composition root: the only file that names executors. Everything is put together here.
+
+    config -> open_target -> Target (executor, tokenizer, memory plan)
+                    Target + config -> make_engine -> Engine
+    load = both; LLM = load for people
+
+The executors are imported by the functions that choose them: neither is needed for the other.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from forerun.completion import Completion, complete, make_request, stream
+from forerun.config import EngineConfig
+from forerun.constrain.grammars import NoGrammars
+from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.nothing import NoDrafter
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import Executor
+from forerun.engine.loop import Engine, EngineOptions
+from forerun.engine.request import Delta, Request
+from forerun.errors import ConfigError, ModelError
+from forerun.machine import cores, memory_available, stamp
+from forerun.memory import MemoryPlan, Needs, plan_memory
+from forerun.spec.policy import FixedPolicy, Policy
+from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Ints
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long is under way; bytes for downloads."""
+
+TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A loaded model with its executor; engines with different drafters may share it in turn.
+
+    config   with every None and "auto" replaced by what was chosen
+    chat     None where the model brings no chat template
+    """
+
+    executor: Executor
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    name: str
+    config: EngineConfig
+    memory: MemoryPlan
+
+    def close(self) -> None:
+        """Release the executor's threads and memory. Idempotent."""
+        self.executor.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything that serves a model: what `serve`, `run` and `LLM` are built on.
+
+    context  longest sequence in tokens, prompt and output together
+    info     facts for /server_info and `doctor`: plain values only
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    name: str
+    context: int
+    config: EngineConfig
+    info: dict[str, Any]
+    target: Target
+
+    def close(self) -> None:
+        """Stop the engine, then release the executor. Idempotent."""
+        self.engine.shutdown()
+        self.target.close()
+
+
+def open_target(config: EngineConfig, progress: Progress | None = None) -> Target:
+    """Load a model and the executor that runs it.
+
+    Raises ModelError (DownloadError when it cannot be fetched), MemoryPlanError, ConfigError.
+    """
+    return _open_toy(config) if config.toy else _open_model(config, progress)
+
+
+def make_engine(target: Target, config: EngineConfig) -> Engine:
+    """A new engine on `target`, not started. What concerns drafting and the queue is taken
+    from `config`, all else was decided when the target was opened. One engine at a time.
+    """
+    drafter, policy = _drafting(config, target)
+    options = EngineOptions(max_waiting=config.max_waiting)
+    return Engine(target.executor, drafter, policy, target.tokenizer, NoGrammars(), options)
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Open the target and start an engine on it. Raises what `open_target` raises."""
+    target = open_target(config, progress)
+    engine = make_engine(target, target.config)
+    engine.start()
+    return Loaded(
+        engine=engine,
+        tokenizer=target.tokenizer,
+        chat=target.chat,
+        name=target.name,
+        context=target.memory.limits.context,
+        config=target.config,
+        info=_facts(target),
+        target=target,
+    )
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    """Plain values about what was loaded, for /server_info, `doctor` and benchmark stamps."""
+    config = {item.name: getattr(target.config, item.name) for item in fields(target.config)}
+    return {
+        "model": target.name,
+        "config": config,
+        "memory": target.memory.describe(),
+        "executor": target.executor.describe(),
+        "machine": stamp(),
+    }
+
+
+def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
+    """What proposes guesses, and how many it may."""
+    if config.speculation == "off":
+        return NoDrafter(), FixedPolicy(0, 0)
+    depth = min(config.draft_depth, config.draft_nodes)
+    return NgramDrafter(target.memory.limits.slots), FixedPolicy(config.draft_nodes, depth)
+
+
+def _open_toy(config: EngineConfig) -> Target:
+    from forerun.executors.toy import ToyExecutor
+
+    needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
+    memory = plan_memory(config, needs, memory_available())
+    tokenizer = Tokenizer.byte_level()
+    return Target(
+        executor=ToyExecutor(memory.limits),
+        tokenizer=tokenizer,
+        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        name="toy",
+        config=_resolved(config, memory, executor="toy", dtype="float32"),
+        memory=memory,
+    )
+
+
+def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
+    from forerun.catalog import open_model
+
+    model = open_model(config.model, progress)
+    config = _choose_executor(config)
+    arch = model.architecture
+    width = _ITEM_BYTES[config.dtype]
+    needs = Needs(
+        context=arch.context,
+        vocab=arch.vocab,
+        weights=_size(model.path) if config.executor == "cpu" else arch.parameters * width,
+        per_token=2 * arch.layers * arch.kv_heads * arch.head_size * width,
+        per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
+    )
+    on_device = config.device != "cpu"
+    available = _device_memory(config.device) if on_device else memory_available()
+    memory = plan_memory(config, needs, available, fill=on_device)
+    return Target(
+        executor=_build(config, model.checkpoint, memory),
+        tokenizer=model.tokenizer,
+        chat=_chat(model.chat_template, model.tokenizer),
+        name=model.name,
+        config=_resolved(config, memory),
+        memory=memory,
+    )
+
+
+def _choose_executor(config: EngineConfig) -> EngineConfig:
+    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+    from forerun.executors import cpu
+
+    executor, dtype = config.executor, config.dtype
+    if executor == "auto":
+        missing = cpu.available() if config.device == "cpu" and dtype == "auto" else None
+        executor = "cpu" if config.device == "cpu" and dtype == "auto" and not missing else "torch"
+        if missing:
+            warnings.warn(
+                f"The native CPU core is not available ({missing}); using torch, which is "
+                "several times slower.",
+                stacklevel=2,
+            )
+    if dtype == "auto":
+        dtype = "bfloat16" if config.device != "cpu" else "float32"
+    return replace(config, executor=executor, dtype=dtype)
+
+
+def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executor:
+    if config.executor == "cpu":
+        from forerun.executors.cpu import CpuExecutor
+
+        return CpuExecutor(checkpoint, memory.limits, config.threads)
+    try:
+        from forerun.executors.torch import TorchExecutor
+    except ImportError as error:
+        raise ConfigError(
+            f"The torch executor needs torch, which cannot be imported ({error}). "
+            "Install it with: pip install 'forerun[torch]'"
+        ) from error
+    return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype)
+
+
+def _device_memory(device: str) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _resolved(config: EngineConfig, memory: MemoryPlan, **changes: Any) -> EngineConfig:
+    """The configuration with what was chosen in the place of None and "auto"."""
+    limits = memory.limits
+    chosen: dict[str, Any] = {
+        "context": limits.context,
+        "kv_tokens": limits.pages * limits.page_size,
+        "threads": config.threads or cores(),
+    }
+    return replace(config, **(chosen | changes))
+
+
+def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    return ChatTemplate(source, tokenizer) if source else None
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of the files of a folder."""
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
+    )
+
+
+class LLM:
+    """Forerun for Python programs.
+
+        with LLM("smollm2-135m") as llm:
+            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+
+    Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
+    are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
+    include_stop, ignore_eos; unknown ones raise RequestError. Temperature is 0 unless given.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
+        self.loaded = load(EngineConfig(model=model, **config))
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the model is loaded."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the model."""
+        self.close()
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
+        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [self._request(self._plain(text), options) for text in texts]
+        return [item for choices in complete(self.loaded.engine, requests) for item in choices]
+
+    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
+        """Answer a conversation: messages with `role` and `content`. The first choice."""
+        request = self._request(self._turns(messages), options)
+        return complete(self.loaded.engine, [request])[0][0]
+
+    def stream(self, prompt: str | Sequence[dict[str, Any]], **options: Any) -> Iterator[Delta]:
+        """Like `generate` of one text, or `chat` of messages, but delta by delta."""
+        tokens = self._plain(prompt) if isinstance(prompt, str) else self._turns(prompt)
+        return stream(self.loaded.engine, self._request(tokens, options))
+
+    def close(self) -> None:
+        """Release the model. Idempotent."""
+        self.loaded.close()
+
+    def _plain(self, text: str) -> Ints:
+        return self.loaded.tokenizer.encode(text, bos=True)
+
+    def _turns(self, messages: Sequence[dict[str, Any]]) -> Ints:
+        return encode_chat(self.loaded, messages)
+
+    def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
+        return make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
+
+
+def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
+    """int32[T] a conversation, ready for the model's answer.
+
+    Raises ModelError where the model has no chat template.
+    """
+    if loaded.chat is None:
+        raise ModelError(
+            f"{loaded.name} has no chat template; it continues text. Use plain prompts "
+            "(`forerun run --raw`)."
+        )
+    return loaded.chat.encode(list(messages))

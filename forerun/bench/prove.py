@@ -1,0 +1,265 @@
+"""The losslessness promise as an experiment: the same prompts with and without speculation.
+
+Every run of one temperature is compared, token by token, with the reference run: no speculation,
+one sequence at a time. Equal tokens in the batched runs thus also show that a sequence's result
+does not depend on its company.
+
+A broken drafter is invisible in the text: if nothing is guessed, nothing is proved. So each run
+also reports its guesses, and a proof in which no guess was accepted is not one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from forerun.api import Target, encode_chat, make_engine
+from forerun.bench.workload import Prompt
+from forerun.completion import Completion, acceptance_length, complete, make_request
+from forerun.config import EngineConfig
+from forerun.engine.plan import TokenLogprobs
+from forerun.engine.request import Request
+from forerun.errors import ContextError
+from forerun.spec.noise import gumbel
+from forerun.types import Ints
+
+TOP = 20
+"""Alternatives looked at where two runs diverge."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What to prove.
+
+    tokens        output tokens per prompt; the model's end-of-text token is ignored
+    temperatures  one comparison for each
+    group         sequences at once in the batched runs
+    seed          of prompt 0; prompt i uses seed + i
+    """
+
+    prompts: tuple[Prompt, ...]
+    tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    group: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first output token at which a run differs from the reference.
+
+    logit_gap  how much the target's raw logit of the reference's token exceeds that of the
+               other, and score_gap the same after temperature and noise, which is what was
+               compared; None where a token is not among the top 20. A gap near 0 points to
+               rounding, a large one to a mistake.
+    """
+
+    prompt: str
+    position: int
+    expected: int
+    found: int
+    logit_gap: float | None
+    score_gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over all prompts, beside its reference."""
+
+    temperature: float
+    speculation: str
+    at_once: int
+    identical: int
+    prompts: int
+    tokens: int
+    seconds: float
+    steps: int
+    guesses: int
+    accepted: int
+    tokens_per_step: float
+    divergence: Divergence | None
+
+    @property
+    def share_accepted(self) -> float:
+        """Accepted guesses over all guesses; 0 where none was made."""
+        return self.accepted / self.guesses if self.guesses else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """All runs and the verdict."""
+
+    runs: tuple[Run, ...]
+    speculation: str
+
+    @property
+    def identical(self) -> bool:
+        """True where no run diverged."""
+        return all(run.divergence is None for run in self.runs)
+
+    @property
+    def speculated(self) -> bool:
+        """True where every run that should speculate had guesses accepted."""
+        return all(run.accepted > 0 for run in self.runs if run.speculation != "off")
+
+    @property
+    def holds(self) -> bool:
+        """The verdict."""
+        return self.identical and (self.speculated or self.speculation == "off")
+
+
+def prove(
+    target: Target, config: EngineConfig, trial: Trial, progress: Progress = lambda *_: None
+) -> Proof:
+    """Run the trial on an opened target, with `config`'s speculation against none.
+
+    Raises ContextError where a prompt does not fit, EngineError where the engine fails.
+    """
+    prompts = [_encode(target, prompt, trial.tokens) for prompt in trial.prompts]
+    plain = replace(config, speculation="off")
+    sides = [plain] if config.speculation == "off" else [plain, config]
+    runs: list[Run] = []
+    for temperature in trial.temperatures:
+        reference: list[Completion] | None = None
+        for at_once in (1, trial.group):
+            for side in sides:
+                name = f"T={temperature:g}, speculation {side.speculation}, {at_once} at once"
+                done, seconds = _answers(
+                    target,
+                    side,
+                    _requests(prompts, trial, temperature),
+                    at_once,
+                    lambda count, name=name: progress(name, count, len(prompts)),  # type: ignore[misc]
+                )
+                reference = reference or done
+                gap = _first_divergence(target, trial, prompts, temperature, (reference, done))
+                runs.append(_run(side, temperature, at_once, seconds, (reference, done), gap))
+    return Proof(tuple(runs), config.speculation)
+
+
+def _requests(prompts: Sequence[Ints], trial: Trial, temperature: float) -> list[Request]:
+    return [
+        make_request(
+            prompt,
+            max_tokens=trial.tokens,
+            temperature=temperature,
+            seed=trial.seed + index,
+            ignore_eos=True,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _answers(
+    target: Target,
+    config: EngineConfig,
+    requests: list[Request],
+    at_once: int,
+    finished: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Completion], float]:
+    """Run requests on a fresh engine. Its answers, and the seconds they took."""
+    engine = make_engine(target, config)
+    engine.start()
+    try:
+        started = perf_counter()
+        done = [choices[0] for choices in complete(engine, requests, at_once, finished)]
+        return done, perf_counter() - started
+    finally:
+        engine.shutdown()
+
+
+def _run(
+    side: EngineConfig,
+    temperature: float,
+    at_once: int,
+    seconds: float,
+    pair: tuple[list[Completion], list[Completion]],
+    divergence: Divergence | None,
+) -> Run:
+    reference, done = pair
+    stats = [item.stats for item in done]
+    return Run(
+        temperature=temperature,
+        speculation=side.speculation,
+        at_once=at_once,
+        identical=sum(a.tokens == b.tokens for a, b in zip(reference, done, strict=True)),
+        prompts=len(done),
+        tokens=sum(len(item.tokens) for item in done),
+        seconds=seconds,
+        steps=sum(item.steps for item in stats if item),
+        guesses=sum(item.guesses for item in stats if item),
+        accepted=sum(item.accepted for item in stats if item),
+        tokens_per_step=acceptance_length(stats),
+        divergence=divergence,
+    )
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Index of the first token that differs (or is missing on one side); None if equal."""
+    for index, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return index
+    return None if len(expected) == len(found) else min(len(expected), len(found))
+
+
+def _first_divergence(
+    target: Target,
+    trial: Trial,
+    prompts: Sequence[Ints],
+    temperature: float,
+    pair: tuple[list[Completion], list[Completion]],
+) -> Divergence | None:
+    """The first prompt whose tokens differ, examined; None where none does."""
+    for index, (expected, found) in enumerate(zip(*pair, strict=True)):
+        at = first_difference(expected.tokens, found.tokens)
+        if at is None:
+            continue
+        a = expected.tokens[at] if at < len(expected.tokens) else -1
+        b = found.tokens[at] if at < len(found.tokens) else -1
+        text = np.concatenate([prompts[index], np.array(expected.tokens[:at], np.int32)])
+        gap, score = None, None
+        if a >= 0 and b >= 0:
+            noise = gumbel(trial.seed + index, at, target.memory.limits.vocab)
+            gap = _logit_gap(target, text, a, b)
+            score = gap
+            if gap is not None and temperature > 0:
+                score = gap / temperature + float(noise[a] - noise[b])
+        return Divergence(trial.prompts[index].id, at, a, b, gap, score)
+    return None
+
+
+def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
+    """Raw logit of `a` minus that of `b` after `text`; None where one is not in the top 20."""
+    request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
+    done, _ = _answers(target, replace(target.config, speculation="off"), [request], 1)
+    entry: TokenLogprobs = done[0].logprobs[0]
+    scores = dict(entry.top) | {entry.token: entry.logprob}
+    return scores[a] - scores[b] if a in scores and b in scores else None
+
+
+def _encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
+    """The prompt's ids. Raises ContextError where the answer would not fit behind it."""
+    if target.chat is not None:
+        ids = encode_chat(target, prompt.messages)
+    else:
+        ids = target.tokenizer.encode(prompt.text, bos=True)
+    room = target.memory.limits.context - tokens
+    if len(ids) > room:
+        raise ContextError(
+            f"Prompt {prompt.id} has {len(ids)} tokens; with {tokens} of output only {room} fit."
+        )
+    return ids
+
+
+def as_dict(proof: Proof) -> dict[str, Any]:
+    """The proof as plain values, for --json."""
+    return {
+        "identical": proof.identical,
+        "speculated": proof.speculated,
+        "holds": proof.holds,
+        "runs": [asdict(run) | {"share_accepted": run.share_accepted} for run in proof.runs],
+    }

@@ -1,0 +1,194 @@
+"""The command line: names, flags, errors, exit codes. What a command does is in `commands/`.
+
+Flags are derived from the dataclasses in `config.py`. Nothing heavy is imported before the
+command is known, so `--help` answers at once.
+
+Exit codes:
+    0    done
+    1    the command ran and its verdict is negative (`prove` diverged, `bench` saw errors)
+    2    the command line or a request is wrong
+    3    the model cannot be used or fetched
+    4    it does not fit into memory
+    5    the engine failed
+    130  interrupted; 141 the reader of our output went away
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from forerun import __version__
+from forerun.config import AskConfig, EngineConfig, ServeSettings
+from forerun.errors import (
+    ConfigError,
+    EngineError,
+    ForerunError,
+    MemoryPlanError,
+    ModelError,
+    RequestError,
+)
+from forerun.flags import flags_of
+
+Flags = Callable[[argparse.ArgumentParser], None]
+
+EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
+    (ConfigError, 2),
+    (RequestError, 2),
+    (ModelError, 3),
+    (MemoryPlanError, 4),
+    (EngineError, 5),
+)
+INTERRUPTED, BROKEN_PIPE = 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, translate errors into a sentence on stderr and an exit code."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        command = importlib.import_module(f"forerun.commands.{arguments.command}")
+        code: int = command.main(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain again while it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except ForerunError as error:
+        print(f"forerun: {error}", file=sys.stderr)
+        return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
+    return code
+
+
+def console() -> None:
+    """Entry point of the `forerun` command."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="forerun",
+        description="LLM inference whose heart is speculative decoding: same text, only sooner.",
+    )
+    parser.add_argument("--version", action="version", version=f"forerun {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, flags) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        flags(command)
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", help="what to ask; '-' or nothing reads stdin")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="answer again without speculation: compare speed and text",
+    )
+    flags_of(AskConfig, parser, "answer")
+    flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
+
+
+def _chat_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    flags_of(AskConfig, parser, "answers", temperature=0.7)
+    flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    flags_of(ServeSettings, parser, "server")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help="file with one key per line, kept out of `ps`"
+    )
+    flags_of(EngineConfig, parser, "model and engine")
+
+
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
+    where.add_argument(
+        "--launch", action="store_true", help="start a Forerun server and measure that"
+    )
+    parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
+    parser.add_argument(
+        "--concurrency",
+        type=_numbers,
+        default=(1, 4, 16),
+        metavar="N,N,...",
+        help="requests in flight at once, one level after the other (default: 1,4,16)",
+    )
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="requests per level (default: 2 x level, min. 8)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="median over repeats (default: 3)"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        "--speculative",
+        choices=("as-is", "on", "off", "both"),
+        help="what to ask of the server; 'both' alternates (default: both with --launch, else "
+        "as-is, which sends nothing that is not OpenAI's)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
+    flags_of(AskConfig, parser, "requests", max_tokens=128)
+    flags_of(EngineConfig, parser, "model and engine (--launch; --model also with --url)")
+
+
+def _prove_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument("--count", type=int, metavar="N", help="prompts to use (default: all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens each (default: 128)")
+    parser.add_argument(
+        "--temperatures",
+        type=_reals,
+        default=(0.0, 0.8),
+        metavar="X,X,...",
+        help="one pass for each (default: 0,0.8)",
+    )
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="sequences at once in the batched runs (default: 16)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
+    flags_of(EngineConfig, parser, "model and engine")
+
+
+def _doctor_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-torch", action="store_true", help="do not import torch (it is slow)")
+
+
+def _fetch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="built-in name or hub id")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return values
+
+
+def _reals(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+COMMANDS: dict[str, tuple[str, Flags]] = {
+    "run": ("Answer one prompt and show how fast.", _run_flags),
+    "chat": ("Talk to a model.", _chat_flags),
+    "serve": ("Serve a model over the OpenAI API.", _serve_flags),
+    "bench": ("Measure any OpenAI endpoint under load.", _bench_flags),
+    "prove": ("Show that speculation changes no token.", _prove_flags),
+    "doctor": ("Describe this machine and what works on it.", _doctor_flags),
+    "fetch": ("Download a model into the cache.", _fetch_flags),
+}

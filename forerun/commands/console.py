@@ -1,0 +1,82 @@
+"""Talking to the person at the terminal: progress on stderr, results on stdout."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from forerun.api import Loaded, Target, load, open_target
+from forerun.api import Progress as Report
+from forerun.config import EngineConfig
+from forerun.memory import human
+
+err = Console(stderr=True, highlight=False)
+out = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """One line on stderr, so that stdout holds nothing but the result."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
+def emit_json(value: Any) -> None:
+    """The result of a command with --json."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def bars() -> Iterator[Report]:
+    """A function that draws progress bars, one per task name. Silent unless stderr is a tty."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as drawn:
+
+        def report(what: str, done: int, total: int) -> None:
+            amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
+            if what not in tasks:
+                tasks[what] = drawn.add_task(what, total=total, amount=amount)
+            drawn.update(tasks[what], completed=done, total=total or None, amount=amount)
+
+        yield report
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings as sentences, not as source lines."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        say(f"forerun: {message}")
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+def load_shown(config: EngineConfig) -> Loaded:
+    """Load and start a model while showing what takes long."""
+    with plain_warnings(), bars() as report:
+        return load(config, report)
+
+
+def open_shown(config: EngineConfig) -> Target:
+    """Load a model, without an engine, while showing what takes long."""
+    with plain_warnings(), bars() as report:
+        return open_target(config, report)
+
+
+def interactive() -> bool:
+    """True when a person types at us."""
+    return sys.stdin.isatty()

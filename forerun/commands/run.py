@@ -1,0 +1,127 @@
+"""`forerun run`: one prompt, one answer, and how fast it came."""
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from forerun.api import Loaded, encode_chat
+from forerun.commands.console import emit_json, interactive, load_shown, say
+from forerun.completion import Completion, acceptance_length, make_request, stream
+from forerun.config import AskConfig, EngineConfig
+from forerun.engine.request import Speculation
+from forerun.errors import RequestError
+from forerun.flags import configured
+from forerun.types import Ints
+
+
+@dataclass(slots=True)
+class Timed:
+    """A completion and its times in seconds: to the first token, and from it to the last."""
+
+    completion: Completion
+    first: float
+    rest: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second after the first; 0 where there is only one."""
+        count = len(self.completion.tokens) - self.first_tokens
+        return count / self.rest if self.rest > 0 and count > 0 else 0.0
+
+    first_tokens: int = 1
+    """Tokens that came with the first news (several when its guesses were accepted)."""
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
+    text = _prompt(arguments.prompt)
+    loaded = load_shown(config)
+    try:
+        prompt = _encode(loaded, text, arguments)
+        answer = answered(loaded, prompt, ask, Speculation(stats=True), show=not arguments.json)
+        plain = None
+        if arguments.compare and config.speculation != "off":
+            plain = answered(loaded, prompt, ask, Speculation(enabled=False, stats=True))
+        report = summary(answer, plain)
+        if arguments.json:
+            emit_json({"text": answer.completion.text, **report, "info": loaded.info})
+        else:
+            say(sentence(report))
+    finally:
+        loaded.close()
+    return 0 if report.get("same_text", True) else 1
+
+
+def answered(
+    loaded: Loaded, prompt: Ints, ask: AskConfig, speculation: Speculation, show: bool = False
+) -> Timed:
+    """Answer once, timing the tokens; with `show`, text goes to stdout as it comes."""
+    request = make_request(prompt, loaded.tokenizer.eos_ids, speculation=speculation, **asdict(ask))
+    completion, started, first, first_tokens = Completion(), perf_counter(), 0.0, 0
+    for delta in stream(loaded.engine, request):
+        completion.add(delta)
+        if delta.tokens and not first:
+            first, first_tokens = perf_counter() - started, len(delta.tokens)
+        if show and delta.text:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    if show:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return Timed(completion, first, perf_counter() - started - first, first_tokens)
+
+
+def summary(answer: Timed, plain: Timed | None) -> dict[str, Any]:
+    """The numbers of one answer, and of its plain twin where there is one."""
+    done = answer.completion
+    report: dict[str, Any] = {
+        "tokens": len(done.tokens),
+        "finish": done.finish,
+        "first_token_seconds": answer.first,
+        "tokens_per_second": answer.speed,
+        "tokens_per_step": acceptance_length([done.stats]),
+        "speculation": asdict(done.stats) if done.stats else None,
+    }
+    if plain is not None:
+        report["plain_tokens_per_second"] = plain.speed
+        report["speedup"] = answer.speed / plain.speed if plain.speed else None
+        report["same_text"] = plain.completion.tokens == done.tokens
+    return report
+
+
+def sentence(report: dict[str, Any]) -> str:
+    """The last line: speed, acceptance, and the comparison where one was made."""
+    parts = [
+        f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s, "
+        f"first after {report['first_token_seconds'] * 1000:.0f} ms, "
+        f"{report['tokens_per_step']:.2f} tokens per step"
+    ]
+    if report.get("speedup"):
+        parts.append(
+            f"without speculation {report['plain_tokens_per_second']:.1f} tokens/s just now: "
+            f"{report['speedup']:.2f} times as fast"
+        )
+    if "same_text" in report:
+        parts.append("same text" if report["same_text"] else "THE TEXT DIFFERS: please report")
+    return "[" + "; ".join(parts) + "]"
+
+
+def _prompt(given: str | None) -> str:
+    if given in (None, "-"):
+        if given is None and interactive():
+            raise RequestError('Give a prompt: forerun run "Why is the sky blue?"', "prompt")
+        given = sys.stdin.read()
+    assert given is not None
+    if not given.strip():
+        raise RequestError("The prompt is empty.", "prompt")
+    return given
+
+
+def _encode(loaded: Loaded, text: str, arguments: argparse.Namespace) -> Ints:
+    if arguments.raw:
+        return loaded.tokenizer.encode(text, bos=True)
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return encode_chat(loaded, [*system, {"role": "user", "content": text}])

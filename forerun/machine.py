@@ -1,0 +1,94 @@
+"""What the machine offers: cores, instruction sets, memory. Reads files, starts nothing."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+_INTERESTING = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni")
+"""x86 flags that decide which kernels run; on ARM: asimddp and i8mm."""
+
+_INTERESTING_ARM = ("asimd", "asimddp", "i8mm", "sve")
+
+
+def cpu_name() -> str:
+    """The processor's own name, or the platform's word for it."""
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu_features() -> list[str]:
+    """The instruction sets, of those that matter to the kernels, that this CPU has."""
+    for line in _lines("/proc/cpuinfo"):
+        if line.startswith(("flags", "Features")):
+            have = set(line.partition(":")[2].split())
+            return [name for name in (*_INTERESTING, *_INTERESTING_ARM) if name in have]
+    return []
+
+
+def cores() -> int:
+    """Logical CPUs this process may use, cgroup quota included; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        allowed = min(allowed or 1, max(1, int(quota) // int(period)))
+    return max(1, allowed or 1)
+
+
+def memory_total() -> int:
+    """Bytes of memory this process may use at most (machine or cgroup, the smaller)."""
+    total = _page_count("SC_PHYS_PAGES")
+    limit = _text("/sys/fs/cgroup/memory.max").strip()
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def memory_available() -> int:
+    """Bytes that can be allocated now without swapping (machine and cgroup, the smaller)."""
+    available = _page_count("SC_AVPHYS_PAGES")
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = _text("/sys/fs/cgroup/memory.max"), _text("/sys/fs/cgroup/memory.current")
+    if limit.strip().isdigit() and used.strip().isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def memory_used() -> int:
+    """Resident bytes of this process."""
+    fields = _text("/proc/self/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
+
+
+def stamp() -> dict[str, Any]:
+    """What to write beside every number that was measured here."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "cpu": cpu_name(),
+        "cores": cores(),
+        "features": cpu_features(),
+        "memory_bytes": memory_total(),
+        "load_1min": load,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _page_count(name: str) -> int:
+    if sys.platform == "win32" or name not in os.sysconf_names:
+        return 8 << 30
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _lines(path: str) -> list[str]:
+    return _text(path).splitlines()

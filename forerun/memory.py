@@ -1,0 +1,113 @@
+"""The memory plan: everything is counted before the first page is promised."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from forerun.config import EngineConfig
+from forerun.engine.executor import ExecutorLimits
+from forerun.errors import ConfigError, MemoryPlanError
+
+TOKENS_PER_SEQUENCE = 256
+"""Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
+
+SHARE = 0.6
+"""Part of the available memory that a plan may take; the rest is for prompts and the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of a machine, in bytes unless said otherwise.
+
+    context    longest sequence the model was made for, tokens
+    vocab      V
+    weights    all weights, in the executor's own format
+    per_token  keys and values of one token, all layers
+    per_node   scratch of one node in a step: activations and its row of logits
+    """
+
+    context: int
+    vocab: int
+    weights: int
+    per_token: int
+    per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What was decided: the executor's limits and where the bytes go."""
+
+    limits: ExecutorLimits
+    weights: int
+    cache: int
+    scratch: int
+
+    def describe(self) -> dict[str, int]:
+        """Bytes by purpose, for /server_info and `doctor`."""
+        return {"weights": self.weights, "cache": self.cache, "scratch": self.scratch}
+
+    def sentence(self) -> str:
+        """The plan in one line, for people."""
+        limits = self.limits
+        return (
+            f"room for {limits.pages * limits.page_size:,} tokens in the key/value cache "
+            f"({human(self.cache)}, filled as it is used), sequences up to {limits.context:,} "
+            f"tokens, {limits.slots} at once; weights {human(self.weights)}"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, needs: Needs, available: int, *, fill: bool = False
+) -> MemoryPlan:
+    """Divide `available` bytes into weights, scratch and pages.
+
+    With `fill` (a device of its own) the cache takes all that the plan may have; without, only
+    what a sensible load needs. Raises MemoryPlanError when the parts do not fit, ConfigError
+    when `context` and `kv_tokens` contradict each other.
+    """
+    page, budget = config.page_size, int(available * SHARE)
+    context = min(config.context or needs.context, needs.context)
+    if config.context and config.context > needs.context:
+        raise ConfigError(
+            f"context is {config.context}, but this model was made for {needs.context} tokens."
+        )
+    if config.kv_tokens and config.context and config.kv_tokens < config.context:
+        raise ConfigError(
+            f"kv-tokens is {config.kv_tokens}: too small for one sequence of "
+            f"context {config.context}. Raise kv-tokens or lower context."
+        )
+    scratch = config.max_step_nodes * needs.per_node
+    room = max(0, budget - needs.weights - scratch) // max(1, needs.per_token)
+    wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
+    least = config.kv_tokens or config.context or min(context, 4 * page, 1024)
+    if room < least:
+        raise MemoryPlanError(_refusal(needs, scratch, least, budget))
+    tokens = room if fill and not config.kv_tokens else min(wanted, room)
+    pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
+    limits = ExecutorLimits(
+        page_size=page,
+        pages=pages,
+        slots=config.max_sequences,
+        max_nodes=config.max_step_nodes,
+        context=min(context, pages * page),
+        vocab=needs.vocab,
+    )
+    return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch)
+
+
+def _refusal(needs: Needs, scratch: int, tokens: int, budget: int) -> str:
+    return (
+        f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
+        f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
+        f"{human(budget)} that may be used (60 % of the memory that is free now). Lower "
+        f"kv-tokens, context or max-step-nodes, or choose a smaller model."
+    )
+
+
+def human(count: int) -> str:
+    """Bytes for people: 98362432 -> '98.4 MB' (decimal units)."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
