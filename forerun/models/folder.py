@@ -127,16 +127,28 @@ def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]
     """Ids that end a text: generation_config.json's, then config.json's."""
     generation = folder / "generation_config.json"
     sources = [read_json(generation)] if generation.is_file() else []
-    ids: dict[int, None] = {}
+    ids: list[int] = []
     for source in [*sources, config]:
-        value = source.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if type(item) is not int or not 0 <= item < vocab:
-                raise ModelError(f"{folder}: eos_token_id {shown(item)} is not a token's id")
-            ids[item] = None
-    return tuple(ids)
+        ids += _token_ids(folder, "eos_token_id", source.get("eos_token_id"), vocab)
+    return tuple(dict.fromkeys(ids))
+
+
+def bos_id(folder: Path, config: dict[str, Any], vocab: int) -> int | None:
+    """The begin-of-text id, unless tokenizer_config.json says that there is none."""
+    if tokenizer_settings(folder).get("bos_token", "unsaid") is None:
+        return None
+    ids = _token_ids(folder, "bos_token_id", config.get("bos_token_id"), vocab)
+    return ids[0] if ids else None
+
+
+def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
+    """One id, a list of them, or null."""
+    items = value if isinstance(value, list) else [value]
+    ids = [item for item in items if item is not None]
+    for item in ids:
+        if type(item) is not int or not 0 <= item < vocab:
+            raise ModelError(f"{folder}: {name} {shown(item)} is not a token's id")
+    return ids
 
 
 def chat_template(folder: Path) -> str | None:
@@ -154,13 +166,6 @@ def chat_template(folder: Path) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ModelError(f"{folder}: chat_template is {shown(value)}; it must be a string")
     return value
-
-
-def bos_token(folder: Path) -> str | None:
-    """The begin-of-text token's text, if tokenizer_config.json names one."""
-    value = tokenizer_settings(folder).get("bos_token")
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

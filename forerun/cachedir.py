@@ -1,0 +1,95 @@
+"""Where models are kept between runs, and the lock that lets one process at a time fetch one."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from forerun.errors import DownloadError
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+_POLL_SECONDS = 0.2
+
+
+def cache_dir() -> Path:
+    """The user's cache directory for Forerun, by the platform's rules. It need not exist."""
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        given = os.environ.get("XDG_CACHE_HOME", "")
+        base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "forerun"
+
+
+def make_room(folder: Path, size: int) -> None:
+    """Create `folder`; DownloadError where it cannot hold `size` more bytes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    if free < size:
+        raise DownloadError(
+            f"{folder} has {free / 1e6:.0f} MB free and {size / 1e6:.0f} MB are needed; "
+            "make room or choose another cache directory"
+        )
+
+
+def unwritable(folder: Path, error: OSError) -> DownloadError:
+    """The error that the cache cannot be written."""
+    return DownloadError(
+        f"the cache directory {folder} cannot be written ({error.strerror or error}); "
+        "make it writable or choose another"
+    )
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path`, which is made and kept.
+
+    While another process holds it, `waiting` is called a few times a second. A lock dies with
+    its process. Raises DownloadError where the file cannot be made or locked.
+    """
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
+    with file:
+        while not _try_lock(file):
+            waiting()
+            time.sleep(_POLL_SECONDS)
+        yield
+
+
+if sys.platform == "win32":
+
+    def _try_lock(file: IO[bytes]) -> bool:
+        """Lock one byte of the open file; False where another process has it."""
+        file.seek(0)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+
+else:
+
+    def _try_lock(file: IO[bytes]) -> bool:
+        """Lock the open file; False where another process has it."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise DownloadError(f"{file.name} cannot be locked: {error}") from error
+        return True
