@@ -9,7 +9,7 @@ The executors are imported by the functions that choose them: neither is needed 
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,14 +19,15 @@ from forerun.config import EngineConfig
 from forerun.constrain.grammars import NoGrammars
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
+from forerun.engine.costs import measure_costs
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.engine.request import Delta, Request
 from forerun.errors import ConfigError, ModelError
-from forerun.machine import cores, memory_available, stamp
+from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
-from forerun.spec.policy import FixedPolicy, Policy
+from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy, StepCosts
 from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
@@ -45,6 +46,7 @@ class Target:
 
     config   with every None and "auto" replaced by what was chosen
     chat     None where the model brings no chat template
+    costs    measured at start-up; None where the policy does not need them
     """
 
     executor: Executor
@@ -53,6 +55,7 @@ class Target:
     name: str
     config: EngineConfig
     memory: MemoryPlan
+    costs: StepCosts | None
 
     def close(self) -> None:
         """Release the executor's threads and memory. Idempotent."""
@@ -118,22 +121,32 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
 
 def _facts(target: Target) -> dict[str, Any]:
     """Plain values about what was loaded, for /server_info, `doctor` and benchmark stamps."""
-    config = {item.name: getattr(target.config, item.name) for item in fields(target.config)}
     return {
         "model": target.name,
-        "config": config,
+        "config": asdict(target.config),
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
+        "costs": asdict(target.costs) if target.costs else None,
         "machine": stamp(),
     }
 
 
 def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
-    if config.speculation == "off":
+    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
-    depth = min(config.draft_depth, config.draft_nodes)
-    return NgramDrafter(target.memory.limits.slots), FixedPolicy(config.draft_nodes, depth)
+    drafter = NgramDrafter(target.memory.limits.slots)
+    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    if target.costs is not None and config.policy == "adaptive":
+        return drafter, AdaptivePolicy(target.costs, config.draft_nodes, depth)
+    return drafter, FixedPolicy(config.draft_nodes, depth)
+
+
+def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
+    """Measure what steps cost, if the policy wants to know."""
+    if config.policy != "adaptive" or config.speculation == "off":
+        return None
+    return measure_costs(executor, NgramDrafter(executor.limits.slots))
 
 
 def _open_toy(config: EngineConfig) -> Target:
@@ -141,41 +154,51 @@ def _open_toy(config: EngineConfig) -> Target:
 
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
-    tokenizer = Tokenizer.byte_level()
+    tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
+    policy = "fixed" if config.policy == "auto" else config.policy
+    config = replace(config, executor="toy", dtype="float32")
+    config = _resolved(config, memory, executor, policy=policy)
     return Target(
-        executor=ToyExecutor(memory.limits),
+        executor=executor,
         tokenizer=tokenizer,
         chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
         name="toy",
-        config=_resolved(config, memory, executor="toy", dtype="float32"),
+        config=config,
         memory=memory,
+        costs=_costs(config, executor),
     )
 
 
 def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.catalog import open_model
+    from forerun.executors import cpu
 
     model = open_model(config.model, progress)
     config = _choose_executor(config)
     arch = model.architecture
-    width = _ITEM_BYTES[config.dtype]
+    native, width = config.executor == "cpu", _ITEM_BYTES[config.dtype]
+    numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
     needs = Needs(
         context=arch.context,
         vocab=arch.vocab,
-        weights=_size(model.path) if config.executor == "cpu" else arch.parameters * width,
-        per_token=2 * arch.layers * arch.kv_heads * arch.head_size * width,
+        weights=_size(model.path) if native else arch.parameters * width,
+        per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
         per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
     )
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
+    executor = _build(config, model.checkpoint, memory)
+    policy = "adaptive" if config.policy == "auto" else config.policy
+    config = _resolved(config, memory, executor, policy=policy)
     return Target(
-        executor=_build(config, model.checkpoint, memory),
+        executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
         name=model.name,
-        config=_resolved(config, memory),
+        config=config,
         memory=memory,
+        costs=_costs(config, executor),
     )
 
 
@@ -221,15 +244,18 @@ def _device_memory(device: str) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _resolved(config: EngineConfig, memory: MemoryPlan, **changes: Any) -> EngineConfig:
+def _resolved(
+    config: EngineConfig, memory: MemoryPlan, executor: Executor, policy: str
+) -> EngineConfig:
     """The configuration with what was chosen in the place of None and "auto"."""
     limits = memory.limits
-    chosen: dict[str, Any] = {
-        "context": limits.context,
-        "kv_tokens": limits.pages * limits.page_size,
-        "threads": config.threads or cores(),
-    }
-    return replace(config, **(chosen | changes))
+    return replace(
+        config,
+        context=limits.context,
+        kv_tokens=limits.pages * limits.page_size,
+        threads=config.threads or executor.describe().get("threads"),
+        policy=policy,
+    )
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

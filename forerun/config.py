@@ -89,6 +89,12 @@ class EngineConfig:
     )
     draft_nodes: int = option(8, "guesses per sequence and step, at most", low=0, high=256)
     draft_depth: int = option(8, "longest path of guesses", low=0, high=64)
+    policy: str = option(
+        "auto",
+        "how many guesses: always draft-nodes (fixed), or as many as pay by measured costs and "
+        "acceptance (adaptive); auto is adaptive, but fixed on the toy",
+        choices=("auto", "adaptive", "fixed"),
+    )
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""

@@ -13,6 +13,7 @@ from forerun.config import AskConfig, EngineConfig
 from forerun.engine.request import Speculation
 from forerun.errors import RequestError
 from forerun.flags import configured
+from forerun.spec.policy import StepCosts
 from forerun.types import Ints
 
 
@@ -45,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
         plain = None
         if arguments.compare and config.speculation != "off":
             plain = answered(loaded, prompt, ask, Speculation(enabled=False, stats=True))
-        report = summary(answer, plain)
+        report = summary(answer, plain, loaded.target.costs)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
         else:
@@ -74,8 +75,10 @@ def answered(
     return Timed(completion, first, perf_counter() - started - first, first_tokens)
 
 
-def summary(answer: Timed, plain: Timed | None) -> dict[str, Any]:
-    """The numbers of one answer, and of its plain twin where there is one."""
+def summary(answer: Timed, plain: Timed | None, costs: StepCosts | None) -> dict[str, Any]:
+    """The numbers of one answer, beside plain decoding: measured with its twin where there is
+    one, else reckoned from the step costs measured at start-up.
+    """
     done = answer.completion
     report: dict[str, Any] = {
         "tokens": len(done.tokens),
@@ -85,6 +88,9 @@ def summary(answer: Timed, plain: Timed | None) -> dict[str, Any]:
         "tokens_per_step": acceptance_length([done.stats]),
         "speculation": asdict(done.stats) if done.stats else None,
     }
+    if plain is None and costs is not None:
+        reckoned = 1000.0 / (costs.verify_ms[0] + costs.host_ms)
+        report["plain_tokens_per_second_reckoned"] = reckoned
     if plain is not None:
         report["plain_tokens_per_second"] = plain.speed
         report["speedup"] = answer.speed / plain.speed if plain.speed else None
@@ -103,6 +109,12 @@ def sentence(report: dict[str, Any]) -> str:
         parts.append(
             f"without speculation {report['plain_tokens_per_second']:.1f} tokens/s just now: "
             f"{report['speedup']:.2f} times as fast"
+        )
+    if "plain_tokens_per_second_reckoned" in report:
+        reckoned = report["plain_tokens_per_second_reckoned"]
+        parts.append(
+            f"plain decoding: about {reckoned:.0f} tokens/s by the step cost measured at start "
+            "(--compare measures it)"
         )
     if "same_text" in report:
         parts.append("same text" if report["same_text"] else "THE TEXT DIFFERS: please report")

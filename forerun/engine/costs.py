@@ -1,0 +1,151 @@
+"""What a step costs on this machine, measured in a fraction of a second at start-up."""
+
+from time import perf_counter
+
+import numpy as np
+
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import Executor, ExecutorLimits
+from forerun.engine.plan import Opening, Plan
+from forerun.errors import ConfigError
+from forerun.spec.policy import StepCosts
+from forerun.spec.sampling import Sampling
+from forerun.spec.tree import Draft, batch
+from forerun.types import Ints
+
+NODES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)
+"""Node counts that are timed, as far as limits and SECONDS allow. At least the first two are."""
+
+PER_ROW = 8
+"""Nodes of one row at most; more nodes mean more rows, as they would in service."""
+
+CACHED = 256
+"""Cached tokens in the measurement that tells what reading the cache costs."""
+
+WORDS = 250
+"""Token ids used are below this, which every vocabulary holds."""
+
+REPEATS = 3
+SECONDS = 0.6
+"""No further count is begun after this long."""
+
+
+def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
+    """Time steps of growing size. All slots must be closed, and are closed again afterwards.
+
+    The least of a few repeats counts: a machine with other work is slower now and then, never
+    faster. Guesses are wrong on purpose, so that nothing but the root's token is kept.
+    Raises ConfigError where the executor is too small to time two nodes.
+    """
+    limits, begun = executor.limits, perf_counter()
+    possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]
+    if len(possible) < 2:
+        raise ConfigError("max-step-nodes or context is too small to measure what a guess costs.")
+    # The first step also pays for what is built lazily; it is not counted.
+    _time_step(executor, _steps(limits, 1))
+    counts: list[int] = []
+    times: list[float] = []
+    for nodes in possible:
+        if len(counts) >= 2 and perf_counter() - begun > SECONDS:
+            break
+        counts.append(nodes)
+        times.append(_best(executor, _steps(limits, nodes)))
+    # A bigger step is never cheaper: what says otherwise is noise.
+    steady = 1000.0 * np.maximum.accumulate(times)
+    return StepCosts(
+        nodes=tuple(counts),
+        verify_ms=tuple(steady.tolist()),
+        attend_ms=_attention_ms(executor, float(steady[1])),
+        draft_ms=1000.0 * _time_guess(drafter, limits),
+    )
+
+
+def _fits(limits: ExecutorLimits, nodes: int) -> bool:
+    rows = -(-nodes // PER_ROW)
+    pages = -(-(PER_ROW + 1) // limits.page_size)
+    return limits.context > PER_ROW and rows <= limits.slots and rows * pages <= limits.pages
+
+
+def _attention_ms(executor: Executor, near_ms: float) -> float:
+    """What a node pays for 1,000 cached tokens, from two nodes behind CACHED of them."""
+    limits = executor.limits
+    cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
+    for start in range(0, cached, limits.max_nodes):
+        chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
+        _time_step(executor, _Step(limits, [chunk % WORDS], 0, start, samples=False))
+    far_ms = 1000.0 * _best(executor, _Step(limits, [np.zeros(1, np.int32)], 1, cached))
+    return max(0.0, 1000.0 * (far_ms - near_ms) / (2 * cached))
+
+
+class _Step:
+    """One step to time: rows of known tokens behind `cached` tokens, each with a chain of
+    `guesses` guesses.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        known: list[Ints],
+        guesses: int,
+        cached: int = 0,
+        samples: bool = True,
+    ) -> None:
+        rows = len(known)
+        width = -(-(cached + max(map(len, known)) + guesses + 1) // limits.page_size)
+        width = min(width, limits.pages // rows)
+        self.plan = Plan(
+            slots=np.arange(rows, dtype=np.int32),
+            kv_len=np.full(rows, cached, np.int32),
+            known=tuple(known),
+            samples=np.full(rows, samples),
+            max_nodes=np.full(rows, guesses, np.int32),
+            max_depth=np.full(rows, guesses, np.int32),
+            page_table=np.arange(rows * width, dtype=np.int32).reshape(rows, width),
+            constrained=np.zeros(rows, np.bool_),
+        )
+        chain = np.arange(guesses, dtype=np.int32)
+        self.drafts = [Draft(chain + 1, chain - 1, np.zeros(guesses, np.float32))] * rows
+
+
+def _steps(limits: ExecutorLimits, nodes: int) -> _Step:
+    """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows."""
+    rows = -(-nodes // PER_ROW)
+    return _Step(limits, [np.zeros(1, np.int32)] * rows, nodes // rows - 1)
+
+
+def _best(executor: Executor, step: _Step) -> float:
+    return min(_time_step(executor, step) for _ in range(REPEATS))
+
+
+def _time_step(executor: Executor, step: _Step) -> float:
+    """Seconds of one step, opening and closing its slots not counted."""
+    plan = step.plan
+    for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
+        tokens = np.zeros(int(cached) + len(known), np.int32)
+        executor.open(Opening(int(slot), tokens, len(tokens), Sampling(temperature=0.0)))
+    try:
+        started = perf_counter()
+        trees = batch(list(plan.known), step.drafts)
+        scores = executor.verify(plan, trees)
+        accepted = executor.accept(plan, trees, scores, None)
+        executor.commit(plan, trees, scores, accepted)
+        return perf_counter() - started
+    finally:
+        for slot in plan.slots:
+            executor.close(int(slot))
+
+
+def _time_guess(drafter: Drafter, limits: ExecutorLimits) -> float:
+    """Seconds to propose one guess, on a text that repeats itself."""
+    if drafter.traits.needs_features:
+        return 0.0
+    tokens = np.tile(np.arange(8, dtype=np.int32), 4)
+    drafter.begin(Opening(0, tokens, len(tokens), Sampling()))
+    try:
+        plan = _Step(limits, [np.zeros(1, np.int32)], PER_ROW - 1).plan
+        started = perf_counter()
+        for _ in range(REPEATS):
+            drafts = drafter.propose(plan)
+        return (perf_counter() - started) / REPEATS / max(1, len(drafts[0]))
+    finally:
+        drafter.end(0)
