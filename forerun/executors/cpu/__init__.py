@@ -1,1 +1,6 @@
-"""The CPU executor: the file's own quantised weights through a compiled core."""
+"""Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
+
+from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
+from forerun.executors.cpu.native import available
+
+__all__ = ["CpuExecutor", "available", "cache_bytes_per_token"]

@@ -1,0 +1,117 @@
+// The C interface that forerun/executors/cpu/native.py calls. Sizes are checked there.
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "model.h"
+
+using namespace forerun;
+
+namespace {
+
+// Why the last call on this thread failed.
+thread_local std::string last_error;
+
+template <class Work>
+int guarded(Work work) {
+    try {
+        last_error = work();
+    } catch (const std::bad_alloc&) {
+        last_error = "out of memory";
+    } catch (const std::exception& error) {
+        last_error = error.what();
+    }
+    return last_error.empty() ? 0 : -1;
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
+int forerun_abi() { return 1; }
+
+const char* forerun_error() { return last_error.c_str(); }
+
+// Name of the kernels that `name` (or "" for the best) stands for on this machine, or null.
+const char* forerun_kernels(const char* name) {
+    const Kernels* kernels = choose_kernels(name);
+    return kernels ? kernels->name : nullptr;
+}
+
+int64_t forerun_packed_bytes(int source, int channels, int inputs) {
+    return (int64_t)packed_bytes((Source)source, channels, inputs);
+}
+
+Model* forerun_open(const Sizes* sizes, const float* frequencies, int64_t weight_bytes,
+                    const char* kernels) {
+    Model* model = nullptr;
+    guarded([&]() -> std::string {
+        const Kernels* chosen = choose_kernels(kernels);
+        if (!chosen) return std::string("no kernels named ") + kernels + " on this machine";
+        model = new Model(*sizes, frequencies, (size_t)weight_bytes, chosen);
+        return "";
+    });
+    return model;
+}
+
+void forerun_close(Model* model) { delete model; }
+
+// Packs a matrix; `rows` may be freed afterwards. bias is float32[channels] or null.
+int forerun_set_matrix(Model* model, int layer, int which, int source, const uint8_t* rows,
+                       int channels, int inputs, const float* bias) {
+    return guarded([&]() -> std::string {
+        Matrix* matrix = model->matrix(layer, which);
+        if (!matrix) return "no such matrix";
+        uint8_t* tiles = model->take(packed_bytes((Source)source, channels, inputs));
+        if (!tiles) return "weights exceed the space planned for them";
+        matrix->format = packed_format((Source)source);
+        matrix->channels = channels;
+        matrix->inputs = inputs;
+        matrix->tiles = tiles;
+        if (bias) {
+            float* copy = (float*)model->take(sizeof(float) * channels);
+            if (!copy) return "weights exceed the space planned for them";
+            memcpy(copy, bias, sizeof(float) * channels);
+            matrix->bias = copy;
+        }
+        model->pool.run([&](int thread) {
+            const Share share(matrix->blocks(), thread, model->pool.threads());
+            pack((Source)source, rows, channels, inputs, share.first, share.last, tiles);
+        });
+        return "";
+    });
+}
+
+// The output head is the embedding.
+int forerun_tie_head(Model* model) {
+    *model->matrix(-1, 1) = *model->matrix(-1, 0);
+    return 0;
+}
+
+int forerun_set_vector(Model* model, int layer, int which, const float* values, int count) {
+    return guarded([&]() -> std::string {
+        const float** vector = model->vector(layer, which);
+        if (!vector) return "no such vector";
+        float* copy = (float*)model->take(sizeof(float) * count);
+        if (!copy) return "weights exceed the space planned for them";
+        memcpy(copy, values, sizeof(float) * count);
+        *vector = copy;
+        return "";
+    });
+}
+
+int forerun_forward(Model* model, const Step* step) {
+    return guarded([&]() -> std::string { return model->forward(*step); });
+}
+
+int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int count) {
+    return guarded([&]() -> std::string {
+        model->commit(nodes, slots, count);
+        return "";
+    });
+}
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,82 @@
+"""Compile the CPU core: `python csrc/build.py [library]`. Needs nothing but a C++ compiler.
+
+hatch_build.py runs this on installation; run it by hand while working on csrc/.
+Ends with code 1 and the reason on standard error where the library could not be built.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+LIBRARY = HERE.parent / "forerun" / "executors" / "cpu" / "_core.so"
+# Products may not be fused or reordered: the same bits on every machine are a promise.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+STRICT = ("-Wall", "-Wextra", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+X86 = {
+    "isa_avx2.cpp": AVX2,
+    "isa_avxvnni.cpp": (*AVX2, "-mavxvnni"),
+    "isa_avx512vnni.cpp": (*AVX2, "-mavx512vl", "-mavx512vnni"),
+}
+ARM = {"isa_neon.cpp": ("-march=armv8.2-a+dotprod",)}
+NAMES = ("c++", "g++", "clang++")
+
+
+def extra_flags(source: str) -> tuple[str, ...]:
+    """What one file needs to use its instruction set on this kind of machine."""
+    machine = platform.machine().lower()
+    table = (
+        X86 if machine in ("x86_64", "amd64") else ARM if machine in ("aarch64", "arm64") else {}
+    )
+    return table.get(source, ())
+
+
+def compiler() -> list[str]:
+    """The command of a C++ compiler: $CXX, or the first of the usual names."""
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        sys.exit(f"no C++ compiler found (tried $CXX, {', '.join(NAMES)})")
+    return [found]
+
+
+def run_all(commands: list[list[str]]) -> None:
+    """Run commands at the same time; end with the first failure's text."""
+    try:
+        running = [subprocess.Popen(job, stderr=subprocess.PIPE, text=True) for job in commands]
+    except OSError as error:
+        sys.exit(f"{commands[0][0]} cannot be run: {error}")
+    results = [(process.communicate()[1], process.returncode) for process in running]
+    for text, code in results:
+        if code:
+            sys.exit(f"{commands[0][0]} failed:\n{text.strip()[:4000]}")
+
+
+def build(target: Path) -> None:
+    """Compile every csrc/*.cpp and link them to `target`, replacing it at once."""
+    command = compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        jobs, objects = [], []
+        for source in sorted(HERE.glob("*.cpp")):
+            objects.append(str(Path(folder, f"{source.stem}.o")))
+            flags = [*FLAGS, *STRICT, *extra_flags(source.name)]
+            jobs.append([*command, *flags, "-c", str(source), "-o", objects[-1]])
+        run_all(jobs)
+        # A new file, not new contents: a process that runs the old library keeps it.
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            run_all([[*command, "-shared", "-pthread", *objects, "-o", str(staged)]])
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY)

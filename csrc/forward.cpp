@@ -1,0 +1,171 @@
+// One step: every planned row's nodes through all layers.
+//
+// Every thread runs the same program (`run`) and takes its share of each phase; a barrier ends a
+// phase. The order in which one number is computed never depends on the shares.
+#include <cmath>
+#include <cstring>
+
+#include "model.h"
+
+namespace forerun {
+
+std::string Model::forward(const Step& step) {
+    const std::string fault = check(step);
+    if (!fault.empty()) return fault;
+    prepare(step);
+    const std::function<void(int)> work = [&](int thread) { run(step, thread); };
+    pool.run(work);
+    return "";
+}
+
+void Model::run(const Step& step, int thread) {
+    embed(step, thread);
+    for (int layer = 0; layer < sizes.layers; layer++) {
+        attention_layer(step, layer, thread);
+        ffn_layer(step, layer, thread);
+    }
+    if (step.scored) head(step, thread);
+}
+
+// Columns of four rows, so that no two threads write the same Group.
+static Share columns_of(int rows, int thread, int threads) {
+    Share share((rows + kLanes - 1) / kLanes, thread, threads);
+    share.first *= kLanes;
+    share.last = share.last * kLanes < rows ? share.last * kLanes : rows;
+    return share;
+}
+
+void Model::embed(const Step& step, int thread) {
+    const int half = sizes.head_size / 2;
+    const Share share = columns_of(step.nodes, thread, pool.threads());
+    for (int node = share.first; node < share.last; node++) {
+        unpack_row(embedding_, step.tokens[node], &stream_[(size_t)node * sizes.hidden]);
+        for (int i = 0; i < half; i++) {
+            const double angle = (float)position_[node] * frequencies_[i];
+            cosine_[(size_t)node * half + i] = (float)std::cos(angle) * sizes.rope_factor;
+            sine_[(size_t)node * half + i] = (float)std::sin(angle) * sizes.rope_factor;
+        }
+    }
+}
+
+// out = W x for a stack of matrices that share their input; out[i] belongs to matrix i.
+void Model::multiply(std::initializer_list<const Matrix*> stack,
+                     std::initializer_list<float*> outs, const Group* x, int rows, int stride,
+                     bool add, int thread) {
+    int total = 0;
+    for (const Matrix* w : stack) total += w->blocks();
+    Share share(total, thread, pool.threads());
+    auto out = outs.begin();
+    for (const Matrix* w : stack) {
+        const int first = share.first < 0 ? 0 : share.first;
+        const int last = share.last < w->blocks() ? share.last : w->blocks();
+        if (first < last) kernels->product(*w, x, rows, first, last, {*out, stride, add});
+        share.first -= w->blocks();
+        share.last -= w->blocks();
+        ++out;
+    }
+}
+
+void Model::attention_layer(const Step& step, int layer, int thread) {
+    const Layer& at = layers_[layer];
+    const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
+    const int keys = sizes.kv_heads * sizes.head_size, nodes = step.nodes;
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        kernels->norm_quantise(&stream_[(size_t)n * hidden], at.attention_norm, sizes.norm_eps,
+                               hidden, column(hidden_q_.data(), n, hidden), n % kLanes);
+    }
+    pool.barrier();
+    multiply({&at.query, &at.key, &at.value},
+             {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, hidden_q_.data(), nodes,
+             (int)qkv_width(), false, thread);
+    pool.barrier();
+    const Share rotated(nodes, thread, pool.threads());
+    for (int n = rotated.first; n < rotated.last; n++) rotate_and_store(step, layer, n);
+    pool.barrier();
+    for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
+        attend(step, layer, u, thread);
+    }
+    pool.barrier();
+    if (thread == 0) next_unit_.store(0);
+    for (int n = mine.first; n < mine.last; n++) {
+        kernels->quantise(&mixed_[(size_t)n * mixed], mixed, column(mixed_q_.data(), n, mixed),
+                          n % kLanes);
+    }
+    pool.barrier();
+    multiply({&at.output}, {&stream_[0]}, mixed_q_.data(), nodes, hidden, true, thread);
+    pool.barrier();
+}
+
+void Model::ffn_layer(const Step& step, int layer, int thread) {
+    const Layer& at = layers_[layer];
+    const int hidden = sizes.hidden, ffn = sizes.ffn, nodes = step.nodes;
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        kernels->norm_quantise(&stream_[(size_t)n * hidden], at.ffn_norm, sizes.norm_eps, hidden,
+                               column(hidden_q_.data(), n, hidden), n % kLanes);
+    }
+    pool.barrier();
+    multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, hidden_q_.data(), nodes, ffn, false, thread);
+    pool.barrier();
+    for (int n = mine.first; n < mine.last; n++) {
+        kernels->silu_quantise(&gate_[(size_t)n * ffn], &up_[(size_t)n * ffn], ffn,
+                               column(ffn_q_.data(), n, ffn), n % kLanes);
+    }
+    pool.barrier();
+    multiply({&at.down}, {&stream_[0]}, ffn_q_.data(), nodes, hidden, true, thread);
+    pool.barrier();
+}
+
+void Model::rotate_and_store(const Step&, int layer, int node) {
+    const Layer& at = layers_[layer];
+    const int size = sizes.head_size, half = size / 2;
+    const float* cosine = &cosine_[(size_t)node * half];
+    const float* sine = &sine_[(size_t)node * half];
+    const float scale = 1.0f / std::sqrt((float)size);
+    float* x = &qkv_[(size_t)node * qkv_width()];
+    const int64_t place = places_ - sizes.max_nodes + node;
+    for (int head = 0; head < sizes.heads; head++, x += size) {
+        kernels->rotate(x, at.query_norm, sizes.norm_eps, cosine, sine, half, scale);
+    }
+    for (int head = 0; head < sizes.kv_heads; head++, x += size) {
+        kernels->rotate(x, at.key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
+        kernels->to_halves(x, size, plane(layer, 0, head) + place * size);
+    }
+    for (int head = 0; head < sizes.kv_heads; head++, x += size) {
+        kernels->to_halves(x, size, plane(layer, 1, head) + place * size);
+    }
+}
+
+void Model::attend(const Step&, int layer, int index, int thread) {
+    const Unit& unit = units_[index];
+    const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
+    Attend job;
+    job.keys = plane(layer, 0, unit.head);
+    job.values = plane(layer, 1, unit.head);
+    job.trunk = &trunks_[trunk_at_[unit.row]];
+    job.sights = &sights_[unit.first];
+    job.nodes = unit.last - unit.first;
+    job.heads = shared;
+    job.size = size;
+    job.query_stride = qkv_width();
+    job.queries = &qkv_[unit.first * job.query_stride + (int64_t)unit.head * shared * size];
+    job.out_stride = (int64_t)sizes.heads * size;
+    job.out = &mixed_[unit.first * job.out_stride + (int64_t)unit.head * shared * size];
+    job.scratch = scratch_[thread].data();
+    kernels->attend(job);
+}
+
+void Model::head(const Step& step, int thread) {
+    const int hidden = sizes.hidden;
+    const Share mine = columns_of(step.scored, thread, pool.threads());
+    for (int i = mine.first; i < mine.last; i++) {
+        const float* x = &stream_[(size_t)step.scored_nodes[i] * hidden];
+        kernels->norm_quantise(x, final_norm_, sizes.norm_eps, hidden,
+                               column(hidden_q_.data(), i, hidden), i % kLanes);
+    }
+    pool.barrier();
+    multiply({&head_}, {step.logits}, hidden_q_.data(), step.scored, sizes.vocab, false, thread);
+}
+
+}  // namespace forerun

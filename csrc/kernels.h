@@ -1,0 +1,88 @@
+// The inner loops, compiled once per instruction set and chosen when the process starts.
+#pragma once
+#include <cstdint>
+
+#include "quant.h"
+
+namespace forerun {
+
+// Where a product's numbers go: out[row * stride + channel].
+struct Target {
+    float* data;
+    int64_t stride;
+    bool add;  // add to what is there (the residual stream) instead of replacing it
+};
+
+// What one node sees: the first `trunk` positions of its sequence's list, then its own path.
+struct Sight {
+    int32_t trunk;
+    int32_t tail;
+    const int32_t* path;  // int32[tail] places of the guesses on the way to the node, itself last
+
+    FORERUN_MEMBER int length() const { return trunk + tail; }
+};
+
+// Attention of a few nodes of one sequence under one key/value head of one layer.
+struct Attend {
+    const uint16_t* keys;    // half[places][size]
+    const uint16_t* values;  // half[places][size]
+    const int32_t* trunk;    // place of every position of the sequence, prefix and known chain
+    const Sight* sights;     // [nodes]
+    int32_t nodes;
+    int32_t heads;           // query heads that share the key/value head
+    int32_t size;            // head size, a multiple of 8
+    const float* queries;    // node n, head h: queries[n * query_stride + h * size], already scaled
+    int64_t query_stride;
+    float* out;              // node n, head h: out[n * out_stride + h * size]
+    int64_t out_stride;
+    float* scratch;          // attend_scratch() floats
+};
+
+// Rows of a block of positions that are turned to float32 at once.
+constexpr int kPositions = 8;
+
+// Floats of scratch `attend` needs for queries = nodes * heads, each seeing at most `length`.
+static inline int64_t attend_scratch(int64_t queries, int64_t length, int64_t size) {
+    const int64_t padded = (length + kPositions - 1) / kPositions * kPositions;
+    return queries * (padded + size + 1) + kPositions * size + 64;
+}
+
+struct Kernels {
+    const char* name;
+
+    // Blocks [first, last) of out = W x (+ bias) for `rows` rows, four to a Group column:
+    // x[(row / 4) * groups + group].
+    void (*product)(const Matrix& w, const Group* x, int rows, int first, int last, Target out);
+
+    // One row into lane `lane` of its Group column, quantised in groups of 32:
+    // x itself; RMSNorm(x) * weight; silu(gate) * up.
+    void (*quantise)(const float* x, int count, Group* out, int lane);
+    void (*norm_quantise)(const float* x, const float* weight, float eps, int count, Group* out,
+                          int lane);
+    void (*silu_quantise)(const float* gate, const float* up, int count, Group* out, int lane);
+
+    // One head in place: RMSNorm with `weight` where it is not null, then the rotation of the
+    // pairs (i, i + half) by the angles whose cosines and sines are given, then times `scale`.
+    void (*rotate)(float* x, const float* weight, float eps, const float* cosine,
+                   const float* sine, int half, float scale);
+
+    // float32[count] to halves, limited to the largest finite half; count a multiple of 8.
+    void (*to_halves)(const float* x, int count, uint16_t* out);
+
+    void (*attend)(const Attend& job);
+};
+
+extern const Kernels kPortable;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvxVnni;
+extern const Kernels kAvx512Vnni;
+#elif defined(__aarch64__)
+extern const Kernels kNeon;
+#endif
+
+// Kernels by name, or null where this machine or this build has none of that name; null or ""
+// asks for the best.
+const Kernels* choose_kernels(const char* name);
+
+}  // namespace forerun

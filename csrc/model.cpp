@@ -1,0 +1,108 @@
+// What a model holds: weights, the cache of keys and values, buffers.
+#include "model.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <new>
+
+namespace forerun {
+
+Region::Region(size_t bytes, bool huge) : bytes_(bytes) {
+    if (bytes == 0) return;
+    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    if (huge) madvise(data, bytes, MADV_HUGEPAGE);
+#else
+    (void)huge;
+#endif
+    data_ = (uint8_t*)data;
+}
+
+Region::~Region() {
+    if (data_) munmap(data_, bytes_);
+}
+
+Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
+             const Kernels* chosen)
+    : sizes(given),
+      kernels(chosen),
+      pool(given.threads),
+      layers_(given.layers),
+      frequencies_(frequencies, frequencies + given.head_size / 2),
+      weights_(weight_bytes, true),
+      cache_((size_t)given.layers * 2 * given.kv_heads * given.head_size * sizeof(uint16_t) *
+             ((size_t)given.pages * given.page_size + given.max_nodes)),
+      places_((int64_t)given.pages * given.page_size + given.max_nodes) {
+    const size_t nodes = given.max_nodes, half = given.head_size / 2;
+    const size_t columns = (nodes + kLanes - 1) / kLanes;
+    const auto groups = [](int width) { return (size_t)(width + kGroup - 1) / kGroup; };
+    const int mixed = given.heads * given.head_size;
+    sights_.resize(nodes);
+    position_.resize(nodes);
+    row_of_.resize(nodes);
+    stream_.resize(nodes * given.hidden);
+    qkv_.resize(nodes * qkv_width());
+    mixed_.resize(nodes * mixed);
+    gate_.resize(nodes * given.ffn);
+    up_.resize(nodes * given.ffn);
+    cosine_.resize(nodes * half);
+    sine_.resize(nodes * half);
+    hidden_q_.resize(columns * groups(given.hidden));
+    mixed_q_.resize(columns * groups(mixed));
+    ffn_q_.resize(columns * groups(given.ffn));
+    scratch_.resize(pool.threads());
+}
+
+Matrix* Model::matrix(int layer, int which) {
+    if (layer == -1) return which == 0 ? &embedding_ : which == 1 ? &head_ : nullptr;
+    if (layer < 0 || layer >= sizes.layers) return nullptr;
+    Layer& at = layers_[layer];
+    Matrix* const all[] = {&at.query, &at.key, &at.value, &at.output, &at.gate, &at.up, &at.down};
+    return which < 0 || which >= 7 ? nullptr : all[which];
+}
+
+const float** Model::vector(int layer, int which) {
+    if (layer == -1) return which == 0 ? &final_norm_ : nullptr;
+    if (layer < 0 || layer >= sizes.layers) return nullptr;
+    Layer& at = layers_[layer];
+    const float** const all[] = {&at.attention_norm, &at.ffn_norm, &at.query_norm, &at.key_norm};
+    return which < 0 || which >= 4 ? nullptr : all[which];
+}
+
+uint8_t* Model::take(size_t bytes) {
+    const size_t begin = (used_ + 63) / 64 * 64;
+    if (begin + bytes > weights_.bytes()) return nullptr;
+    used_ = begin + bytes;
+    return weights_.data() + begin;
+}
+
+uint16_t* Model::plane(int layer, int kind, int head) const {
+    const int64_t index = ((int64_t)layer * 2 + kind) * sizes.kv_heads + head;
+    return (uint16_t*)cache_.data() + index * places_ * sizes.head_size;
+}
+
+int64_t Model::qkv_width() const {
+    return (int64_t)(sizes.heads + 2 * sizes.kv_heads) * sizes.head_size;
+}
+
+void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
+    const int64_t first = places_ - sizes.max_nodes, planes = 2 * sizes.layers * sizes.kv_heads;
+    const size_t size = sizes.head_size;
+    const auto copy = [&](int begin, int end) {
+        for (int64_t index = begin; index < end; index++) {
+            uint16_t* at = (uint16_t*)cache_.data() + index * places_ * size;
+            for (int i = 0; i < count; i++) {
+                memcpy(at + slots[i] * size, at + (first + nodes[i]) * size, 2 * size);
+            }
+        }
+    };
+    if (count < 32) return copy(0, (int)planes);
+    pool.run([&](int thread) {
+        const Share share((int)planes, thread, pool.threads());
+        copy(share.first, share.last);
+    });
+}
+
+}  // namespace forerun

@@ -1,0 +1,127 @@
+// A model and what a step of it needs.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+#include "quant.h"
+
+namespace forerun {
+
+// Sizes fixed for the executor's life; the letters are those of forerun/types.py.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct Sizes {
+    int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
+    int32_t page_size, pages, max_nodes, context, threads;
+    float norm_eps, rope_factor;  // rope_factor multiplies cosines and sines
+};
+
+// One step. Node arrays are int32[nodes], row arrays int32[rows] (start: rows + 1), as in
+// forerun/spec/tree.py; pages int32[rows][page_width].
+struct Step {
+    int32_t rows, nodes, page_width, scored;
+    const int32_t *tokens, *parents, *depth;
+    const int32_t *start, *known, *kv_len, *pages;
+    const int32_t* scored_nodes;  // [scored] nodes whose logits are wanted
+    float* logits;                // [scored][vocab]
+};
+
+struct Layer {
+    Matrix query, key, value, output, gate, up, down;
+    const float *attention_norm = nullptr, *ffn_norm = nullptr;
+    const float *query_norm = nullptr, *key_norm = nullptr;
+};
+
+// Memory from the system: zero and untouched until used.
+class Region {
+public:
+    explicit Region(size_t bytes, bool huge = false);
+    ~Region();
+    Region(const Region&) = delete;
+    Region& operator=(const Region&) = delete;
+    uint8_t* data() const { return data_; }
+    size_t bytes() const { return bytes_; }
+
+private:
+    uint8_t* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// Some nodes of one row under one key/value head: what a thread takes on at a time.
+struct Unit {
+    int32_t row, first, last, head;
+};
+
+class Model {
+public:
+    Model(const Sizes& sizes, const float* frequencies, size_t weight_bytes, const Kernels* kernels);
+
+    // Which tensor a pointer is for; -1 layers are the model's own. Null where unknown.
+    Matrix* matrix(int layer, int which);
+    const float** vector(int layer, int which);
+
+    // Space for weights, in the order in which a step reads them. Null when it is used up.
+    uint8_t* take(size_t bytes);
+
+    // Runs the step. Empty, or what was wrong with it (then nothing was changed).
+    std::string forward(const Step& step);
+
+    // Copies the keys and values of the last step's nodes to slots of the pool.
+    void commit(const int32_t* nodes, const int32_t* slots, int count);
+
+    const Sizes sizes;
+    const Kernels* kernels;
+    Pool pool;
+
+private:
+    std::string check(const Step& step) const;
+    void prepare(const Step& step);
+    void list_places(const Step& step, int row);
+    void list_units(const Step& step, int row, int thread_count);
+
+    void run(const Step& step, int thread);
+    void embed(const Step& step, int thread);
+    void attention_layer(const Step& step, int layer, int thread);
+    void ffn_layer(const Step& step, int layer, int thread);
+    void head(const Step& step, int thread);
+    void rotate_and_store(const Step& step, int layer, int node);
+    void attend(const Step& step, int layer, int unit, int thread);
+    void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
+                  const Group* x, int rows, int stride, bool add, int thread);
+
+    Group* column(Group* x, int row, int width) const {
+        return x + (int64_t)(row / kLanes) * ((width + kGroup - 1) / kGroup);
+    }
+    uint16_t* plane(int layer, int kind, int head) const;
+    int64_t qkv_width() const;
+    void allocate();
+
+    std::vector<Layer> layers_;
+    Matrix embedding_, head_;
+    const float* final_norm_ = nullptr;
+    std::vector<float> frequencies_;
+
+    Region weights_;
+    size_t used_ = 0;
+    Region cache_;          // half[layers][2][kv_heads][places][head_size]
+    int64_t places_ = 0;    // slots of the pool, then one per node of a step
+
+    // Of the current step.
+    std::vector<int32_t> trunks_;    // places of every row's positions, row after row
+    std::vector<int64_t> trunk_at_;  // where a row's begin
+    std::vector<int32_t> paths_;     // places of the guesses on the way to each guess
+    std::vector<Sight> sights_;      // [nodes]
+    std::vector<int32_t> position_, row_of_;
+    std::vector<Unit> units_;
+    std::atomic<int> next_unit_{0};
+
+    // Rows of numbers between products, [max_nodes] each.
+    std::vector<float> stream_, qkv_, mixed_, gate_, up_, cosine_, sine_;
+    std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
+    std::vector<std::vector<float>> scratch_;  // one per thread
+};
+
+}  // namespace forerun

@@ -1,0 +1,135 @@
+// Before a step: is it sound, and who sees what?
+#include <string>
+
+#include "model.h"
+
+namespace forerun {
+namespace {
+
+// Floats of attention scores that a thread keeps at once: they should stay in its own cache.
+constexpr int64_t kScores = 1 << 16;
+constexpr int kMostNodes = 16;  // nodes that share what is read of keys and values
+
+bool within(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
+
+}  // namespace
+
+std::string Model::check(const Step& step) const {
+    const auto say = [](const char* what, int64_t where) {
+        return std::string(what) + " (at " + std::to_string(where) + ")";
+    };
+    if (step.rows < 1 || step.start[0] != 0 || step.start[step.rows] != step.nodes) {
+        return "row starts do not cover the nodes";
+    }
+    if (!within(step.nodes, 1, (int64_t)sizes.max_nodes + 1)) {
+        return say("more nodes than the step may have", step.nodes);
+    }
+    for (int b = 0; b < step.rows; b++) {
+        const int first = step.start[b], end = step.start[b + 1], kv_len = step.kv_len[b];
+        if (end <= first || !within(step.known[b], 1, end - first + 1)) {
+            return say("a row without known tokens", b);
+        }
+        if (!within(kv_len, 0, sizes.context)) return say("a row beyond the context", b);
+        if (kv_len > (int64_t)step.page_width * sizes.page_size) {
+            return say("a row longer than its pages", b);
+        }
+        for (int p = 0; p * (int64_t)sizes.page_size < kv_len; p++) {
+            if (!within(step.pages[(int64_t)b * step.page_width + p], 0, sizes.pages)) {
+                return say("a page that does not exist, row", b);
+            }
+        }
+        for (int n = first; n < end; n++) {
+            if (!within(step.tokens[n], 0, sizes.vocab)) return say("a token out of range", n);
+            if (!within((int64_t)kv_len + step.depth[n], 0, sizes.context)) {
+                return say("a node beyond the context", n);
+            }
+            const int parent = step.parents[n], known = n - first < step.known[b];
+            const bool sound = known ? parent == (n == first ? -1 : n - 1)
+                                     : within(parent, first + step.known[b] - 1, n);
+            if (!sound) return say("a parent that is not above its child", n);
+            const int above = n == first ? -1 : step.depth[parent];
+            if (step.depth[n] != above + 1) return say("a depth that is not its parent's + 1", n);
+        }
+    }
+    for (int i = 0; i < step.scored; i++) {
+        if (!within(step.scored_nodes[i], 0, step.nodes)) return say("a scored node", i);
+    }
+    return "";
+}
+
+void Model::prepare(const Step& step) {
+    trunks_.clear();
+    trunk_at_.clear();
+    units_.clear();
+    next_unit_.store(0);
+    size_t guesses = 0;  // an upper bound of what paths_ will hold: it must not move while in use
+    for (int b = 0; b < step.rows; b++) {
+        const int root = step.start[b] + step.known[b] - 1;
+        for (int n = root + 1; n < step.start[b + 1]; n++) {
+            guesses += step.depth[n] - step.depth[root];
+        }
+    }
+    paths_.clear();
+    paths_.reserve(guesses);
+    int64_t scratch = 0;
+    for (int b = 0; b < step.rows; b++) {
+        list_places(step, b);
+        list_units(step, b, pool.threads());
+    }
+    const int shared = sizes.heads / sizes.kv_heads;
+    for (const Unit& unit : units_) {
+        int longest = 0;
+        for (int n = unit.first; n < unit.last; n++) {
+            longest = sights_[n].length() > longest ? sights_[n].length() : longest;
+        }
+        const int64_t queries = (int64_t)(unit.last - unit.first) * shared;
+        const int64_t needed = attend_scratch(queries, longest, sizes.head_size);
+        scratch = needed > scratch ? needed : scratch;
+    }
+    for (std::vector<float>& floats : scratch_) {
+        if ((int64_t)floats.size() < scratch) floats.resize(scratch);
+    }
+}
+
+// The row's trunk: the pool's slots of its prefix, then the scratch places of its known chain.
+// A guess sees the trunk and the scratch places from below the root down to itself.
+void Model::list_places(const Step& step, int row) {
+    const int first = step.start[row], kv_len = step.kv_len[row];
+    const int root = first + step.known[row] - 1;
+    const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
+    const int32_t* pages = step.pages + (int64_t)row * step.page_width;
+    trunk_at_.push_back((int64_t)trunks_.size());
+    for (int p = 0; p < kv_len; p++) {
+        trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
+    }
+    for (int n = first; n <= root; n++) trunks_.push_back(scratch + n);
+    for (int n = first; n < step.start[row + 1]; n++) {
+        position_[n] = kv_len + step.depth[n];
+        row_of_[n] = row;
+        if (n <= root) {
+            sights_[n] = {position_[n] + 1, 0, nullptr};
+            continue;
+        }
+        const int tail = step.depth[n] - step.depth[root];
+        const size_t begin = paths_.size();
+        paths_.resize(begin + tail);
+        for (int at = n, i = tail - 1; i >= 0; i--, at = step.parents[at]) {
+            paths_[begin + i] = scratch + at;
+        }
+        sights_[n] = {kv_len + step.known[row], tail, &paths_[begin]};
+    }
+}
+
+// Cut the row's nodes into pieces for attention.
+void Model::list_units(const Step& step, int row, int) {
+    const int first = step.start[row], end = step.start[row + 1];
+    const int64_t longest = sights_[end - 1].length() + 1;
+    const int64_t fit = kScores / (longest * (sizes.heads / sizes.kv_heads));
+    const int count = (int)(fit < 1 ? 1 : fit > kMostNodes ? kMostNodes : fit);
+    for (int n = first; n < end; n += count) {
+        const int last = n + count < end ? n + count : end;
+        for (int head = 0; head < sizes.kv_heads; head++) units_.push_back({row, n, last, head});
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,109 @@
+// What happens to a row between two products: norms, quantisation, SwiGLU, rotation.
+
+namespace {
+
+// e^x to about one unit in the last place, x limited to [-87, 88].
+FORERUN_INLINE F8 exp8(F8 x) {
+    x = min8(max8(x, splat8(-87.0f)), splat8(88.0f));
+    const F8 n = round8(mul8(x, splat8(1.44269504f)));
+    F8 r = fma8(n, splat8(-0.693145752f), x);  // ln 2 in two parts, the first short
+    r = fma8(n, splat8(-1.42860677e-6f), r);
+    F8 p = splat8(1.0f / 720);
+    p = fma8(p, r, splat8(1.0f / 120));
+    p = fma8(p, r, splat8(1.0f / 24));
+    p = fma8(p, r, splat8(1.0f / 6));
+    p = fma8(p, r, splat8(0.5f));
+    p = fma8(p, r, splat8(1.0f));
+    p = fma8(p, r, splat8(1.0f));
+    return mul8(p, power8(n));
+}
+
+// 32 numbers into one lane of a Group. Not finite: a NaN scale, so that every product with the
+// row is NaN and the row is reported. Vanishing: zero.
+FORERUN_INLINE void quantise_group(const float* x, Group& out, int lane) {
+    const uint32_t bits = largest_bits(x);
+    const float largest = forerun::float_of(bits);
+    if (bits >= 0x7f800000 || largest < 1e-30f) {
+        const float scale = bits >= 0x7f800000 ? forerun::float_of(0x7fc00000) : 0.0f;
+        memset(out.q[lane], 0, kGroup);
+        out.scale[lane] = out.sum[lane] = scale;
+        return;
+    }
+    const int32_t sum = round_to_bytes(x, 127.0f / largest, out.q[lane]);
+    out.scale[lane] = largest / 127.0f;
+    out.sum[lane] = out.scale[lane] * (float)sum;
+}
+
+// Calls fill(first, count, floats) for every group and quantises what it filled.
+template <class Fill>
+FORERUN_INLINE void quantise_filled(int count, Group* out, int lane, Fill fill) {
+    alignas(32) float values[kGroup];
+    for (int first = 0; first < count; first += kGroup, out++) {
+        const int length = count - first < kGroup ? count - first : kGroup;
+        fill(first, length, values);
+        for (int i = length; i < kGroup; i++) values[i] = 0.0f;
+        quantise_group(values, *out, lane);
+    }
+}
+
+static void quantise(const float* x, int count, Group* out, int lane) {
+    quantise_filled(count, out, lane, [=](int first, int length, float* values) {
+        for (int i = 0; i < length; i++) values[i] = x[first + i];
+    });
+}
+
+// 1 / sqrt(mean of squares + eps)
+FORERUN_INLINE float inverse_rms(const float* x, int count, float eps) {
+    F8 squares = splat8(0.0f);
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const F8 v = load8(x + i);
+        squares = fma8(v, v, squares);
+    }
+    float total = sum8(squares);
+    for (; i < count; i++) total = __builtin_fmaf(x[i], x[i], total);
+    return 1.0f / __builtin_sqrtf(total / (float)count + eps);
+}
+
+static void norm_quantise(const float* x, const float* weight, float eps, int count, Group* out,
+                          int lane) {
+    const float factor = inverse_rms(x, count, eps);
+    quantise_filled(count, out, lane, [=](int first, int length, float* values) {
+        for (int i = 0; i < length; i++) values[i] = x[first + i] * factor * weight[first + i];
+    });
+}
+
+static void silu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
+    quantise_filled(count, out, lane, [=](int first, int length, float* values) {
+        float g[kGroup] = {0}, u[kGroup] = {0};
+        memcpy(g, gate + first, sizeof(float) * length);
+        memcpy(u, up + first, sizeof(float) * length);
+        for (int i = 0; i < kGroup; i += 8) {
+            const F8 x = load8(g + i);
+            const F8 one_plus = add8(splat8(1.0f), exp8(sub8(splat8(0.0f), x)));
+            store8(values + i, mul8(div8(x, one_plus), load8(u + i)));
+        }
+    });
+}
+
+static void rotate(float* x, const float* weight, float eps, const float* cosine, const float* sine,
+                   int half, float scale) {
+    if (weight) {
+        const float factor = inverse_rms(x, 2 * half, eps);
+        for (int i = 0; i < 2 * half; i++) x[i] = x[i] * factor * weight[i];
+    }
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[half + i];
+        x[i] = (a * cosine[i] - b * sine[i]) * scale;
+        x[half + i] = (b * cosine[i] + a * sine[i]) * scale;
+    }
+}
+
+static void to_halves(const float* x, int count, uint16_t* out) {
+    const F8 most = splat8(65504.0f), least = splat8(-65504.0f);
+    for (int i = 0; i < count; i += 8) {
+        store_half8(out + i, max8(min8(load8(x + i), most), least));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,194 @@
+// The operations of simd_portable.h with AVX2, FMA and F16C.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "quant.h"
+
+#define FORERUN_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+using forerun::Group;
+using forerun::kGroup;
+
+using F8 = __m256;
+using I8 = __m256i;
+
+FORERUN_INLINE F8 load8(const float* at) { return _mm256_loadu_ps(at); }
+FORERUN_INLINE void store8(float* at, F8 a) { _mm256_storeu_ps(at, a); }
+FORERUN_INLINE F8 splat8(float a) { return _mm256_set1_ps(a); }
+FORERUN_INLINE F8 add8(F8 a, F8 b) { return _mm256_add_ps(a, b); }
+FORERUN_INLINE F8 sub8(F8 a, F8 b) { return _mm256_sub_ps(a, b); }
+FORERUN_INLINE F8 mul8(F8 a, F8 b) { return _mm256_mul_ps(a, b); }
+FORERUN_INLINE F8 div8(F8 a, F8 b) { return _mm256_div_ps(a, b); }
+FORERUN_INLINE F8 fma8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
+FORERUN_INLINE F8 max8(F8 a, F8 b) { return _mm256_max_ps(a, b); }
+FORERUN_INLINE F8 min8(F8 a, F8 b) { return _mm256_min_ps(a, b); }
+
+FORERUN_INLINE float sum8(F8 a) {
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
+}
+
+// A transposing sum: three levels, each adding what sum8 adds at that level.
+FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
+    F8 half[4], pair[2];
+    for (int i = 0; i < 4; i++) {  // vectors i and i + 4: lanes k and k + 4
+        half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20),
+                                _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+    }
+    for (int i = 0; i < 2; i++) {  // vectors i and i + 2: lanes k and k + 2
+        pair[i] = _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44),
+                                _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
+    }
+    const F8 even = _mm256_shuffle_ps(pair[0], pair[1], 0x88);  // vectors 0 2 1 3, lanes k
+    const F8 odd = _mm256_shuffle_ps(pair[0], pair[1], 0xdd);   // and k + 1
+    return _mm256_permute_ps(_mm256_add_ps(even, odd), 0xd8);
+}
+
+FORERUN_INLINE F8 load_half8(const void* at) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
+}
+FORERUN_INLINE void store_half8(void* at, F8 a) {
+    _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+
+FORERUN_INLINE F8 power8(F8 n) {
+    const I8 biased = _mm256_add_epi32(_mm256_cvttps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+FORERUN_INLINE F8 round8(F8 a) {
+    const F8 magic = _mm256_set1_ps(12582912.0f);
+    return _mm256_sub_ps(_mm256_add_ps(a, magic), magic);
+}
+FORERUN_INLINE F8 float8(I8 a) { return _mm256_cvtepi32_ps(a); }
+
+FORERUN_INLINE I8 load_bytes(const uint8_t* at) { return _mm256_loadu_si256((const I8*)at); }
+
+// Four activations in every lane.
+FORERUN_INLINE I8 splat_bytes(const int8_t* at) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    return _mm256_set1_epi32(four);
+}
+
+// Keeps GCC from reordering the additions, which would spill the accumulators.
+#define FORERUN_PIN(vector) __asm__ volatile("" : "+x"(vector))
+
+#ifndef FORERUN_VNNI
+
+// u8 x s8 products of nibbles fit 16 bits even when eight are added: 8 * 2 * 15 * 127 < 2^15.
+template <int R>
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+    const I8 mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        I8 both = load_bytes(tile + 32 * j);
+        FORERUN_PIN(both);
+        const I8 low = _mm256_and_si256(both, mask);
+        const I8 high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const int8_t* q = x.q[r] + 8 * j;
+            const I8 first = _mm256_maddubs_epi16(low, splat_bytes(q));
+            const I8 second = _mm256_maddubs_epi16(high, splat_bytes(q + 4));
+            sum[r] = j ? _mm256_add_epi16(sum[r], first) : first;
+            sum[r] = _mm256_add_epi16(sum[r], second);
+            FORERUN_PIN(sum[r]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sum[r] = _mm256_madd_epi16(sum[r], ones);
+}
+
+// u8 x s8 wants an unsigned side: |w| times x with w's sign. Two products fit 16 bits, no more.
+template <int R>
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+    const I8 ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        I8 w = load_bytes(tile + 32 * j);
+        FORERUN_PIN(w);
+        const I8 size = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const I8 signed_x = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
+            const I8 part = _mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones);
+            sum[r] = j ? _mm256_add_epi32(sum[r], part) : part;
+            FORERUN_PIN(sum[r]);
+        }
+    }
+}
+
+#else
+
+// VNNI adds four products straight into 32 bits.
+template <int R>
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+    const I8 mask = _mm256_set1_epi8(15);
+    for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const I8 both = load_bytes(tile + 32 * j);
+        const I8 low = _mm256_and_si256(both, mask);
+        const I8 high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const int8_t* q = x.q[r] + 8 * j;
+            sum[r] = FORERUN_VNNI(sum[r], low, splat_bytes(q));
+            sum[r] = FORERUN_VNNI(sum[r], high, splat_bytes(q + 4));
+        }
+    }
+}
+
+template <int R>
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+    for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        const I8 w = load_bytes(tile + 32 * j);
+        const I8 size = _mm256_abs_epi8(w);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const I8 signed_x = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
+            sum[r] = FORERUN_VNNI(sum[r], size, signed_x);
+        }
+    }
+}
+
+#endif
+
+FORERUN_INLINE uint32_t largest_bits(const float* x) {
+    const I8 mask = _mm256_set1_epi32(0x7fffffff);
+    I8 most = _mm256_setzero_si256();
+    for (int i = 0; i < kGroup; i += 8) {
+        const I8 bits = _mm256_castps_si256(load8(x + i));
+        most = _mm256_max_epi32(most, _mm256_and_si256(bits, mask));
+    }
+    __m128i half = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+    return (uint32_t)_mm_cvtsi128_si32(half);
+}
+
+FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) {
+    const F8 scale = splat8(inverse);
+    I8 wide[4];
+    for (int i = 0; i < 4; i++) wide[i] = _mm256_cvtps_epi32(mul8(load8(x + 8 * i), scale));
+    const I8 low = _mm256_packs_epi32(wide[0], wide[1]), high = _mm256_packs_epi32(wide[2], wide[3]);
+    // The packs work within 128-bit halves; put the groups of four back in order.
+    const I8 order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const I8 bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    _mm256_storeu_si256((I8*)q, bytes);
+    const I8 total = _mm256_add_epi32(_mm256_add_epi32(wide[0], wide[1]),
+                                      _mm256_add_epi32(wide[2], wide[3]));
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+    return _mm_cvtsi128_si32(half);
+}
+
+}  // namespace

@@ -1,0 +1,220 @@
+"""CpuExecutor: the executor contract on the compiled core."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
+from forerun.executors.cpu import native
+from forerun.executors.cpu.threads import default_threads
+from forerun.executors.cpu.weights import Packer
+from forerun.executors.host import HostAccepted, HostSampler
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.types import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """float32[scored, V] and which row belongs to which flat node (-1 = none)."""
+
+    values: Floats
+    row_of: Ints
+
+    def __call__(self, node: int) -> Floats:
+        """float32[V] of one flat node."""
+        row: Floats = self.values[self.row_of[node]]
+        return row
+
+
+class CpuExecutor:
+    """Quantised inference on the CPU, in 4 or 8 bits as the file has it.
+
+    Activations are 8 bits with one scale per 32, sums are integers, and floats are added in an
+    order that depends on positions only: a row's bits are the same alone, in any batch, under
+    any tree, in any chunks and pages, and on any number of threads.
+
+    threads  None = the physical cores this process may use
+    kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
+
+    Raises ModelError for a checkpoint it cannot run, MemoryPlanError where weights and caches
+    do not fit, ConfigError for unknown kernels.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        threads: int | None = None,
+        kernels: str = "",
+    ) -> None:
+        arch = checkpoint.architecture
+        _check_runs(arch, limits)
+        self.limits = limits
+        self._arch = arch
+        self._library = native.load()
+        self._kernels = native.kernels(kernels)
+        if self._kernels is None:
+            raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
+        self._threads = threads or default_threads()
+        self.name = f"cpu ({self._kernels}, {self._threads} threads)"
+        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._model: int | None = None
+        packer = Packer(self._library, checkpoint)
+        self._weight_bytes = packer.planned_bytes()
+        self._model = self._open()
+        try:
+            packer.load(self._model)
+        except BaseException:
+            self.shutdown()
+            raise
+        self._logits = np.empty((0, limits.vocab), np.float32)
+
+    def _open(self) -> int:
+        arch, limits = self._arch, self.limits
+        sizes = native.Sizes(
+            layers=arch.layers,
+            hidden=arch.hidden,
+            heads=arch.heads,
+            kv_heads=arch.kv_heads,
+            head_size=arch.head_size,
+            ffn=arch.ffn,
+            vocab=arch.vocab,
+            page_size=limits.page_size,
+            pages=limits.pages,
+            max_nodes=limits.max_nodes,
+            context=limits.context,
+            threads=self._threads,
+            norm_eps=arch.norm_eps,
+            rope_factor=arch.rope.attention_factor,
+        )
+        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.head_size), np.float32)
+        model: int | None = self._library.forerun_open(
+            ctypes.byref(sizes),
+            frequencies.ctypes.data,
+            self._weight_bytes,
+            (self._kernels or "").encode(),
+        )
+        if model is None:
+            raise MemoryPlanError(
+                f"weights ({self._weight_bytes:,} bytes) and the cache of {limits.pages} pages x "
+                f"{limits.page_size} tokens ({self.cache_bytes:,} bytes) do not fit: "
+                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
+            )
+        return model
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values, the step's scratch included."""
+        places = self.limits.pages * self.limits.page_size + self.limits.max_nodes
+        return cache_bytes_per_token(self._arch) * places
+
+    def open(self, opening: Opening) -> None:
+        """Bind a sequence to its slot."""
+        self._sampler.open(opening)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        self._sampler.close(slot)
+
+    def verify(self, plan: Plan, trees: TreeBatch) -> Logits:
+        """Score every node in one native call. The result is valid until the next `verify`."""
+        scored = np.ascontiguousarray(self._sampler.scored(plan, trees), np.int32)
+        if len(scored) > len(self._logits):
+            self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
+        pages = np.ascontiguousarray(plan.page_table, np.int32)
+        arrays = {
+            "tokens": trees.tokens,
+            "parents": trees.parents,
+            "depth": trees.depth,
+            "start": trees.start,
+            "known": trees.known,
+            "kv_len": plan.kv_len,
+            "pages": pages,
+            "scored_nodes": scored,
+        }
+        held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+        step = native.Step(
+            rows=plan.rows,
+            nodes=len(trees.tokens),
+            page_width=pages.shape[1],
+            scored=len(scored),
+            logits=self._logits.ctypes.data,
+            **{name: array.ctypes.data for name, array in held.items()},
+        )
+        if self._library.forerun_forward(self._alive(), ctypes.byref(step)):
+            raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
+        row_of = np.full(len(trees.tokens), -1, np.int32)
+        row_of[scored] = np.arange(len(scored), dtype=np.int32)
+        return Logits(self._logits, row_of)
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None
+    ) -> HostAccepted:
+        """Keep one path per tree, by forerun.spec on the host."""
+        return self._sampler.accept(plan, trees, scores, masks)
+
+    def commit(
+        self, plan: Plan, trees: TreeBatch, scores: Logits, accepted: HostAccepted
+    ) -> Outcome:
+        """Copy the kept keys and values into pages."""
+        nodes = np.concatenate(accepted.paths).astype(np.int32)
+        rows = np.repeat(np.arange(plan.rows), [len(path) for path in accepted.paths])
+        position = plan.kv_len[rows] + trees.depth[nodes]
+        page = plan.page_table[rows, position // self.limits.page_size]
+        if np.any((page < 0) | (page >= self.limits.pages)):
+            raise EngineError("a step was committed to a page that does not exist")
+        slots = (page * self.limits.page_size + position % self.limits.page_size).astype(np.int32)
+        code = self._library.forerun_commit(
+            self._alive(), nodes.ctypes.data, slots.ctypes.data, len(nodes)
+        )
+        if code:
+            raise EngineError(f"commit failed: {self._library.forerun_error().decode()}")
+        return self._sampler.outcome(plan, trees, accepted)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {
+            "device": "cpu",
+            "kernels": self._kernels,
+            "threads": self._threads,
+            "dtype": "4 or 8 bits as in the file, activations 8 bits in groups of 32",
+            "weight_bytes": self._weight_bytes,
+            "cache_bytes": self.cache_bytes,
+            "cache_dtype": "float16",
+        }
+
+    def shutdown(self) -> None:
+        """Release threads and memory. Idempotent."""
+        model, self._model = self._model, None
+        if model is not None:
+            self._library.forerun_close(model)
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None) is not None:
+            self.shutdown()
+
+    def _alive(self) -> int:
+        if self._model is None:
+            raise EngineError("the executor was shut down")
+        return self._model
+
+
+def cache_bytes_per_token(arch: Architecture) -> int:
+    """Bytes of keys and values that one position takes, all layers together."""
+    return arch.layers * 2 * arch.kv_heads * arch.head_size * 2
+
+
+def _check_runs(arch: Architecture, limits: ExecutorLimits) -> None:
+    if arch.head_size % 8:
+        raise ModelError(
+            f"the CPU executor needs a head size that is a multiple of 8, not {arch.head_size}; "
+            "use the torch executor"
+        )
+    if limits.vocab != arch.vocab:
+        raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")

@@ -1,0 +1,87 @@
+"""The compiled core (csrc/) through ctypes: its structures, its calls, and whether it is there."""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+LIBRARY = Path(__file__).with_name("_core.so")
+ABI = 1
+"""What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
+
+
+class Sizes(ctypes.Structure):
+    """`Sizes` of csrc/model.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
+        *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
+        *((name, c_int32) for name in ("context", "threads")),
+        *((name, c_float) for name in ("norm_eps", "rope_factor")),
+    )
+
+
+class Step(ctypes.Structure):
+    """`Step` of csrc/model.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rows", "nodes", "page_width", "scored")),
+        *((name, c_void_p) for name in ("tokens", "parents", "depth")),
+        *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
+        *((name, c_void_p) for name in ("scored_nodes", "logits")),
+    )
+
+
+_CALLS = {
+    "forerun_abi": (c_int, []),
+    "forerun_error": (c_char_p, []),
+    "forerun_kernels": (c_char_p, [c_char_p]),
+    "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
+    "forerun_open": (c_void_p, [POINTER(Sizes), c_void_p, c_int64, c_char_p]),
+    "forerun_close": (None, [c_void_p]),
+    "forerun_set_matrix": (
+        c_int,
+        [c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],
+    ),
+    "forerun_tie_head": (c_int, [c_void_p]),
+    "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
+    "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
+}
+
+
+@lru_cache(maxsize=1)
+def load() -> ctypes.CDLL:
+    """The library, loaded once and with every call's types set.
+
+    Raises OSError where it is missing, of another machine, or built from other sources.
+    """
+    library = ctypes.CDLL(str(LIBRARY))
+    for name, (result, arguments) in _CALLS.items():
+        call = getattr(library, name, None)
+        if call is None:
+            raise OSError(f"{LIBRARY} lacks {name}")
+        call.restype, call.argtypes = result, arguments
+    if (found := library.forerun_abi()) != ABI:
+        raise OSError(f"{LIBRARY} speaks version {found}, this package version {ABI}")
+    return library
+
+
+def available() -> str | None:
+    """None where the compiled core can run here, else one sentence why it cannot."""
+    if not LIBRARY.exists():
+        return (
+            "the compiled CPU core is not there (no C++ compiler was found when forerun was "
+            "installed); install g++ or clang++ and reinstall forerun"
+        )
+    try:
+        load()
+    except OSError as error:
+        return f"the compiled CPU core cannot be loaded ({error}); reinstall forerun"
+    return None
+
+
+def kernels(name: str = "") -> str | None:
+    """The kernels that `name` ("" = the best) stands for on this machine, or None."""
+    found: bytes | None = load().forerun_kernels(name.encode())
+    return found.decode() if found else None

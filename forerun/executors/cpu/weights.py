@@ -1,0 +1,143 @@
+"""A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
+
+Q4_0, Q4_1 and Q8_0 keep the file's own bits and scales. Everything else (floats, K-quants)
+becomes 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.types import AnyArray, Floats
+
+_SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
+"""`Source` of csrc/quant.h."""
+_GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "F32": 128, "F16": 64, "BF16": 64}
+_LAYER_MATRICES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+_LAYER_VECTORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor goes: layer (-1 = the model's own) and number within it."""
+
+    name: str
+    layer: int
+    which: int
+
+
+def matrices(arch: Architecture) -> list[Place]:
+    """All matrices in the order in which a step reads them; names without `.weight`."""
+    places = [Place("model.embed_tokens", -1, 0)]
+    for layer in range(arch.layers):
+        prefix = f"model.layers.{layer}."
+        places += [Place(prefix + name, layer, i) for i, name in enumerate(_LAYER_MATRICES)]
+    return places if arch.tied_head else [*places, Place("lm_head", -1, 1)]
+
+
+def vectors(arch: Architecture) -> list[Place]:
+    """All norms' weights."""
+    names = _LAYER_VECTORS if arch.qk_norm else _LAYER_VECTORS[:2]
+    places = [
+        Place(f"model.layers.{layer}.{name}", layer, which)
+        for layer in range(arch.layers)
+        for which, name in enumerate(names)
+    ]
+    return [*places, Place("model.norm.weight", -1, 0)]
+
+
+class Packer:
+    """Moves one checkpoint into one native model.
+
+    Raises ModelError naming the tensor whose stored bytes do not fit its shape.
+    """
+
+    def __init__(self, library: ctypes.CDLL, checkpoint: Checkpoint) -> None:
+        self._library = library
+        self._checkpoint = checkpoint
+        self._names = frozenset(checkpoint.names())
+
+    def planned_bytes(self) -> int:
+        """Bytes that all packed tensors take, alignment included."""
+        arch, total = self._checkpoint.architecture, 0
+        for place in matrices(arch):
+            rows, columns = self._checkpoint.shape(f"{place.name}.weight")
+            source = _SOURCES[self._stored_kind(place)]
+            total += self._library.forerun_packed_bytes(source, rows, columns)
+            total += 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
+        for place in vectors(arch):
+            total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
+        return int(total)
+
+    def load(self, model: int) -> None:
+        """Pack every tensor into the native model."""
+        arch = self._checkpoint.architecture
+        for place in matrices(arch):
+            self._load_matrix(model, place)
+        if arch.tied_head:
+            self._library.forerun_tie_head(model)
+        for place in vectors(arch):
+            values = self._floats(place.name)
+            code = self._library.forerun_set_vector(
+                model, place.layer, place.which, values.ctypes.data, len(values)
+            )
+            self._raise_for(code, place.name)
+
+    def _stored_kind(self, place: Place) -> str:
+        packed = self._checkpoint.packed(f"{place.name}.weight")
+        return packed.kind if packed is not None and packed.kind in _SOURCES else "F32"
+
+    def _load_matrix(self, model: int, place: Place) -> None:
+        name = f"{place.name}.weight"
+        channels, inputs = self._checkpoint.shape(name)
+        packed = self._checkpoint.packed(name)
+        rows: AnyArray
+        if packed is not None and packed.kind in _SOURCES:
+            kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
+        else:
+            kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+        quantised = kind.startswith("Q")
+        if rows.nbytes * 32 != channels * inputs * _GROUP_BYTES[kind] or (
+            quantised and inputs % 32
+        ):
+            raise ModelError(
+                f"{name}: {rows.nbytes} bytes of {kind} do not make a [{channels}, {inputs}] matrix"
+            )
+        has_bias = f"{place.name}.bias" in self._names
+        bias = self._floats(f"{place.name}.bias") if has_bias else None
+        code = self._library.forerun_set_matrix(
+            model,
+            place.layer,
+            place.which,
+            _SOURCES[kind],
+            rows.ctypes.data,
+            channels,
+            inputs,
+            None if bias is None else bias.ctypes.data,
+        )
+        self._raise_for(code, name)
+
+    def _floats(self, name: str) -> Floats:
+        return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+
+    def _raise_for(self, code: int, name: str) -> None:
+        if code:
+            raise ModelError(f"{name}: {self._library.forerun_error().decode()}")
