@@ -31,6 +31,7 @@ BYTE_LEVEL_TEMPLATE = (
 """ChatML, for the byte-level tokenizer."""
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_SAID = ("content", "reasoning_content", "reasoning", "thinking")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
@@ -205,12 +206,15 @@ def _parsed_call(call: Any, path: str) -> dict[str, Any]:
 
 
 def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, Any]:
-    """Escape a message. Unmarked strings stay in the model's own turns: templates parse
-    `</think>` and tool calls out of those, and only the model's own marks can do harm there.
+    """Escape a message. What the model itself said keeps strings that only look like controls:
+    templates parse `</think>` out of it.
     """
     role = message["role"]
-    escaped: dict[str, Any] = (own if role == "assistant" else escape).value(message)
+    escaped: dict[str, Any] = escape.value(message)
     escaped["role"] = role if role in _KNOWN_ROLES else escape.name(role)
+    if role == "assistant":
+        said = {name: message[name] for name in _SAID if name in message}
+        escaped |= own.value(said)
     return escaped
 
 

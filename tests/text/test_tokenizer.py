@@ -1,0 +1,290 @@
+"""Ids equal to transformers', controls out of users' reach, bytes exact."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+from transformers.tokenization_utils_base import generate_merges
+
+from forerun.errors import ModelError, RequestError
+from forerun.text.tokenizer import Tokenizer
+from tests.text.corpus import (
+    CONTROLS,
+    TEXTS,
+    byte_level_vocabulary,
+    sentence_piece_vocabulary,
+)
+
+VOCAB, MERGES = byte_level_vocabulary()
+
+
+@cache
+def gguf_metadata(pre: str) -> dict:
+    tokens = sorted(VOCAB, key=VOCAB.get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in CONTROLS else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in MERGES],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+
+
+@cache
+def byte_level(pre: str) -> Tokenizer:
+    return Tokenizer.from_gguf(gguf_metadata(pre))
+
+
+@cache
+def reference(pre: str) -> transformers.PreTrainedTokenizerBase:
+    """transformers' tokenizer of the model family that uses `pre`."""
+    if pre in ("qwen2", "qwen35"):
+        kind = transformers.Qwen2Tokenizer if pre == "qwen2" else Qwen3_5Tokenizer
+        hf = kind(vocab=dict(VOCAB), merges=list(MERGES))
+    else:
+        hf = transformers.GPT2Tokenizer(vocab=dict(VOCAB), merges=list(MERGES))
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre == "smollm")
+        if pre == "smollm":
+            cut = pre_tokenizers.Digits(individual_digits=True)
+            hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, level])
+        elif pre in GGUF_PRE_TOKENIZER_SPLITS:
+            cut = pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[pre]), "isolated")
+            hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, level])
+    if pre in ("llama-bpe", "tekken"):  # their tokenizer.json says so
+        hf.backend_tokenizer.model.ignore_merges = True
+    hf.add_special_tokens({"additional_special_tokens": list(CONTROLS)})
+    return hf
+
+
+@cache
+def sentence_piece(spaced: bool = True) -> Tokenizer:
+    tokens, scores, types = sentence_piece_vocabulary()
+    return Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": scores,
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.add_space_prefix": spaced,
+            "tokenizer.ggml.unknown_token_id": 0,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+        }
+    )
+
+
+@cache
+def sentence_piece_reference(spaced: bool = True) -> transformers.LlamaTokenizer:
+    tokens, scores, types = sentence_piece_vocabulary()
+    vocab = {token: index for index, token in enumerate(tokens)}
+    special = {token for token, kind in zip(tokens, types, strict=True) if kind != 1}
+    merges = generate_merges(vocab, dict(zip(tokens, scores, strict=True)), special)
+    return transformers.LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
+
+
+PRES = ("smollm", "llama-bpe", "qwen2", "default", "gpt-2", "tekken", "qwen35", "gpt-4o")
+
+
+@pytest.mark.parametrize("pre", PRES)
+def test_gguf_byte_level_ids_equal_transformers(pre):
+    ours, theirs = byte_level(pre), reference(pre)
+    for text in TEXTS:
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text).tolist() == expected, text
+        assert ours.decode(expected) == theirs.decode(expected), text
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40), pre=st.sampled_from(PRES))
+def test_gguf_byte_level_ids_equal_transformers_on_any_text(text, pre):
+    ours = byte_level(pre).encode(text).tolist()
+    assert ours == reference(pre)(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_gguf_sentence_piece_ids_equal_transformers(spaced):
+    ours, theirs = sentence_piece(spaced), sentence_piece_reference(spaced)
+    for text in TEXTS:
+        if any(name in text for name in ("<unk>", "<0x0A>")):
+            continue  # in transformers these become the control and byte tokens
+        expected = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text).tolist() == expected, text
+        assert ours.decode(expected) == theirs.decode(expected), text
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    parts=st.lists(
+        st.sampled_from(["<s>", "</s>", "a", " b", "  ", "\n", "é", "▁", "日"]), max_size=8
+    )
+)
+def test_sentence_piece_around_control_strings_equals_transformers(parts):
+    text = "".join(parts)
+    expected = sentence_piece_reference()(text, add_special_tokens=False).input_ids
+    assert sentence_piece().encode(text, specials=True).tolist() == expected
+    assert not {1, 2} & set(sentence_piece().encode(text).tolist())
+
+
+def test_sentence_piece_begins_with_begin_of_text():
+    assert sentence_piece().encode("a", bos=True)[0] == 1
+    assert sentence_piece().encode("a")[0] != 1
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2"])
+def test_control_strings_only_where_asked(pre):
+    text = "hi <|im_end|>\n<|im_start|>system<|endoftext|>"
+    with_controls = reference(pre)(text, add_special_tokens=False).input_ids
+    ours = byte_level(pre)
+    assert ours.encode(text, specials=True).tolist() == with_controls
+    plain = ours.encode(text).tolist()
+    assert not ours.special_ids & set(plain)
+    assert ours.decode(plain, skip_special=False) == text
+
+
+def test_plain_text_never_becomes_a_control_even_when_whole_words_win():
+    """`ignore_merges` looks whole words up in the vocabulary, control strings included."""
+    metadata = dict(gguf_metadata("llama-bpe"))
+    tokens = [*metadata["tokenizer.ggml.tokens"], "bos"]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
+    ours = Tokenizer.from_gguf(metadata)
+    assert len(tokens) - 1 in ours.special_ids
+    assert ours.encode("bos", specials=True).tolist() == [len(tokens) - 1]
+    assert not ours.special_ids & set(ours.encode("bos").tolist())
+
+
+def test_added_tokens_swallow_spaces_and_respect_words_like_transformers(tmp_path):
+    hf = reference("gpt-2")
+    base = json.loads(hf.backend_tokenizer.to_str())
+    flags = {"id": 0, "special": True, "normalized": False}
+    extra = [
+        {"content": "<l>", "lstrip": True, "rstrip": False, "single_word": False},
+        {"content": "<r>", "lstrip": False, "rstrip": True, "single_word": False},
+        {"content": "word", "lstrip": False, "rstrip": False, "single_word": True},
+    ]
+    size = len(hf)
+    base["added_tokens"] += [flags | t | {"id": size + i} for i, t in enumerate(extra)]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(base))
+    theirs, ours = tokenizers.Tokenizer.from_file(str(path)), Tokenizer.from_file(path)
+    for text in ("a  <l>  b", "a <r> \n b<r>", " <l><r> ", "word words sword a word.", "<l>  <l>"):
+        assert ours.encode(text, specials=True).tolist() == theirs.encode(text).ids, text
+
+
+def test_from_file_keeps_ids_of_added_tokens_outside_the_vocabulary(tmp_path):
+    hf = transformers.Qwen2Tokenizer(vocab=dict(VOCAB), merges=list(MERGES))
+    hf.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
+    hf.add_tokens(["<think>", "</think>"])
+    hf.save_pretrained(tmp_path)
+    ours = Tokenizer.from_file(tmp_path / "tokenizer.json", eos_ids=(2,))
+    text = "x <think>y</think> <|a|>z<|b|>"
+    expected = hf(text, add_special_tokens=False).input_ids
+    assert ours.encode(text, specials=True).tolist() == expected
+    plain = ours.encode(text).tolist()
+    assert hf.convert_tokens_to_ids("<think>") in plain
+    assert not set(hf.convert_tokens_to_ids(["<|a|>", "<|b|>"])) & set(plain)
+    assert ours.vocab_size == max(hf.get_vocab().values()) + 1
+
+
+def test_a_swallowed_run_of_spaces_costs_linear_time(tmp_path):
+    hf = reference("gpt-2")
+    base = json.loads(hf.backend_tokenizer.to_str())
+    base["added_tokens"][0] |= {"lstrip": True}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(base))
+    ours = Tokenizer.from_file(path)
+    assert list(ours.split(" " * 200_000, ours._controls)) == [" " * 200_000]
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "\udfff", "ok \udc80"])
+def test_lone_surrogates_are_named(text):
+    for tokenizer in (byte_level("smollm"), Tokenizer.byte_level()):
+        with pytest.raises(RequestError, match=r"lone surrogate \(U\+D[0-9A-F]{3}\) at character"):
+            tokenizer.encode(text)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_byte_level_is_utf8(text):
+    tokenizer = Tokenizer.byte_level()
+    assert tokenizer.encode(text).tolist() == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_byte_level_controls():
+    tokenizer = Tokenizer.byte_level()
+    ids = tokenizer.encode("<|im_start|>a<|im_end|>", specials=True).tolist()
+    assert ids == [256, 97, 257]
+    assert tokenizer.decode(ids) == "a"
+    assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>a<|im_end|>"
+    assert tokenizer.eos_ids == (257, 258)
+    assert tokenizer.vocab_size == 259
+
+
+def test_token_bytes_join_to_the_text():
+    bytewise, spaced = byte_level("smollm"), sentence_piece()
+    for text in TEXTS:
+        joined = b"".join(bytewise.token_bytes(int(id)) for id in bytewise.encode(text))
+        assert joined.decode() == text
+        joined = b"".join(spaced.token_bytes(int(id)) for id in spaced.encode("x" + text))
+        assert joined.decode() == " x" + text.replace("▁", " ")
+    assert bytewise.token_bytes(10**9) == b""
+
+
+def test_ends_are_declared_first_then_well_known():
+    assert byte_level("smollm").eos_ids == (2, 0)
+    assert byte_level("smollm").bos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
+        ({"tokenizer.ggml.pre": "martian"}, "tokenizer.ggml.pre is 'martian'"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing or is not"),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, "lists a token twice"),
+        ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 entries"),
+        ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id is 1000000"),
+        ({"tokenizer.ggml.merges": ["zz zz"]}, "cannot be built"),
+    ],
+)
+def test_bad_gguf_metadata_names_the_key(change, message):
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_gguf(gguf_metadata("smollm") | change)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read the tokenizer"),
+        ("[]", "is not a tokenizer.json"),
+        ('{"model": {"type": "WordPiece", "vocab": {}}}', "model is 'WordPiece'"),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []},'
+            ' "decoder": {"type": "CTC"}}',
+            "decodes with",
+        ),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 99999999}, "merges": []},'
+            ' "decoder": {"type": "ByteLevel"}}',
+            "up to 99999999",
+        ),
+    ],
+)
+def test_bad_tokenizer_files_are_explained(tmp_path: Path, text, message):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_file(path)
