@@ -30,6 +30,9 @@ from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 
+QUIET = 0.05
+"""Seconds without work after which the engine counts as idle and checks itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -193,7 +196,9 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._news or self._live or self._stopping)
+                # With nothing to do for a moment, one turn is a check; then sleep for good.
+                patience = None if self._checked else QUIET
+                self._changed.wait_for(lambda: self._news or self._live or self._stopping, patience)
                 if self._stopping:
                     break
             try:

@@ -96,7 +96,7 @@ class Metrics:
         self.drafts = self.guesses = self.accepted = 0
         self.accepted_at: list[int] = []
         self.preemptions = 0
-        self.seconds = dict.fromkeys(("draft", "verify", "accept", "commit", "host"), 0.0)
+        self.seconds = dict.fromkeys(("draft", "verify", "accept", "commit"), 0.0)
         self.first_token = _Growing(SECONDS)
         self.duration = _Growing(SECONDS)
         self.step_seconds = _Growing(SECONDS)
@@ -129,6 +129,8 @@ class Metrics:
     def snapshot(self, load: Load) -> Stats:
         """Freeze."""
         rows = len(self._recent)
+        step_seconds = self.step_seconds.frozen()
+        host = step_seconds.total - sum(self.seconds.values())
         return Stats(
             load=load,
             finished=dict(self.finished),
@@ -144,9 +146,9 @@ class Metrics:
             accepted_at=tuple(self.accepted_at),
             preemptions=self.preemptions,
             acceptance_length=self._recent_sum / rows if rows else 0.0,
-            seconds=dict(self.seconds),
+            seconds=self.seconds | {"host": max(host, 0.0)},
             first_token=self.first_token.frozen(),
             duration=self.duration.frozen(),
-            step_seconds=self.step_seconds.frozen(),
+            step_seconds=step_seconds,
             step_nodes=self.step_nodes.frozen(),
         )

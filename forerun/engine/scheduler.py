@@ -200,7 +200,6 @@ class Scheduler:
         """Rows of one known token each, with guesses for at most `room` nodes in all."""
         fresh = {sequence.slot for sequence in opened}
         old = [sequence for sequence in decoding if sequence.slot not in fresh]
-        rows = [_Row(s, 1) for s in decoding if s.slot in fresh]
         budgets = self.policy.budgets(
             np.array([s.slot for s in old], np.int32),
             np.array([s.table.length for s in old], np.int32),
@@ -209,10 +208,11 @@ class Scheduler:
             _wish(s, budget.nodes, budget.depth) for s, budget in zip(old, budgets, strict=True)
         ]
         given = share_out([nodes for nodes, _ in wishes], room)
+        rows: list[_Row] = []
         for sequence, nodes, (_, depth) in zip(old, given, wishes, strict=True):
             levels = self._reserve_guesses(sequence, min(depth, nodes))
             rows.append(_Row(sequence, 1, nodes if levels else 0, levels))
-        return rows
+        return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
 
     def _reserve_guesses(self, sequence: Sequence, depth: int) -> int:
         """Pages for paths of up to `depth` guesses; how deep they may be. Preempts nobody."""

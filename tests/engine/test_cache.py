@@ -1,0 +1,161 @@
+"""Pages, the prefix index and page tables: contracts one by one (the fuzz test mixes them)."""
+
+import numpy as np
+import pytest
+
+from forerun.cache.pages import PagePool
+from forerun.cache.prefix import PrefixIndex
+from forerun.cache.table import PageTable
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def index(pages=8, size=2):
+    return PrefixIndex(PagePool(pages), size)
+
+
+def filled(shared, tokens):
+    """A table that holds `tokens`, reusing what the index knows."""
+    table = PageTable(shared)
+    start = table.start(tokens)
+    assert table.reserve(len(tokens) - start)
+    table.commit(len(tokens) - start, tokens)
+    table.check()
+    shared.check()
+    return table
+
+
+def test_pool_counts_references():
+    pool = PagePool(3)
+    (page,) = pool.take(1)
+    pool.hold(page)
+    assert pool.references(page) == 2 and pool.held == 1 and pool.free == 2
+    assert not pool.drop(page) and pool.drop(page)
+    with pytest.raises(ValueError, match="nobody"):
+        pool.drop(page)
+    pool.put_back(page)
+    pool.check()
+    assert pool.free == 3
+
+
+def test_pool_refuses():
+    pool = PagePool(2)
+    with pytest.raises(ValueError, match="3 pages wanted"):
+        pool.take(3)
+    assert pool.free == 2
+    page = pool.take(1)[0]
+    with pytest.raises(ValueError, match="held"):
+        pool.put_back(page)
+    with pytest.raises(ValueError):
+        PagePool(0)
+
+
+def test_pool_check_sees_a_page_freed_twice():
+    pool = PagePool(2)
+    page = pool.take(1)[0]
+    pool.drop(page)
+    pool.put_back(page)
+    pool.put_back(page)
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+@pytest.mark.parametrize("size", [0, 257])
+def test_page_size_bounds(size):
+    with pytest.raises(ValueError, match="page size"):
+        index(size=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 256])
+def test_only_full_pages_are_found_again(size):
+    shared = index(pages=16, size=size)
+    tokens = np.arange(3 * size + size // 2, dtype=np.int32)
+    filled(shared, tokens).release()
+    table = PageTable(shared)
+    assert table.start(tokens) == 3 * size
+    assert table.pages.tolist() == [entry.page for entry in table._chain]
+
+
+def test_a_prefix_is_its_whole_past_not_the_page_alone():
+    shared = index()
+    filled(shared, ints(1, 2, 3, 4)).release()
+    table = PageTable(shared)
+    assert table.start(ints(9, 9, 3, 4)) == 0
+    assert table.start(ints(1, 2, 9, 9)) == 2
+
+
+def test_two_that_compute_the_same_page_end_up_with_one():
+    shared = index()
+    tables = [PageTable(shared), PageTable(shared)]
+    for table in tables:  # Neither finds the other's pages: both are still computing.
+        assert table.start(ints(1, 2, 3, 4)) == 0 and table.reserve(4)
+    for table in tables:
+        table.commit(4, ints(1, 2, 3, 4))
+    assert tables[0].pages == tables[1].pages
+    assert shared.pool.held == 2 and shared.pool.free == 6
+    shared.check()
+
+
+def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_parents():
+    shared = index(pages=4)
+    filled(shared, ints(1, 2, 3, 4)).release()
+    filled(shared, ints(5, 6, 7, 8)).release()
+    filled(shared, ints(1, 2, 3, 4)).release()  # Used again: now the younger.
+    assert shared.kept == 4 and shared.pool.free == 0
+    table = PageTable(shared)
+    assert table.reserve(2)  # One page: the leaf of the older text.
+    assert PageTable(shared).start(ints(5, 6, 7, 8)) == 2
+    shared.check()
+    assert table.reserve(4)
+    shared.check()
+    probe = PageTable(shared)
+    assert probe.start(ints(1, 2, 3, 4)) == 2
+
+
+def test_held_pages_are_never_evicted():
+    shared = index(pages=3)
+    table = filled(shared, ints(1, 2, 3, 4))
+    other = PageTable(shared)
+    assert not other.reserve(4) and other.reserved == 0
+    assert other.reserve(2)
+    assert shared.pool.references(table.pages[0]) == 1
+    shared.check()
+
+
+def test_reserve_commit_rollback():
+    shared = index()
+    table = PageTable(shared)
+    assert table.reserve(5) and table.reserved == 6
+    assert table.reserve(3) and table.reserved == 6
+    table.commit(2, ints(1, 2))
+    table.rollback()
+    assert (table.length, table.reserved, shared.pool.free) == (2, 2, 7)
+    with pytest.raises(ValueError, match="only 2 positions are reserved"):
+        table.commit(1, ints(1, 2, 3))
+    table.release()
+    assert (table.length, shared.kept, shared.pool.free) == (0, 1, 7)
+    table.check()
+    shared.check()
+
+
+def test_clear_forgets_everything_kept():
+    shared = index()
+    held = filled(shared, ints(1, 2))
+    filled(shared, ints(1, 2, 3, 4)).release()
+    shared.clear()
+    assert shared.kept == 0 and shared.pool.held == 1
+    assert PageTable(shared).start(ints(1, 2, 3, 4)) == 2
+    held.check()
+    shared.check()
+
+
+def test_checks_see_a_leak():
+    shared = index()
+    table = filled(shared, ints(1, 2, 3))
+    shared.pool._references[table.pages[0]] = 0
+    with pytest.raises(AssertionError):
+        shared.check()
+    with pytest.raises(AssertionError):
+        table.check()

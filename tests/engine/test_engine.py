@@ -1,0 +1,456 @@
+"""The engine turn by turn on the toy: texts, stop conditions, logprobs, errors, aborts."""
+
+import numpy as np
+import pytest
+
+from forerun.engine.request import Finish, Speculation
+from forerun.errors import BusyError, ContextError, EngineError, RequestError
+from forerun.executors.toy import ToyExecutor
+from tests.engine.toys import (
+    Ear,
+    ask,
+    best,
+    finish,
+    following,
+    limits,
+    logits,
+    make,
+    reference,
+    run,
+)  # fmt: skip
+
+DRAFTERS = ("none", "ngram", "oracle", "adversary", "erratic")
+SAMPLED = {"temperature": 0.8, "seed": 7}
+
+
+# --- the same text, whatever speculates -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("changes", [{}, SAMPLED, SAMPLED | {"top_k": 3, "frequency_penalty": 0.5}])
+@pytest.mark.parametrize("page_size", [1, 4, 7])
+def test_text_does_not_depend_on_who_drafts(name, changes, page_size):
+    requests = [ask(str(i), f"Prompt {i % 3}", 24, **changes) for i in range(5)]
+    ear = run(make(name, page_size=page_size, pages=160), *requests)
+    for request in requests:
+        ear.expect(request)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_preempted_and_resumed_text_is_the_same(name):
+    engine = make(name, page_size=2, pages=20, slots=6)
+    requests = [ask(str(i), f"Prompt {i}", 20, **(SAMPLED if i % 2 else {})) for i in range(6)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert engine.stats().preemptions > 0
+
+
+def test_the_oracle_is_always_right():
+    engine = make("oracle", nodes=4, depth=4)
+    ear = run(engine, ask(max_tokens=21, prompt="abc"))
+    stats = ear.last().stats
+    assert ear.tokens() == following(b"abc", 21)
+    # One token after the prefill, then four guesses and one of the target's own, four times.
+    assert (stats.steps, stats.guesses, stats.accepted) == (5, 16, 16)
+    assert stats.histogram == (1, 0, 0, 0, 4)
+    total = engine.stats()
+    assert (total.drafts, total.guesses, total.accepted) == (4, 16, 16)
+    assert total.accepted_at == (4, 4, 4, 4) and total.acceptance_length == 21 / 5
+
+
+def test_the_adversary_is_never_right():
+    engine = make("adversary", nodes=4, depth=4)
+    ear = run(engine, ask(max_tokens=21, prompt="abc"))
+    stats = ear.last().stats
+    assert ear.tokens() == following(b"abc", 21)
+    assert (stats.steps, stats.accepted, stats.histogram) == (21, 0, (21,))
+    assert stats.guesses == 16 * 4 + 3 + 2 + 1  # Depth ends one before the last token.
+
+
+def test_lookup_finds_the_period():
+    engine = make("ngram", nodes=8, depth=8, context=400, pages=128, max_nodes=64)
+    ear = run(engine, ask(max_tokens=200, prompt="abc", stop_tokens=()))
+    assert ear.tokens() == following(b"abc", 200)
+    assert engine.stats().acceptance_length > 3
+
+
+def test_speculation_off_for_one_request():
+    engine = make("oracle")
+    off = ask("off", max_tokens=12, speculation=Speculation(enabled=False))
+    on = ask("on", max_tokens=12)
+    ear = run(engine, off, on)
+    assert ear.last("off").stats.histogram == (12,) and ear.last("on").stats.accepted > 0
+    ear.expect(off)
+    ear.expect(on)
+
+
+# --- stop conditions --------------------------------------------------------------------
+
+
+def ending_prompt() -> str:
+    """A prompt whose greedy text ends by itself between 6 and 30 tokens."""
+    for number in range(1000):
+        tokens = following(f"Prompt {number}".encode(), 30)
+        if 257 in tokens[6:]:
+            return f"Prompt {number}"
+    raise AssertionError
+
+
+@pytest.mark.parametrize("name", ["none", "oracle"])
+def test_end_of_text_inside_an_accepted_run(name):
+    request = ask(prompt=ending_prompt(), max_tokens=64)
+    ear = run(make(name, nodes=6, depth=6), request)
+    ear.expect(request)
+    assert ear.last().finish == Finish.STOP and ear.last().stop_reason is None
+    assert ear.tokens()[-1] == 257 and "<|" not in ear.text()
+
+
+@pytest.mark.parametrize("name", ["none", "oracle"])
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_string_inside_an_accepted_run(name, include_stop):
+    text = bytes(following(b"Hello", 20)).decode()
+    stop = text[7:10]
+    request = ask(stop=("never", stop), max_tokens=64, include_stop=include_stop)
+    ear = run(make(name, nodes=6, depth=6), request)
+    ear.expect(request)
+    assert ear.last().stop_reason == stop and ear.last().finish == Finish.STOP
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_token_of_the_request(include_stop):
+    tokens = following(b"Hello", 20)
+    stop = tokens[8]
+    request = ask(stop_tokens=(stop,), include_stop=include_stop)
+    ear = run(make("oracle"), request)
+    kept = tokens[: tokens.index(stop) + 1]
+    assert ear.tokens() == kept and ear.last().stop_reason == stop
+    assert ear.text().encode() == bytes(kept if include_stop else kept[:-1])
+
+
+def test_min_tokens_forbids_an_early_end():
+    request = ask(prompt=ending_prompt(), max_tokens=40, min_tokens=32)
+    ear = run(make("ngram"), request)
+    ear.expect(request)
+    assert len(ear.tokens()) >= 32
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_few_tokens(max_tokens):
+    ear = run(make("oracle"), ask(max_tokens=max_tokens))
+    assert ear.tokens() == following(b"Hello", max_tokens)
+    assert ear.last().finish == Finish.LENGTH
+
+
+def test_held_back_text_arrives_at_the_end():
+    tokens = following(b"Hello", 16)
+    request = ask(stop=(bytes(tokens[14:]).decode() + "?",), max_tokens=16)
+    ear = run(make(), request)
+    ear.expect(request)
+    assert len(ear.last().text) == 2
+
+
+def test_half_a_character_is_not_emitted():
+    """Bias makes every token the second byte of nothing: the text is replacement characters."""
+    request = ask(max_tokens=3, logit_bias=((0xE2, 1e6),))
+    ear = run(make(), request)
+    assert ear.tokens() == [0xE2] * 3
+    assert ear.text() == "\ufffd" * 3
+
+
+# --- choices, caching, logprobs ---------------------------------------------------------
+
+
+def test_choices_differ_by_seed_and_share_the_prompt():
+    engine = make("ngram", slots=4, page_size=2)
+    request = ask(prompt="A long enough prompt", n=4, max_tokens=12, temperature=1.0, seed=3)
+    ear = run(engine, request)
+    ear.expect(request)
+    assert len({ear.text(index=i) for i in range(4)}) == 4
+    assert [ear.of(index=i)[0].cached_tokens for i in range(4)] == [0, 18, 18, 18]
+
+
+def test_prefix_of_an_earlier_request_is_found():
+    engine = make(page_size=4)
+    first = ask("1", "The same beginning", 8)
+    run(engine, first)
+    again = ask("2", "The same beginning, and more", 8)
+    ear = run(engine, again)
+    ear.expect(again)
+    assert ear.of("2")[0].cached_tokens == 16
+    # The output of a request is a prefix too.
+    talk = "The same beginning" + reference(first)[1]
+    ear = run(engine, ask("3", talk + "?", 8))
+    assert ear.of("3")[0].cached_tokens == 24
+    assert engine.stats().cached_tokens == 40
+
+
+@pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
+def test_logprobs_of_the_output(name):
+    request = ask(max_tokens=10, logprobs=2, **SAMPLED)
+    ear = run(make(name), request)
+    ear.expect(request)
+    entries = [entry for d in ear.of() for entry in d.logprobs]
+    text = list(b"Hello")
+    assert [entry.token for entry in entries] == ear.tokens()
+    for entry in entries:
+        raw = logits(text).astype(np.float64)
+        raw -= np.log(np.exp(raw).sum())
+        assert entry.logprob == pytest.approx(raw[entry.token], abs=1e-5)
+        assert [token for token, _ in entry.top] == [best(text), best(text) + 1]
+        text.append(entry.token)
+
+
+@pytest.mark.parametrize("max_nodes", [3, 16])
+def test_logprobs_of_the_prompt_cross_chunks_and_skip_the_cache(max_nodes):
+    engine = make(max_nodes=max_nodes, slots=2)
+    run(engine, ask("warm", "Hello, world"))
+    ear = run(engine, ask(prompt="Hello, world", max_tokens=0, prompt_logprobs=1))
+    prompt = list(b"Hello, world")
+    (delta,) = ear.of()
+    assert delta.cached_tokens == 0 and delta.tokens == ()
+    assert [entry.token for entry in delta.prompt_logprobs] == prompt[1:]
+    for position, entry in enumerate(delta.prompt_logprobs):
+        assert entry.top[0][0] == best(prompt[: position + 1])
+
+
+def test_logprobs_of_the_prompt_survive_preemption():
+    engine = make(page_size=2, pages=14, max_nodes=5)
+    requests = [ask(str(i), f"Prompt {i}", 16, prompt_logprobs=0) for i in range(3)]
+    ear = run(engine, *requests)
+    assert engine.stats().preemptions > 0
+    for request in requests:
+        ear.expect(request)
+        entries = ear.of(request.id)[0].prompt_logprobs
+        assert [entry.token for entry in entries] == request.prompt[1:].tolist()
+
+
+# --- refusals ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "field"),
+    [
+        (ask(prompt=""), RequestError, "prompt"),
+        (ask(prompt=np.array([1, 259])), RequestError, "prompt"),
+        (ask(prompt=np.array([-1])), RequestError, "prompt"),
+        (ask(prompt="x" * 200), ContextError, "prompt"),
+        (ask(prompt="x" * 190, max_tokens=3), ContextError, "max_tokens"),
+        (ask(max_tokens=10**9), ContextError, "max_tokens"),
+        (ask(max_tokens=-1), RequestError, "max_tokens"),
+        (ask(max_tokens=4, min_tokens=5), RequestError, "min_tokens"),
+        (ask(n=0), RequestError, "n"),
+        (ask(n=10**9), RequestError, "n"),
+        (ask(logit_bias=((300, 1.0),)), RequestError, "logit_bias"),
+        (ask(stop_tokens=(-5,)), RequestError, "stop_token_ids"),
+        (ask(seed=-1), RequestError, "seed"),
+        (ask(grammar=object()), RequestError, "grammar"),
+    ],
+)
+def test_refused_before_anything_is_allocated(request_, kind, field):
+    engine = make()
+    with pytest.raises(kind) as caught:
+        engine.submit(request_, Ear())
+    assert caught.value.field == field and str(caught.value)
+    assert not engine.step_once() and engine.stats().load.waiting == 0
+
+
+def test_the_longest_possible_request_fits_the_smallest_pool():
+    engine = make("oracle", page_size=4, pages=8, context=1000)
+    assert engine.context == 32
+    request = ask(prompt="x" * 16, max_tokens=16)
+    run(engine, request).expect(request)
+    with pytest.raises(ContextError):
+        engine.submit(ask(prompt="x" * 17, max_tokens=16), Ear())
+
+
+def test_busy():
+    engine = make(max_waiting=2)
+    ear = Ear()
+    engine.submit(ask("1", n=2), ear)
+    with pytest.raises(BusyError) as caught:
+        engine.submit(ask("2"), ear)
+    assert caught.value.retry_after > 0
+    engine.step_once()
+    engine.submit(ask("2"), ear)
+    finish(engine)
+    assert ear.ended == {("1", 0), ("1", 1), ("2", 0)}
+
+
+def test_an_id_is_taken_until_its_request_ends():
+    engine = make()
+    ear = Ear()
+    engine.submit(ask("1"), ear)
+    with pytest.raises(RequestError) as caught:
+        engine.submit(ask("1"), ear)
+    assert caught.value.field == "id"
+    finish(engine)
+    run(engine, ask("1")).expect(ask("1"))
+
+
+# --- aborts -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_abort_takes_effect_before_the_next_step(steps):
+    """0: while it waits; 1, 2: in the middle of its prefill; 5: decoding."""
+    engine = make(max_nodes=6, slots=2)
+    ear = Ear()
+    engine.submit(ask("gone", "A prompt of several chunks", n=2, max_tokens=30), ear)
+    engine.submit(ask("stays"), ear)
+    for _ in range(steps):
+        engine.step_once()
+    engine.abort("gone")
+    engine.step_once()
+    engine.check()
+    assert ear.last("gone", 0).finish == ear.last("gone", 1).finish == Finish.ABORT
+    finish(engine)
+    ear.expect(ask("stays"))
+
+
+def test_abort_of_nobody():
+    engine = make()
+    engine.abort("nobody")
+    assert not engine.step_once()
+
+
+def test_abort_twice_and_after_the_end():
+    engine = make()
+    ear = Ear()
+    engine.submit(ask("1"), ear)
+    engine.abort("1")
+    engine.abort("1")
+    finish(engine)
+    engine.abort("1")
+    finish(engine)
+    assert len(ear.deltas) == 1
+
+
+def test_shutdown_aborts_what_runs():
+    engine = make()
+    ear = Ear()
+    engine.submit(ask("1"), ear)
+    engine.step_once()
+    engine.submit(ask("2"), ear)
+    engine.shutdown()
+    engine.shutdown()
+    assert {ear.last(id).finish for id in "12"} == {Finish.ABORT}
+    assert not engine.alive
+    engine.check()
+    with pytest.raises(BusyError):
+        engine.submit(ask("3"), ear)
+
+
+# --- failures ---------------------------------------------------------------------------
+
+
+class Fragile(ToyExecutor):
+    """Fails, or answers NaN, for slots whose prompt begins with a given byte."""
+
+    def __init__(self, how, **shape):
+        super().__init__(limits(**shape))
+        self.how = how
+        self.bad = set()
+
+    def open(self, opening):
+        if self.how == "open" and opening.tokens[0] == ord("!"):
+            raise RuntimeError("no room on the device")
+        super().open(opening)
+        if opening.tokens[0] == ord("!"):
+            self.bad.add(opening.slot)
+
+    def close(self, slot):
+        super().close(slot)
+        self.bad.discard(slot)
+
+    def verify(self, plan, trees):
+        if self.how == "verify" and self.bad & set(plan.slots.tolist()):
+            raise RuntimeError("the device is on fire")
+        return super().verify(plan, trees)
+
+    def accept(self, plan, trees, scores, masks):
+        def logits_of(node):
+            row = np.searchsorted(trees.start, node, side="right") - 1
+            values = self._logits(int(scores.best[node])).copy()
+            if self.how == "nan" and int(plan.slots[row]) in self.bad:
+                values[5] = np.nan
+            return values
+
+        return self._sampler.accept(plan, trees, logits_of, masks)
+
+
+def test_a_row_that_is_not_finite_ends_its_request_only():
+    good = ask("good")
+    ear = run(make(executor=Fragile("nan")), ask("bad", "! broken", n=2), good)
+    ear.expect(good)
+    for index in range(2):
+        assert ear.last("bad", index).finish == Finish.ERROR
+        assert "not finite" in ear.last("bad", index).error
+
+
+def test_a_failed_step_ends_the_requests_in_it_and_no_others():
+    engine = make(executor=Fragile("verify", slots=2))
+    rest = [ask(str(i)) for i in range(2)]
+    ear = run(engine, ask("bad", "! broken"), ask("with it"), *rest)
+    assert ear.last("bad").finish == ear.last("with it").finish == Finish.ERROR
+    assert "on fire" in ear.last("bad").error
+    for request in rest:
+        ear.expect(request)
+    assert engine.alive and engine.stats().failed_steps == 1
+
+
+def test_a_slot_that_cannot_be_opened_ends_its_request_only():
+    good = ask("good")
+    engine = make(executor=Fragile("open"))
+    ear = run(engine, ask("bad", "! broken", n=3), good)
+    ear.expect(good)
+    assert [ear.last("bad", i).finish for i in range(3)] == [Finish.ERROR] * 3
+    assert "no room" in ear.last("bad").error
+
+
+def test_the_engine_gives_up_after_failures_in_a_row():
+    engine = make(executor=Fragile("verify", slots=1))
+    ear = Ear()
+    for i in range(5):
+        engine.submit(ask(str(i), "! broken"), ear)
+    for _ in range(3):
+        assert engine.alive
+        engine.step_once()
+    assert not engine.alive
+    assert all(ear.last(str(i)).finish == Finish.ERROR for i in range(5))
+    with pytest.raises(EngineError, match="on fire"):
+        engine.submit(ask("6"), ear)
+    assert engine.stats().load.pages_held == 0
+
+
+def test_a_sink_that_raises_ends_its_request_only():
+    engine = make()
+    calls = []
+
+    def broken(delta):
+        calls.append(delta)
+        raise RuntimeError("the client is gone")
+
+    ear, good = Ear(), ask("good")
+    engine.submit(ask("bad", n=3), broken)
+    engine.submit(good, ear)
+    finish(engine)
+    ear.expect(good)
+    assert len(calls) == 1
+
+
+# --- numbers ----------------------------------------------------------------------------
+
+
+def test_stats_add_up():
+    engine = make("oracle", slots=2)
+    ear = run(engine, *(ask(str(i), f"Prompt number {i}", 12) for i in range(4)))
+    stats = engine.stats()
+    total = sum(len(ear.tokens(str(i))) for i in range(4))
+    assert stats.output_tokens == total == 48
+    assert stats.finished[Finish.LENGTH] == 4 and stats.prompt_tokens == 4 * 15
+    assert sum(stats.first_token.counts) == sum(stats.duration.counts) == 4
+    assert sum(stats.step_nodes.counts) == stats.steps
+    assert stats.nodes == stats.step_nodes.total
+    assert stats.step_seconds.total == pytest.approx(sum(stats.seconds.values()))
+    assert all(seconds > 0 for seconds in stats.seconds.values())

@@ -1,0 +1,243 @@
+"""What the scheduler promises about one plan at a time."""
+
+import numpy as np
+import pytest
+
+from forerun.engine.request import Speculation
+from forerun.engine.scheduler import Scheduler, share_out
+from forerun.engine.sequence import Sequence
+from forerun.spec.policy import FixedPolicy
+from forerun.text.stream import TextStream
+from tests.engine.toys import TOKENIZER, ask, limits
+
+
+@pytest.mark.parametrize(
+    ("wanted", "room", "given"),
+    [
+        ([], 5, []),
+        ([4, 4], 8, [4, 4]),
+        ([4, 1, 4], 6, [3, 1, 2]),
+        ([8, 8, 8], 2, [1, 1, 0]),
+        ([0, 5], 3, [0, 3]),
+        ([2, 2], 0, [0, 0]),
+        ([10, 1, 1], 100, [10, 1, 1]),
+    ],
+)
+def test_share_out(wanted, room, given):
+    assert share_out(wanted, room) == given
+
+
+class World:
+    """A scheduler whose sequences emit a made-up token wherever a row samples."""
+
+    def __init__(self, nodes=0, depth=0, **shape):
+        self.scheduler = Scheduler(limits(**shape), FixedPolicy(nodes, depth))
+        self.orders = 0
+
+    def add(self, prompt_len=3, max_tokens=8, n=1, **changes):
+        """Queue n sequences of different content."""
+        prompt = np.full(prompt_len, self.orders + 1, np.int32)
+        request = ask(str(self.orders), prompt, max_tokens, n=n, **changes)
+        stream = TextStream(TOKENIZER)
+        made = [Sequence((self.orders, i), request, print, stream) for i in range(n)]
+        for sequence in made:
+            self.scheduler.add(sequence)
+        self.orders += 1
+        return made[0] if n == 1 else made
+
+    def step(self, accepted=0):
+        """Plan and pretend: every guess up to `accepted` deep is right."""
+        schedule = self.scheduler.plan()
+        self.scheduler.check()
+        if schedule is None:
+            return None
+        plan = schedule.plan
+        self.inspect(plan)
+        for row, sequence in enumerate(schedule.rows):
+            emitted = min(accepted, int(plan.max_depth[row])) + 1 if plan.samples[row] else 0
+            sequence.append(np.full(emitted, 99, np.int32))
+            count = len(plan.known[row]) + max(emitted - 1, 0)
+            sequence.table.commit(count, sequence.tokens)
+            if plan.samples[row]:
+                sequence.table.rollback()
+            if sequence.remaining <= 0:
+                self.scheduler.remove(sequence)
+        self.scheduler.check()
+        return schedule
+
+    def inspect(self, plan):
+        """What holds for every plan."""
+        size = self.scheduler.limits.page_size
+        known = np.array([len(tokens) for tokens in plan.known])
+        assert known.min() >= 1
+        assert known.sum() + plan.max_nodes.sum() <= self.scheduler.limits.max_nodes
+        assert len(set(plan.slots.tolist())) == plan.rows
+        assert ((plan.max_nodes == 0) == (plan.max_depth == 0)).all()
+        assert (plan.max_depth <= plan.max_nodes).all()
+        for row in range(plan.rows):
+            needed = int(plan.kv_len[row] + known[row] + plan.max_depth[row])
+            assert (plan.page_table[row, : -(-needed // size)] >= 0).all()
+
+
+def rows(schedule):
+    return [int(s.request.id) for s in schedule.rows]
+
+
+def test_nothing_to_do():
+    assert World().step() is None
+
+
+def test_prefill_in_chunks_then_decoding():
+    world = World(max_nodes=4)
+    sequence = world.add(prompt_len=10, max_tokens=2)
+    chunks = [world.step().plan for _ in range(4)]
+    assert [len(plan.known[0]) for plan in chunks] == [4, 4, 2, 1]
+    assert [bool(plan.samples[0]) for plan in chunks] == [False, False, True, True]
+    assert [int(plan.kv_len[0]) for plan in chunks] == [0, 4, 8, 10]
+    assert sequence.remaining == 0 and world.step() is None
+
+
+def test_prefill_and_decoding_share_a_step():
+    world = World(max_nodes=8)
+    world.add(prompt_len=3)
+    world.step()
+    world.add(prompt_len=20)
+    plan = world.step().plan
+    assert [len(tokens) for tokens in plan.known] == [1, 7]
+
+
+def test_guesses_leave_prefill_half_of_the_rest():
+    world = World(nodes=8, depth=8, max_nodes=9, pages=256)
+    world.add(prompt_len=3, max_tokens=50)
+    world.step()
+    assert world.step().plan.max_nodes.tolist() == [8]
+    world.add(prompt_len=20)
+    plan = world.step().plan
+    assert plan.max_nodes.tolist() == [4, 0]
+    assert [len(tokens) for tokens in plan.known] == [1, 4]
+
+
+def test_first_come_first_served():
+    world = World(slots=2, max_nodes=8)
+    for _ in range(4):
+        world.add(prompt_len=3, max_tokens=2)
+    assert [rows(world.step()) for _ in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_nobody_overtakes_a_large_one_that_waits_for_memory():
+    world = World(pages=8, page_size=2, max_nodes=16)
+    world.add(prompt_len=8, max_tokens=6)
+    world.add(prompt_len=10, max_tokens=2)
+    world.add(prompt_len=1, max_tokens=2)
+    seen = []
+    while (schedule := world.step()) is not None:
+        seen.append(rows(schedule))
+    assert seen[:6] == [[0]] * 6 and sorted(seen[6]) == [1, 2]
+
+
+def test_youngest_is_preempted_and_comes_back_in_its_place():
+    world = World(pages=6, page_size=2, max_nodes=16)
+    old = world.add(prompt_len=2, max_tokens=9)
+    young = world.add(prompt_len=2, max_tokens=9)
+    later = world.add(prompt_len=2, max_tokens=2)
+    closed = []
+    while (schedule := world.step()) is not None:
+        closed += schedule.closed
+        if schedule.closed:
+            assert not schedule.opened
+    assert closed
+    assert old.remaining == young.remaining == later.remaining == 0
+
+
+def test_speculation_shrinks_before_anyone_is_preempted():
+    world = World(nodes=4, depth=4, pages=6, page_size=2, max_nodes=16)
+    world.add(prompt_len=3, max_tokens=7)
+    world.add(prompt_len=3, max_tokens=2)
+    world.step()
+    schedule = world.step()
+    # Two pages each are taken, two are left: all go to the first, none to the second.
+    assert schedule.closed == () and schedule.plan.max_depth.tolist() == [4, 0]
+    schedule = world.step()
+    assert schedule.closed == ()
+
+
+def test_depth_leaves_room_for_the_targets_own_token():
+    world = World(nodes=8, depth=8, max_nodes=16)
+    sequence = world.add(prompt_len=3, max_tokens=6)
+    world.step()
+    assert sequence.remaining == 5
+    plan = world.step(accepted=9).plan
+    assert plan.max_depth.tolist() == [4] and sequence.remaining == 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "nodes", "depth"),
+    [
+        (Speculation(), 8, 6),
+        (Speculation(enabled=False), 0, 0),
+        (Speculation(max_nodes=3), 3, 3),
+        (Speculation(max_depth=2), 8, 2),
+        (Speculation(max_nodes=0), 0, 0),
+        (Speculation(max_nodes=99, max_depth=99), 8, 6),
+    ],
+)
+def test_wishes(wish, nodes, depth):
+    world = World(nodes=8, depth=6, max_nodes=16)
+    world.add(prompt_len=3, max_tokens=32, speculation=wish)
+    world.step()
+    plan = world.step().plan
+    assert (plan.max_nodes.tolist(), plan.max_depth.tolist()) == ([nodes], [depth])
+
+
+def test_guesses_are_shared_evenly():
+    world = World(nodes=8, depth=2, max_nodes=16, pages=128)
+    for _ in range(3):
+        world.add(prompt_len=3, max_tokens=32)
+    world.step()
+    assert world.step().plan.max_nodes.tolist() == [5, 4, 4]
+
+
+def test_no_guesses_in_the_first_step_of_a_slot():
+    world = World(nodes=4, depth=4)
+    world.add(prompt_len=1, max_tokens=8)
+    assert world.step().plan.max_nodes.tolist() == [0]
+    assert world.step().plan.max_nodes.tolist() == [4]
+
+
+def test_choices_wait_for_the_first_to_supply_the_prompt():
+    world = World(max_nodes=8, page_size=2)
+    first, second = world.add(prompt_len=13, max_tokens=4, n=2)
+    assert [len(s.rows) for s in (world.step(), world.step())] == [1, 1]
+    schedule = world.step()
+    assert schedule.rows == (first, second)
+    assert second.cached_tokens == 12 and first.cached_tokens == 0
+    assert list(first.table.pages[:6]) == list(second.table.pages[:6])
+
+
+def test_a_hit_leaves_one_token_to_run():
+    world = World(page_size=2)
+    first = world.add(prompt_len=8, max_tokens=1)
+    world.step()
+    assert first.remaining == 0
+    world.orders = 0
+    again = world.add(prompt_len=8, max_tokens=1)
+    plan = world.step().plan
+    assert again.cached_tokens == 6 and [len(tokens) for tokens in plan.known] == [2]
+
+
+def test_echo_runs_the_whole_prompt():
+    world = World(page_size=2)
+    world.add(prompt_len=8, max_tokens=1)
+    world.step()
+    world.orders = 0
+    again = world.add(prompt_len=8, max_tokens=1, prompt_logprobs=0)
+    plan = world.step().plan
+    assert again.cached_tokens == 0 and plan.kv_len.tolist() == [0]
+
+
+def test_more_slots_than_nodes():
+    world = World(slots=4, max_nodes=2)
+    for _ in range(4):
+        world.add(prompt_len=1, max_tokens=3)
+    while (schedule := world.step()) is not None:
+        assert len(schedule.rows) <= 2

@@ -1,0 +1,147 @@
+"""The engine on its own thread, used from others."""
+
+import threading
+import time
+from random import Random
+
+import pytest
+
+from forerun.engine.request import Finish
+from forerun.errors import BusyError, EngineError
+from forerun.executors.toy import ToyExecutor
+from tests.engine.toys import Ear, ask, limits, make
+
+
+@pytest.fixture
+def started():
+    engines = []
+
+    def start(*args, delay=0.0, **shape):
+        executor = ToyExecutor(limits(**shape), delay) if delay else None
+        engine = make(*args, executor=executor, **({} if delay else shape))
+        engines.append(engine)
+        engine.start()
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.shutdown()
+        assert not engine.alive
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def test_200_requests_with_aborts_leave_nothing(started):
+    engine = started("ngram", slots=16, pages=120, max_nodes=64)
+    ear, pick = Ear(), Random(1)
+    requests = [
+        ask(str(i), f"Prompt {i % 9} and more", 24, temperature=0.8 * (i % 2), seed=i)
+        for i in range(200)
+    ]
+    gone = {request.id for request in requests if pick.random() < 0.2}
+
+    def client(part):
+        for request in requests[part::8]:
+            engine.submit(request, ear)
+            if request.id in gone:
+                time.sleep(pick.random() / 500)
+                engine.abort(request.id)
+
+    clients = [threading.Thread(target=client, args=(part,)) for part in range(8)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    assert engine.drain(60)
+    assert ear.ended == {(request.id, 0) for request in requests}
+    engine.check()
+    stats = engine.stats()
+    assert stats.load.pages_held == stats.load.running == stats.load.waiting == 0
+    assert stats.finished[Finish.ERROR] == 0 and stats.finished[Finish.ABORT] > 0
+    for request in requests:
+        if ear.last(request.id).finish != Finish.ABORT:
+            ear.expect(request)
+
+
+def test_streams_before_it_ends(started):
+    engine = started(delay=0.01)
+    ear = Ear()
+    engine.submit(ask(max_tokens=100), ear)
+    wait_for(lambda: len(ear.deltas) >= 2)
+    assert not ear.ended
+    engine.abort("r")
+    wait_for(lambda: ear.ended)
+    assert len(ear.tokens()) < 90
+
+
+def test_abort_within_a_step(started):
+    delay = 0.2
+    engine = started(delay=delay)
+    ear = Ear()
+    engine.submit(ask(max_tokens=100), ear)
+    wait_for(lambda: ear.deltas)
+    steps, start = engine.stats().steps, time.monotonic()
+    engine.abort("r")
+    wait_for(lambda: ear.ended)
+    assert engine.stats().steps <= steps + 2 and time.monotonic() - start < 4 * delay
+
+
+def test_idle_costs_nothing(started):
+    engine = started()
+    ear = Ear()
+    engine.submit(ask(), ear)
+    assert_idle_soon(engine)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    engine.submit(ask("2"), ear)
+    wait_for(lambda: ("2", 0) in ear.ended)
+
+
+def assert_idle_soon(engine):
+    wait_for(lambda: engine.stats().load.running == 0 and engine.stats().steps > 0)
+
+
+def test_drain_gives_up_in_time_and_refuses_newcomers(started):
+    engine = started(delay=0.02)
+    ear = Ear()
+    engine.submit(ask(max_tokens=150), ear)
+    start = time.monotonic()
+    assert not engine.drain(0.05)
+    assert time.monotonic() - start < 1
+    with pytest.raises(BusyError, match="shutting down"):
+        engine.submit(ask("2"), ear)
+    engine.shutdown()
+    assert ear.last().finish == Finish.ABORT
+    assert engine.drain(0)
+
+
+def test_a_sink_may_submit(started):
+    """A batch client continues from the sink, on the engine's thread."""
+    engine = started()
+    ear = Ear()
+
+    def chain(delta):
+        ear(delta)
+        if delta.finish and int(delta.request) < 5:
+            engine.submit(ask(str(int(delta.request) + 1)), chain)
+
+    engine.submit(ask("1"), chain)
+    wait_for(lambda: ("5", 0) in ear.ended)
+
+
+def test_a_leak_stops_the_engine(started):
+    """An engine that lost a page is not trusted any more, and says so."""
+    engine = started()
+    engine._scheduler.index.pool.take(1)
+    ear = Ear()
+    engine.submit(ask(), ear)
+    wait_for(lambda: not engine.alive)
+    ear.expect(ask())
+    with pytest.raises(EngineError, match="leaked"):
+        engine.submit(ask("2"), ear)

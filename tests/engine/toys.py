@@ -1,0 +1,163 @@
+"""The toy target once more, written from its definition, and engines on it for tests."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from forerun.constrain.grammars import NoGrammars
+from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.nothing import NoDrafter
+from forerun.drafters.testing import AdversaryDrafter, ErraticDrafter, OracleDrafter
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.loop import Engine, EngineOptions
+from forerun.engine.plan import Opening
+from forerun.engine.request import Delta, Finish, Request, Stopping, choice_seed
+from forerun.executors.toy import ToyExecutor
+from forerun.spec.accept import choose
+from forerun.spec.policy import FixedPolicy
+from forerun.spec.sampling import History, Sampling, process
+from forerun.text.tokenizer import Tokenizer
+
+VOCAB, ENDS = 259, (257, 258)
+TOKENIZER = Tokenizer.byte_level()
+GREEDY = Sampling(temperature=0.0, stop_tokens=ENDS)
+
+
+def limits(page_size=4, pages=64, slots=4, max_nodes=16, context=192):
+    return ExecutorLimits(page_size, pages, slots, max_nodes, context, VOCAB)
+
+
+def best(tokens: Sequence[int]) -> int:
+    """The most likely next token, straight from the module docstring of the toy."""
+    s, x, y = sum(tokens), tokens[-1], tokens[-2] if len(tokens) > 1 else 0
+    return 257 if s % 256 == 0 else 97 + (x + 3 * y + 2 * s) % 16
+
+
+def logits(tokens: Sequence[int]):
+    away = (np.arange(VOCAB) - best(tokens)) % VOCAB
+    return (-away / 2).astype(np.float32)
+
+
+def following(tokens: Sequence[int], count: int, sampling=GREEDY, prompt_len=None) -> list[int]:
+    """What plain decoding emits, one token at a time, blind to stop tokens."""
+    text = list(tokens)
+    prompt_len = len(text) if prompt_len is None else prompt_len
+    for _ in range(count):
+        history = History(np.array(text, np.int32), prompt_len)
+        processed = process(logits(text), sampling, history)
+        text.append(choose(processed, sampling, len(text) - prompt_len))
+    return text[len(tokens) :]
+
+
+def reference(request: Request, index: int = 0) -> tuple[list[int], str, Finish]:
+    """Tokens, text and finish reason of one choice, decoded sequentially."""
+    sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
+    stopping, text = request.stopping, ""
+    out: list[int] = []
+    tokens = following(request.prompt.tolist(), stopping.max_tokens, sampling)
+    for token in tokens:
+        out.append(token)
+        if token in stopping.stop_tokens:
+            return out, text, Finish.STOP
+        text = TOKENIZER.decode(out, request.skip_special_tokens)
+        hits = [(text.find(stop) + len(stop), -len(stop)) for stop in stopping.stop if stop in text]
+        if hits:
+            end, length = min(hits)
+            return out, text[: end if stopping.include_stop else end + length], Finish.STOP
+    return out, text, Finish.LENGTH
+
+
+def foresee(opening: Opening, text: list[int], count: int) -> list[int]:
+    return following(text, count, opening.sampling, opening.prompt_len)
+
+
+def drafter(name: str, slots: int):
+    return {
+        "none": NoDrafter,
+        "ngram": lambda: NgramDrafter(slots),
+        "oracle": lambda: OracleDrafter(foresee),
+        "adversary": lambda: AdversaryDrafter(foresee, VOCAB),
+        "erratic": lambda: ErraticDrafter(foresee, VOCAB, seed=5),
+    }[name]()
+
+
+def make(name="none", nodes=4, depth=4, executor=None, **shape) -> Engine:
+    """An engine on the toy, not started. shape: see `limits`; options: max_waiting, ..."""
+    names = ("max_waiting", "max_choices", "max_failures")
+    options = EngineOptions(**{key: shape.pop(key) for key in names if key in shape})
+    executor = executor or ToyExecutor(limits(**shape))
+    policy = FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0)
+    return Engine(
+        executor, drafter(name, executor.limits.slots), policy, TOKENIZER, NoGrammars(), options
+    )
+
+
+def ask(id="r", prompt="Hello", max_tokens=16, **changes) -> Request:
+    """A greedy request; `changes` are fields of Request, Stopping or Sampling."""
+    tokens = np.array(list(prompt.encode()), np.int32) if isinstance(prompt, str) else prompt
+    pools = {"stopping": Stopping(max_tokens, stop_tokens=ENDS), "sampling": GREEDY, "request": {}}
+    for key, value in changes.items():
+        if key in Stopping.__dataclass_fields__ and key != "stop_tokens":
+            pools["stopping"] = replace(pools["stopping"], **{key: value})
+        elif key == "stop_tokens":
+            pools["stopping"] = replace(pools["stopping"], stop_tokens=value)
+            pools["sampling"] = replace(pools["sampling"], stop_tokens=value)
+        elif key in Sampling.__dataclass_fields__:
+            pools["sampling"] = replace(pools["sampling"], **{key: value})
+        else:
+            pools["request"][key] = value
+    return Request(
+        id, np.asarray(tokens, np.int32), pools["sampling"], pools["stopping"], **pools["request"]
+    )
+
+
+class Ear:
+    """A sink that remembers, and objects to what no sink should ever hear."""
+
+    def __init__(self):
+        self.deltas: list[Delta] = []
+        self.ended: set[tuple[str, int]] = set()
+
+    def __call__(self, delta: Delta) -> None:
+        key = (delta.request, delta.index)
+        assert key not in self.ended, f"{key} goes on after its end"
+        self.deltas.append(delta)
+        if delta.finish is not None:
+            self.ended.add(key)
+
+    def of(self, id="r", index=0) -> list[Delta]:
+        return [d for d in self.deltas if (d.request, d.index) == (id, index)]
+
+    def text(self, id="r", index=0) -> str:
+        return "".join(d.text for d in self.of(id, index))
+
+    def tokens(self, id="r", index=0) -> list[int]:
+        return [token for d in self.of(id, index) for token in d.tokens]
+
+    def last(self, id="r", index=0) -> Delta:
+        return self.of(id, index)[-1]
+
+    def expect(self, request: Request) -> None:
+        """Every choice of `request` is what sequential decoding says."""
+        for index in range(request.n):
+            tokens, text, finish = reference(request, index)
+            assert self.tokens(request.id, index) == tokens
+            assert self.text(request.id, index) == text
+            assert self.last(request.id, index).finish == finish
+
+
+def run(engine: Engine, *requests: Request, check=True) -> Ear:
+    """Submit and run to the end, checking for leaks after every step."""
+    ear = Ear()
+    for request in requests:
+        engine.submit(request, ear)
+    finish(engine, check)
+    return ear
+
+
+def finish(engine: Engine, check=True) -> None:
+    while engine.step_once():
+        if check:
+            engine.check()
+    assert engine.stats().load.pages_held == 0
