@@ -14,7 +14,9 @@ from forerun.types import AnyArray, Floats
 
 ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_KEY_STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array(
+    [[0x9E3779B9], [0xBB67AE85]], np.uint64
+)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 
@@ -27,13 +29,13 @@ def philox(counter: AnyArray, key: tuple[int, int]) -> AnyArray:
     """
     # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: two rows of two kinds.
     even, odd = counter[0::2].copy(), counter[1::2].copy()
-    for turn in range(ROUNDS):
-        keys = [[(word + turn * weyl) & 0xFFFFFFFF] for word, weyl in zip(key, _WEYL, strict=True)]
-        product = (even * _MULTIPLIERS)[::-1]
-        np.right_shift(product, _32, out=even)
+    product = np.empty_like(even)
+    for round_key in (np.array([[key[0]], [key[1]]], np.uint64) + _KEY_STEPS) & _LOW:
+        np.multiply(even, _MULTIPLIERS, out=product)
+        np.right_shift(product[::-1], _32, out=even)
         even ^= odd
-        even ^= np.array(keys, np.uint64)
-        np.bitwise_and(product, _LOW, out=odd)
+        even ^= round_key
+        np.bitwise_and(product[::-1], _LOW, out=odd)
     return np.stack([even[0], odd[0], even[1], odd[1]])
 
 

@@ -18,7 +18,7 @@ from forerun.types import AnyArray, Bools, Floats, Ints, Words
 class Sampling:
     """Sampling parameters of one sequence, already validated.
 
-    temperature         0 = greedy, else at least 1e-5 (smaller ones overflow float32)
+    temperature         0 = greedy, else at least 1e-5, as in vLLM
     top_k               0 = off
     top_p, min_p        1.0 / 0.0 = off
     seed                64-bit; keys the noise together with the output position
@@ -172,9 +172,12 @@ def _only(logits: Floats, keep: AnyArray) -> Floats:
 
 
 def largest(logits: Floats, count: int) -> AnyArray:
-    """Ids of the `count` largest logits, best first, ties by lowest id; no full sort."""
-    count = min(count, len(logits))
-    least = np.partition(logits, len(logits) - count)[len(logits) - count]
+    """Ids of the `count` >= 1 largest logits, best first, ties by lowest id.
+
+    Fewer where fewer are possible: excluded tokens, -inf, are never among them. No full sort.
+    """
+    place = max(len(logits) - count, 0)
+    least = max(np.partition(logits, place)[place], np.finfo(np.float32).min)
     ids = np.flatnonzero(logits >= least)  # All ties with the last, so the lowest ids can win.
     return ids[np.argsort(-logits[ids], kind="stable")][:count]
 
