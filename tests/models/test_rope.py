@@ -1,0 +1,64 @@
+import math
+
+import numpy as np
+import pytest
+
+from forerun.errors import ModelError
+from forerun.models.config_json import architecture_from
+from forerun.models.rope import Divided, Linear, Llama3, Rope, Yarn
+from tests.models import tiny
+
+SCALINGS = {
+    "plain": {},
+    "linear": tiny.LINEAR,
+    "llama3": tiny.LLAMA3,
+    "llama 3.1": tiny.LLAMA3
+    | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4},
+    "yarn": tiny.YARN,
+    "yarn, qwen": tiny.YARN | {"rope_theta": 1e6, "original_max_position_embeddings": 32768},
+    "yarn, fractions": tiny.YARN | {"truncate": False, "beta_fast": 16, "beta_slow": 2},
+    "yarn, given": tiny.YARN | {"attention_factor": 1.25},
+    "yarn, deepseek": tiny.YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, one turn": tiny.YARN | {"beta_fast": 1, "beta_slow": 1, "truncate": False},
+}
+
+
+@pytest.mark.parametrize("rope", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("head_size", [16, 64, 96, 128])
+def test_frequencies_equal_transformers(rope, head_size, tmp_path):
+    config = tiny.config("llama", rope, head_dim=head_size, max_position_embeddings=1 << 17)
+    rotary = tiny.model("llama", rope=rope, head_dim=head_size, max_position_embeddings=1 << 17)
+    arch = architecture_from(config.to_dict(), tmp_path)
+    expected = rotary.model.rotary_emb
+    ours = arch.rope.frequencies(head_size)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, expected.inv_freq.numpy(), rtol=4e-7, atol=0)
+    assert arch.rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
+
+
+def test_divisors_divide():
+    plain = Rope(1e4).frequencies(8)
+    divided = Rope(1e4, Divided((1.0, 2.0, 4.0, 8.0))).frequencies(8)
+    np.testing.assert_allclose(divided, plain / [1, 2, 4, 8], rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(0.0),
+        Rope(math.nan),
+        Rope(math.inf),
+        Rope(1e4, Linear(0.0)),
+        Rope(1e4, Linear(1e300)),
+        Rope(1e4, Llama3(8.0, 4.0, 4.0, 64)),
+        Rope(1e4, Llama3(8.0, 0.0, 4.0, 64)),
+        Rope(1.0, Yarn(4.0, 64, 1.0)),
+        Rope(1e4, Yarn(4.0, 0, 1.0)),
+        Rope(1e4, Yarn(4.0, 64, math.nan)),
+        Rope(1e4, Divided((1.0,))),
+        Rope(1e4, Divided((1.0, 1.0, 0.0, 1.0))),
+    ],
+)
+def test_meaningless_numbers_are_refused(rope):
+    with pytest.raises(ModelError):
+        rope.check(8)
