@@ -95,8 +95,8 @@ def batch(known: list[Ints], drafts: list[Draft]) -> TreeBatch:
         count, base = len(chain), int(start[row])
         if count == 0:
             raise ValueError(f"row {row} has no known token")
-        if len(draft) and not np.all(draft.parents < np.arange(len(draft))):
-            raise ValueError(f"row {row}: a guess comes before its parent")
+        if not np.all((draft.parents >= -1) & (draft.parents < np.arange(len(draft)))):
+            raise ValueError(f"row {row}: a parent is neither the root nor an earlier guess")
         chain_parents = np.arange(base - 1, base - 1 + count, dtype=np.int32)
         chain_parents[0] = -1
         # A guess's parent -1 is the root, which sits just before the guesses.
@@ -115,7 +115,7 @@ def batch(known: list[Ints], drafts: list[Draft]) -> TreeBatch:
 
 def _depths(known: int, parents: Ints) -> Ints:
     """Depth of every node of one row: the chain counts up, a guess is its parent's plus one."""
-    depth = np.arange(known + len(parents), dtype=np.int32)
-    for index, parent in enumerate(parents):
-        depth[known + index] = depth[known + parent] + 1
-    return depth
+    depth = list(range(known))
+    for parent in parents.tolist():
+        depth.append(depth[known + parent] + 1)
+    return np.array(depth, np.int32)
