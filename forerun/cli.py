@@ -192,3 +192,6 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
 }
+
+if __name__ == "__main__":
+    console()

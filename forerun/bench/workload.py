@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,12 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     if not 1 <= count <= len(prompts):
         raise ConfigError(f"{count} prompts were asked for, but there are 1 to {len(prompts)}.")
     return [prompts[index * len(prompts) // count] for index in range(count)]
+
+
+def labelled(prompt: Prompt, label: str) -> Prompt:
+    """The prompt with `label` before its first message."""
+    first, *rest = prompt.messages
+    return replace(prompt, messages=(first | {"content": label + first["content"]}, *rest))
 
 
 def _prompt(line: str, where: str, number: int) -> Prompt:

@@ -16,7 +16,8 @@ from forerun.config import EngineConfig
 from forerun.memory import human
 
 err = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+# A pipe has no width: give tables room there, they are read later.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def say(text: str) -> None:

@@ -1,0 +1,173 @@
+"""A load generator for any server that speaks the OpenAI chat API, with streaming."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+from forerun.bench.workload import Prompt
+from forerun.config import AskConfig
+from forerun.errors import ConfigError
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+EXTENSIONS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+"""Fields that are not OpenAI's: sent only where they differ from these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go.
+
+    url     ends before /chat/completions, e.g. http://127.0.0.1:8000/v1
+    """
+
+    url: str
+    model: str
+    api_key: str = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """With the key, if there is one."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(slots=True)
+class Timing:
+    """One request as a client saw it; seconds since it was sent.
+
+    arrivals  when each piece of text came (several tokens may share a piece)
+    tokens    output tokens, by the server's own count where it gives one
+    error     what went wrong, or None
+    """
+
+    arrivals: list[float] = field(default_factory=list)
+    tokens: int = 0
+    total: float = 0.0
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """Time to the first piece of text."""
+        return self.arrivals[0]
+
+    @property
+    def per_token(self) -> float | None:
+        """Mean seconds per token after the first piece; None for answers too short to tell."""
+        span = self.arrivals[-1] - self.arrivals[0]
+        return span / (self.tokens - 1) if self.tokens > 1 and span > 0 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between pieces of text: what a reader sees as stutter."""
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+def body_of(
+    prompt: Prompt, model: str, ask: AskConfig, speculative: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The request's JSON. `speculative` is Forerun's own field; None leaves it out."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(prompt.messages),
+        "max_tokens": ask.max_tokens,
+        "temperature": ask.temperature,
+        "top_p": ask.top_p,
+        "seed": ask.seed,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if ask.stop:
+        body["stop"] = list(ask.stop)
+    for name, usual in EXTENSIONS.items():
+        if getattr(ask, name) != usual:
+            body[name] = getattr(ask, name)
+    if speculative is not None:
+        body["speculative"] = speculative
+    return body
+
+
+async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Timing:
+    """Send one request and read its stream to the end. Errors are recorded, not raised."""
+    timing, started, pieces = Timing(), perf_counter(), 0
+    url = f"{endpoint.url.rstrip('/')}/chat/completions"
+    try:
+        async with client.stream("POST", url, json=body, headers=endpoint.headers) as response:
+            if response.status_code != httpx.codes.OK:
+                await response.aread()
+                timing.error = f"HTTP {response.status_code}: {response.text[:200]}"
+                return timing
+            async for event in _events(response):
+                if event.get("error"):
+                    timing.error = str(event["error"])[:200]
+                if any((choice.get("delta") or {}).get("content") for choice in _choices(event)):
+                    timing.arrivals.append(perf_counter() - started)
+                    pieces += 1
+                if event.get("usage"):
+                    timing.tokens = int(event["usage"]["completion_tokens"])
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        timing.error = f"{type(error).__name__}: {error}"[:200]
+    timing.total = perf_counter() - started
+    timing.tokens = timing.tokens or pieces
+    if timing.error is None and not timing.arrivals:
+        timing.error = "the answer was empty"
+    return timing
+
+
+def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(event.get("choices") or [])
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data:") and line[5:].strip() != "[DONE]":
+            event = json.loads(line[5:])
+            if isinstance(event, dict):
+                yield event
+
+
+async def load_level(
+    endpoint: Endpoint,
+    bodies: Sequence[dict[str, Any]],
+    at_once: int,
+    finished: Callable[[int], None] = lambda _: None,
+) -> tuple[list[Timing], float]:
+    """Keep `at_once` requests in flight until all are answered. Timings and total seconds."""
+    waiting = iter(bodies)
+    done: list[Timing] = []
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+
+        async def worker() -> None:
+            for body in waiting:
+                done.append(await ask_once(client, endpoint, body))
+                finished(len(done))
+
+        started = perf_counter()
+        await asyncio.gather(*(worker() for _ in range(at_once)))
+        return done, perf_counter() - started
+
+
+def find_model(url: str, api_key: str, wanted: str | None) -> str:
+    """The name of the model to ask for: `wanted`, or the first that the server lists.
+
+    Raises ConfigError where the server does not answer or lists none.
+    """
+    if wanted:
+        return wanted
+    endpoint = Endpoint(url, "", api_key)
+    try:
+        answer = httpx.get(
+            f"{url.rstrip('/')}/models", headers=endpoint.headers, timeout=10.0, trust_env=False
+        )
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{url} does not list its models ({error}). Is a server running there, and does the "
+            "address end in /v1?"
+        ) from error

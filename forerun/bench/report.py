@@ -1,0 +1,147 @@
+"""From timings to numbers, a table and a picture."""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from forerun.bench.client import Timing
+from forerun.errors import ConfigError
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One side at one concurrency: medians over repeats. Times in milliseconds.
+
+    first_ms      time to first text, percentiles by name ("p50", ...)
+    per_token_ms  mean time per token after the first text, over requests
+    gap_ms        time between pieces of text
+    throughput    output tokens per second, all requests together
+    """
+
+    side: str
+    at_once: int
+    requests: int
+    errors: int
+    throughput: float
+    tokens: int
+    first_ms: dict[str, float]
+    per_token_ms: dict[str, float]
+    gap_ms: dict[str, float]
+    total_ms: dict[str, float]
+    first_error: str | None
+
+
+def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: float) -> Level:
+    """The numbers of one repeat at one level. Failed requests count as errors only."""
+    good = [timing for timing in timings if timing.error is None]
+    tokens = sum(timing.tokens for timing in good)
+    return Level(
+        side=side,
+        at_once=at_once,
+        requests=len(timings),
+        errors=len(timings) - len(good),
+        throughput=tokens / seconds if seconds > 0 else 0.0,
+        tokens=tokens,
+        first_ms=percentiles([timing.first for timing in good]),
+        per_token_ms=percentiles([t.per_token for t in good if t.per_token is not None]),
+        gap_ms=percentiles([gap for timing in good for gap in timing.gaps]),
+        total_ms=percentiles([timing.total for timing in good]),
+        first_error=next((timing.error for timing in timings if timing.error), None),
+    )
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Percentiles in milliseconds, by linear interpolation; empty without values."""
+    if not seconds:
+        return {}
+    values = np.percentile(np.asarray(seconds) * 1000.0, PERCENTILES)
+    return {f"p{name}": float(value) for name, value in zip(PERCENTILES, values, strict=True)}
+
+
+def median_of(repeats: Sequence[Level]) -> Level:
+    """Number by number the median over repeats of one level; counts add up."""
+    first = repeats[0]
+
+    def middle(name: str) -> dict[str, float]:
+        columns = [getattr(level, name) for level in repeats if getattr(level, name)]
+        keys = columns[0] if columns else {}
+        return {key: statistics.median(column[key] for column in columns) for key in keys}
+
+    return Level(
+        side=first.side,
+        at_once=first.at_once,
+        requests=sum(level.requests for level in repeats),
+        errors=sum(level.errors for level in repeats),
+        throughput=statistics.median(level.throughput for level in repeats),
+        tokens=sum(level.tokens for level in repeats),
+        first_ms=middle("first_ms"),
+        per_token_ms=middle("per_token_ms"),
+        gap_ms=middle("gap_ms"),
+        total_ms=middle("total_ms"),
+        first_error=next((level.first_error for level in repeats if level.first_error), None),
+    )
+
+
+def table(levels: Sequence[Level], title: str) -> Table:
+    """A table for the terminal; times as p50 / p99."""
+    drawn = Table(title=title, caption="times: p50 / p99 in ms; medians over repeats")
+    drawn.add_column("speculation")
+    names = (
+        "at once",
+        "tokens/s",
+        "first text",
+        "per token",
+        "between texts",
+        "requests",
+        "errors",
+    )
+    for name in names:
+        drawn.add_column(name, justify="right")
+    for level in levels:
+        drawn.add_row(
+            level.side,
+            str(level.at_once),
+            f"{level.throughput:.1f}",
+            _pair(level.first_ms),
+            _pair(level.per_token_ms),
+            _pair(level.gap_ms),
+            str(level.requests),
+            str(level.errors),
+        )
+    return drawn
+
+
+def _pair(values: dict[str, float]) -> str:
+    return f"{values['p50']:.1f} / {values['p99']:.1f}" if values else "-"
+
+
+def as_dict(levels: Sequence[Level], facts: dict[str, Any]) -> dict[str, Any]:
+    """Everything as plain values: what was asked, where, and the numbers."""
+    return facts | {"levels": [asdict(level) for level in levels]}
+
+
+def write(folder: Path, report: dict[str, Any], levels: Sequence[Level], title: str) -> list[Path]:
+    """Write report.json and, where matplotlib is installed, report.png. The files written.
+
+    Raises ConfigError where the folder cannot be written.
+    """
+    written = [folder / "report.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written[0].write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+        if find_spec("matplotlib"):
+            written.append(folder / "report.png")
+            import_module("forerun.bench.picture").draw(written[1], levels, title)
+    except OSError as error:
+        raise ConfigError(f"The report cannot be written to {folder}: {error}.") from error
+    return written
