@@ -46,6 +46,17 @@ def test_preempted_and_resumed_text_is_the_same(name):
     assert engine.stats().preemptions > 0
 
 
+def test_guesses_take_no_page_from_anyone():
+    """With guesses that are all rejected, who runs when is exactly as without."""
+
+    def history(name):
+        engine = make(name, page_size=2, pages=20, slots=6, max_nodes=64)
+        run(engine, *(ask(str(i), f"Prompt {i}", 20) for i in range(6)))
+        return engine.stats().preemptions, engine.stats().steps
+
+    assert history("adversary") == history("none") and history("none")[0] > 0
+
+
 def test_the_oracle_is_always_right():
     engine = make("oracle", nodes=4, depth=4)
     ear = run(engine, ask(max_tokens=21, prompt="abc"))

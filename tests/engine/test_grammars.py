@@ -1,0 +1,116 @@
+"""The engine's side of structured output, with a grammar simple enough to read here."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from forerun.engine.loop import Engine, EngineOptions
+from forerun.engine.request import Finish
+from forerun.errors import RequestError
+from forerun.executors.toy import ToyExecutor
+from forerun.spec.policy import FixedPolicy
+from forerun.spec.tree import NodeMasks
+from tests.engine.toys import TOKENIZER, VOCAB, ask, drafter, limits, run
+
+DIGITS = range(48, 58)
+
+
+@dataclass(frozen=True)
+class Digits:
+    """So many digits and nothing else. `trouble`: where the matcher breaks down."""
+
+    count: int
+    trouble: str = ""
+
+
+class DigitGrammars:
+    def __init__(self):
+        self.left: dict[int, int] = {}
+        self.trouble: dict[int, str] = {}
+        self.failed: dict[int, str] = {}
+
+    def open(self, slot, grammar, output):
+        assert slot not in self.left
+        if grammar.trouble == "open":
+            raise RequestError("no such grammar", "grammar")
+        self.left[slot] = grammar.count - sum(1 for token in output if token in DIGITS)
+        self.trouble[slot] = grammar.trouble
+
+    def close(self, slot):
+        self.left.pop(slot, None)
+        self.trouble.pop(slot, None)
+
+    def guide(self, slots, drafts, nodes, depth):
+        return drafts
+
+    def masks(self, slots, trees):
+        """Mask 0 allows digits, mask 1 the end: for nodes with no digit left to come."""
+        allowed = np.zeros((2, -(-VOCAB // 32) * 32), np.uint8)
+        allowed[0, list(DIGITS)] = 1
+        allowed[1, 257] = 1
+        row = np.full(len(trees.tokens), -1, np.int32)
+        for b, slot in enumerate(slots.tolist()):
+            if slot not in self.left:
+                continue
+            for node in trees.nodes(b):
+                guesses = int(trees.depth[node] - trees.depth[trees.root(b)])
+                row[node] = self.left[slot] <= guesses
+            if self.trouble[slot] == "masks":
+                self.failed[slot] = "the matcher is stuck"
+        bits = np.packbits(allowed, axis=1, bitorder="little")
+        return NodeMasks(row, bits.view(np.uint32))
+
+    def commit(self, slot, tokens):
+        if self.trouble[slot] == "commit":
+            raise RequestError("the matcher lost its way", "grammar")
+        assert all(token in DIGITS for token in tokens)
+        self.left[slot] -= len(tuple(tokens))
+        return self.left[slot] <= 0
+
+    def errors(self):
+        failed, self.failed = self.failed, {}
+        return failed
+
+
+def engine(name="none", **shape):
+    executor = ToyExecutor(limits(**shape))
+    policy = FixedPolicy(4, 1) if name != "none" else FixedPolicy(0, 0)
+    grammars = DigitGrammars()
+    made = Engine(
+        executor, drafter(name, executor.limits.slots), policy, TOKENIZER, grammars, EngineOptions()
+    )
+    return made, grammars
+
+
+@pytest.mark.parametrize("name", ["none", "erratic"])
+def test_text_follows_the_grammar_and_ends_with_it(name):
+    made, grammars = engine(name)
+    free = ask("free")
+    ear = run(made, ask("digits", grammar=Digits(6), max_tokens=30), free)
+    ear.expect(free)
+    assert ear.text("digits").isdigit() and ear.last("digits").finish == Finish.STOP
+    assert len(ear.text("digits")) == 6
+    assert not grammars.left
+
+
+def test_a_matcher_is_replayed_after_preemption():
+    made, grammars = engine(page_size=2, pages=16, slots=4)
+    ear = run(
+        made, *(ask(str(i), f"{i} digits", grammar=Digits(14), max_tokens=20) for i in range(4))
+    )
+    assert made.stats().preemptions > 0
+    assert [len(ear.text(str(i))) for i in range(4)] == [14] * 4
+    assert not grammars.left
+
+
+@pytest.mark.parametrize("trouble", ["open", "masks", "commit"])
+def test_a_failing_grammar_ends_its_request_only(trouble):
+    made, grammars = engine()
+    good = ask("good")
+    ear = run(made, ask("bad", grammar=Digits(5, trouble), n=2), good)
+    ear.expect(good)
+    for index in range(2):
+        assert ear.last("bad", index).finish == Finish.ERROR and ear.last("bad", index).error
+    assert ear.text("bad") == "" or trouble == "commit"
+    assert not grammars.left and made.alive

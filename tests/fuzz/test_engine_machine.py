@@ -1,0 +1,109 @@
+"""The whole engine on the toy under arbitrary use: texts stay right, and nothing leaks."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from forerun.engine.request import Finish, Speculation
+from tests.engine.toys import Ear, ask, make, reference
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([1, 2, 3, 8, 256]),
+        "slots": st.integers(1, 5),
+        "max_nodes": st.integers(2, 20),
+        "nodes": st.integers(1, 6),
+        "depth": st.integers(1, 6),
+    }
+)
+SAMPLING = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.8, 1.5]),
+        "seed": st.integers(0, 3),
+        "frequency_penalty": st.sampled_from([0.0, 0.7]),
+        "top_k": st.sampled_from([0, 4]),
+        "min_tokens": st.sampled_from([0, 3]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+    }
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Submits, aborts and steps in any order, in pools that are often too small for all."""
+
+    @initialize(
+        shape=SHAPES,
+        room=st.integers(24, 60),
+        name=st.sampled_from(["none", "ngram", "oracle", "adversary", "erratic"]),
+    )
+    def build(self, shape, room, name):
+        pages = -(-room // shape["page_size"])
+        self.engine = make(name, pages=pages, **shape)
+        self.ear = Ear()
+        self.asked = {}
+
+    @rule(
+        prompt=st.sampled_from(["a", "ab", "Hello", "Hello, w", "Hello, world!"]),
+        max_tokens=st.integers(3, 11),
+        n=st.sampled_from([1, 1, 2, 3]),
+        stop=st.sampled_from([(), (), ("a",), ("bc", "lk"), ("p", "ghi")]),
+        include_stop=st.booleans(),
+        sampling=SAMPLING,
+        speculation=st.sampled_from(
+            [Speculation(), Speculation(enabled=False), Speculation(max_nodes=2, max_depth=1)]
+        ),
+    )
+    def submit(self, prompt, max_tokens, n, stop, include_stop, sampling, speculation):
+        request = ask(
+            str(len(self.asked)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
+            speculation=speculation, **sampling,
+        )  # fmt: skip
+        self.engine.submit(request, self.ear)
+        self.asked[request.id] = request
+
+    @rule(data=st.data())
+    def abort(self, data):
+        if self.asked:
+            self.engine.abort(data.draw(st.sampled_from(sorted(self.asked))))
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps):
+        for _ in range(steps):
+            self.engine.step_once()
+            self.engine.check()
+
+    @invariant()
+    def what_was_told_is_right_so_far(self):
+        for delta in self.ear.deltas[-3:] if hasattr(self, "ear") else ():
+            tokens, text, _ = reference(self.asked[delta.request], delta.index)
+            told = self.ear.tokens(delta.request, delta.index)
+            assert told == tokens[: len(told)]
+            assert text.startswith(self.ear.text(delta.request, delta.index))
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        steps = 0
+        while self.engine.step_once():
+            steps += 1
+            assert steps < 3000, "somebody starves"
+        self.engine.check()
+        load = self.engine.stats().load
+        assert load.pages_held == load.running == load.waiting == 0
+        for request in self.asked.values():
+            for index in range(request.n):
+                if self.ear.last(request.id, index).finish == Finish.ABORT:
+                    continue
+                tokens, text, finish = reference(request, index)
+                assert self.ear.tokens(request.id, index) == tokens
+                assert self.ear.text(request.id, index) == text
+                assert self.ear.last(request.id, index).finish == finish
+                if request.sampling.prompt_logprobs is not None:
+                    entries = self.ear.of(request.id, index)[0].prompt_logprobs
+                    assert [entry.token for entry in entries] == request.prompt[1:].tolist()
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=25, deadline=None, derandomize=True
+)
+TestEngine = EngineMachine.TestCase

@@ -1,0 +1,125 @@
+"""Pages, prefix index and tables under arbitrary use, against a model that only knows texts."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)  # fmt: skip
+
+from forerun.cache.pages import PagePool
+from forerun.cache.prefix import PrefixIndex
+from forerun.cache.table import PageTable
+
+
+class Text:
+    """A table and what it should contain."""
+
+    def __init__(self, table, tokens):
+        self.table = table
+        self.tokens = tokens
+
+
+class PagesMachine(RuleBasedStateMachine):
+    """Several tables share one pool. Every page's content is tracked as an executor would."""
+
+    texts = Bundle("texts")
+
+    @initialize(pages=st.integers(1, 12), size=st.integers(1, 4))
+    def build(self, pages, size):
+        self.index = PrefixIndex(PagePool(pages), size)
+        self.size = size
+        self.live: list[Text] = []
+        self.memory = np.full((pages, size), -1)
+
+    @rule(target=texts, data=st.data())
+    def start(self, data):
+        tokens = data.draw(st.lists(st.integers(0, 1), max_size=10))
+        table = PageTable(self.index)
+        cached = table.start(np.array(tokens, np.int32))
+        assert cached % self.size == 0 and cached <= len(tokens)
+        text = Text(table, tokens[:cached])
+        self.live.append(text)
+        return text
+
+    @rule(text=texts, tokens=st.lists(st.integers(0, 1), max_size=8), slack=st.integers(0, 6))
+    def advance(self, text, tokens, slack):
+        """Reserve, write, commit: as a step does, with or without guesses that were rejected."""
+        if text not in self.live:
+            return
+        before = self.index.available
+        if not text.table.reserve(len(tokens) + slack):
+            assert self.index.available == before
+            return
+        table, start = text.table, text.table.length
+        for position, token in enumerate(tokens, start):
+            page = table.pages[position // self.size]
+            assert self.index.pool.references(page) == 1, "a shared page is written to"
+            self.memory[page, position % self.size] = token
+        text.tokens = text.tokens + tokens
+        table.commit(len(tokens), np.array(text.tokens, np.int32))
+
+    @rule(text=texts)
+    def rollback(self, text):
+        text.table.rollback()
+
+    @rule(text=consumes(texts))
+    def release(self, text):
+        text.table.release()
+        self.live = [other for other in self.live if other is not text]
+
+    @rule(target=texts, text=texts)
+    def fork(self, text):
+        """Another sequence begins with the same text: its full pages are shared."""
+        tokens = text.tokens if text in self.live else []
+        table = PageTable(self.index)
+        cached = table.start(np.array(tokens, np.int32))
+        assert cached == len(tokens) // self.size * self.size
+        other = Text(table, tokens[:cached])
+        self.live.append(other)
+        return other
+
+    @rule()
+    @precondition(lambda self: self.index.kept)
+    def forget(self):
+        self.index.clear()
+        assert self.index.kept == 0
+
+    @invariant()
+    def nothing_leaked(self):
+        if not hasattr(self, "index"):
+            return
+        self.index.check()
+        held = {}
+        for text in self.live:
+            text.table.check()
+            for page in text.table.pages:
+                held[page] = held.get(page, 0) + 1
+        pool = self.index.pool
+        assert all(pool.references(page) == held.get(page, 0) for page in range(pool.pages))
+
+    @invariant()
+    def every_table_reads_its_own_text(self):
+        for text in getattr(self, "live", ()):
+            pages = np.array(text.table.pages, np.int64)
+            content = self.memory[pages].ravel()[: text.table.length]
+            assert content.tolist() == text.tokens
+
+    def teardown(self):
+        for text in getattr(self, "live", ()):
+            text.table.release()
+        if hasattr(self, "index"):
+            self.index.check()
+            assert self.index.pool.held == 0
+
+
+PagesMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
+TestPages = PagesMachine.TestCase
