@@ -127,11 +127,45 @@ def tokenizer() -> tokenizers.Tokenizer:
     return made
 
 
-def write_gguf(hf: Any, path: Path, kind: str = "F32") -> Path:
-    """Write the weights as llama.cpp's converter would; matrices quantised as `kind`."""
+def write_gguf(
+    hf: Any,
+    path: Path,
+    kind: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    stored: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Write the weights as llama.cpp's converter would; matrices quantised as `kind`.
+
+    metadata  keys to set or, with None, to leave out
+    stored    canonical name -> raw bytes and their type, instead of the weight
+    extra     more tensors, under their names in the file
+    """
     settings, family = hf.config, hf.config.model_type
     name = "llama" if family == "mistral" else family
     writer = gguf.GGUFWriter(path, name)
+    _add_metadata(writer, hf, metadata or {})
+    quant = gguf.GGMLQuantizationType[kind]
+    for source, weight in weights(hf).items():
+        array = interleaved(source, weight, settings) if name == "llama" else weight
+        if stored and source in stored:
+            raw, raw_kind = stored[source]
+            writer.add_tensor(gguf_name(source), raw, raw_dtype=raw_kind)
+        elif array.ndim == 1:
+            writer.add_tensor(gguf_name(source), array)
+        else:
+            writer.add_tensor(gguf_name(source), quantize(array, quant), raw_dtype=quant)
+    for source, array in (extra or {}).items():
+        writer.add_tensor(source, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> None:
+    settings = hf.config
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
@@ -144,19 +178,11 @@ def write_gguf(hf: Any, path: Path, kind: str = "F32") -> Path:
     writer.add_vocab_size(settings.vocab_size)
     _add_rope(writer, hf)
     _add_tokenizer(writer)
-    quant = gguf.GGMLQuantizationType[kind]
-    for source, weight in weights(hf).items():
-        stored = gguf_name(source)
-        array = interleaved(source, weight, settings) if name == "llama" else weight
-        if array.ndim == 1:
-            writer.add_tensor(stored, array)
-        else:
-            writer.add_tensor(stored, quantize(array, quant), raw_dtype=quant)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    (values,) = writer.kv_data
+    for key, value in changes.items():
+        values.pop(key, None)
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
 
 def interleaved(name: str, array: np.ndarray, settings: Any) -> np.ndarray:

@@ -1,0 +1,213 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from forerun.errors import ModelError
+from forerun.models.arch import FAMILIES
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.folder import FolderCheckpoint, bos_id, chat_template, eos_ids
+from tests.models import tiny
+
+IDS = torch.arange(100)[None]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny.save_folder(tiny.model("llama"), tmp_path / "tiny")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rewrite(folder, change):
+    """Apply `change` to the dictionary of tensors in model.safetensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_and_logits_are_those_of_transformers(family, shards, tied, tmp_path):
+    hf = tiny.model(family, tie_word_embeddings=tied)
+    checkpoint: Checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, shards))
+    assert len(list(tmp_path.glob("*.safetensors"))) >= shards
+    weights = tiny.weights(hf)
+    assert set(checkpoint.names()) == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+        assert checkpoint.shape(name) == weight.shape
+    assert torch.equal(tiny.reference(checkpoint)(IDS).logits, hf(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, "F32"), (torch.float16, "F16"), (torch.bfloat16, "BF16")]
+)
+def test_storage_types(dtype, kind, tmp_path):
+    hf = tiny.model("qwen2")
+    checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, dtype=dtype))
+    for name, weight in hf.state_dict().items():
+        expected = weight.to(dtype).float().numpy()
+        np.testing.assert_array_equal(checkpoint.tensor(name), expected)
+        packed = checkpoint.packed(name)
+        if weight.dim() == 1:
+            assert packed is None
+        else:
+            assert (packed.kind, packed.columns) == (kind, weight.shape[1])
+            assert packed.rows.shape == (weight.shape[0], weight.shape[1] * dtype.itemsize)
+            raw = weight.to(dtype).view(torch.uint8).numpy()
+            np.testing.assert_array_equal(packed.rows, raw)
+
+
+def test_unknown_name_is_a_key_error(folder):
+    checkpoint = FolderCheckpoint(folder)
+    for ask in (checkpoint.tensor, checkpoint.shape, checkpoint.packed):
+        with pytest.raises(KeyError):
+            ask("nothing")
+
+
+def test_every_wrong_tensor_is_named(folder):
+    def spoil(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mystery"] = np.zeros(3, np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
+
+    rewrite(folder, spoil)
+    with pytest.raises(ModelError) as caught:
+        FolderCheckpoint(folder)
+    message = str(caught.value)
+    assert "missing model.norm.weight" in message
+    assert "unexpected model.layers.0.mystery" in message
+    assert "lm_head.weight is [319, 64], not [320, 64]" in message
+
+
+def test_long_lists_of_wrong_tensors_are_cut(folder):
+    rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors)[1:]])
+    with pytest.raises(ModelError, match=r"and \d+ more") as caught:
+        FolderCheckpoint(folder)
+    assert len(str(caught.value)) < 2000
+
+
+def test_old_rotary_tables_are_left_out(folder):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, lambda tensors: tensors.update({name: np.ones(8, np.float32)}))
+    assert name not in FolderCheckpoint(folder).names()
+
+
+def test_a_copy_of_a_tied_head_is_left_out_and_a_contradiction_refused(tmp_path):
+    folder = tiny.save_folder(tiny.model("llama", tie_word_embeddings=True), tmp_path)
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))
+    assert "lm_head.weight" not in FolderCheckpoint(folder).names()
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(ModelError, match="differs from the embedding"):
+        FolderCheckpoint(folder)
+
+
+def test_pickles_are_refused_with_a_way_out(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
+        FolderCheckpoint(folder)
+
+
+def test_folders_that_are_no_models(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors"):
+        FolderCheckpoint(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json$"):
+        FolderCheckpoint(folder)
+    (folder / "x.gguf").touch()
+    with pytest.raises(ModelError, match=r"x\.gguf"):
+        FolderCheckpoint(folder)
+    (folder / "adapter_config.json").touch()
+    with pytest.raises(ModelError, match="adapter"):
+        FolderCheckpoint(folder)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return tiny.save_folder(tiny.model("llama"), tmp_path / "sharded", shards=3)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("../model.safetensors", r"\.\./model"),
+        ("/etc/model.safetensors", "/etc"),
+        ("a\\model.safetensors", "beside it"),
+        ("pytorch_model.bin", r"pytorch_model\.bin"),
+        ("absent.safetensors", r"absent\.safetensors cannot be read"),
+        (7, "weight_map"),
+        (None, "weight_map"),
+    ],
+)
+def test_index_must_name_files_beside_it(file, named, sharded):
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit(sharded / INDEX, weight_map=index | {"model.norm.weight": file})
+    with pytest.raises(ModelError, match=named):
+        FolderCheckpoint(sharded)
+
+
+def test_index_and_files_must_agree(sharded):
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    others = sorted(set(index.values()) - {index["model.norm.weight"]})
+    for changed in (
+        index | {"model.norm.weight": others[0]},
+        index | {"model.extra": others[0]},
+        {name: file for name, file in index.items() if name != "model.norm.weight"},
+    ):
+        edit(sharded / INDEX, weight_map=changed)
+        with pytest.raises(ModelError, match=r"disagree on model\.(norm|extra)"):
+            FolderCheckpoint(sharded)
+
+
+def test_a_tensor_in_two_shards_is_refused(sharded):
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    shutil.copy(sharded / index["model.norm.weight"], sharded / "model-9.safetensors")
+    edit(sharded / INDEX, weight_map=index | {"model.extra": "model-9.safetensors"})
+    with pytest.raises(ModelError, match="repeats tensors"):
+        FolderCheckpoint(sharded)
+
+
+def test_ends_of_text(folder):
+    config = {"eos_token_id": [7, 9]}
+    edit(folder / "generation_config.json", eos_token_id=9)
+    assert eos_ids(folder, config, 320) == (9, 7)
+    (folder / "generation_config.json").unlink()
+    assert eos_ids(folder, config, 320) == (7, 9)
+    assert eos_ids(folder, {}, 320) == ()
+    for bad in ("2", 320, -1, True, 1.0):
+        with pytest.raises(ModelError, match="eos_token_id"):
+            eos_ids(folder, {"eos_token_id": bad}, 320)
+
+
+def test_begin_of_text(folder):
+    assert bos_id(folder, {"bos_token_id": 1}, 320) == 1
+    assert bos_id(folder, {}, 320) is None
+    edit(folder / "tokenizer_config.json", bos_token=None)
+    assert bos_id(folder, {"bos_token_id": 1}, 320) is None
+
+
+def test_chat_templates(folder):
+    assert chat_template(folder) == tiny.CHAT_TEMPLATE
+    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    edit(folder / "tokenizer_config.json", chat_template=several)
+    assert chat_template(folder) == "D"
+    edit(folder / "tokenizer_config.json", chat_template=7)
+    with pytest.raises(ModelError, match="chat_template"):
+        chat_template(folder)
+    (folder / "chat_template.jinja").write_text("J")
+    assert chat_template(folder) == "J"
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert chat_template(folder) is None

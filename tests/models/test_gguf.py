@@ -1,0 +1,183 @@
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+
+from forerun.errors import ModelError
+from forerun.models.arch import FAMILIES
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.gguf_header import read_header
+from forerun.models.rope import Divided, Linear, Yarn
+from tests.models import tiny
+
+IDS = torch.arange(200)[None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "rope", [{}, tiny.LINEAR, tiny.LLAMA3, tiny.YARN], ids=lambda r: str(r)[:24]
+)
+def test_weights_and_logits_are_those_of_transformers(family, rope, tmp_path):
+    hf = tiny.model(family, rope=rope, tie_word_embeddings=bool(rope))
+    checkpoint: Checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))
+    weights = tiny.weights(hf)
+    assert set(checkpoint.names()) == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+    assert checkpoint.architecture.norm_eps == 1e-5
+    kinds = {"linear": Linear, "llama3": Divided, "yarn": Yarn, None: type(None)}
+    assert isinstance(checkpoint.architecture.rope.scaling, kinds[rope.get("rope_type")])
+    difference = (tiny.reference(checkpoint)(IDS).logits - hf(IDS).logits).abs().max()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", tiny.QUANTS)
+def test_quantised_rows_come_back_in_canonical_order(family, kind, tmp_path):
+    hf = tiny.model(family)
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", kind))
+    quant = gguf.GGMLQuantizationType[kind]
+    for name, weight in tiny.weights(hf).items():
+        packed = checkpoint.packed(name)
+        if weight.ndim == 1:
+            np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+            assert packed is None
+            continue
+        raw = quantize(weight, quant)
+        np.testing.assert_array_equal(checkpoint.tensor(name), dequantize(raw, quant))
+        assert (packed.kind, packed.columns) == (kind, weight.shape[1])
+        np.testing.assert_array_equal(packed.rows, raw.view(np.uint8))
+
+
+def test_biases_of_a_llama_are_put_back_too(tmp_path):
+    hf = tiny.model("llama", attention_bias=True, mlp_bias=True)
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))
+    for name, weight in tiny.weights(hf).items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+    assert torch.equal(tiny.reference(checkpoint)(IDS).logits, hf(IDS).logits)
+
+
+READABLE = [
+    kind
+    for kind in gguf.GGMLQuantizationType
+    if kind in gguf.quants._type_traits or kind.name in ("F32", "F16")
+]
+
+
+@pytest.mark.parametrize("kind", READABLE, ids=lambda kind: kind.name)
+def test_every_type_that_the_gguf_package_dequantises(kind, tmp_path):
+    """Random blocks: the reader must find the same bytes and shape as the package."""
+    hidden = 256
+    hf = tiny.model("qwen2", hidden_size=hidden, intermediate_size=hidden, head_dim=hidden // 4)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (hidden, hidden // block * size), np.uint8)
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = tmp_path / "x.gguf"
+    tiny.write_gguf(hf, path, stored={name: (raw, kind)})
+    checkpoint = GgufCheckpoint(path)
+    with np.errstate(all="ignore"):
+        expected = dequantize(raw, kind)
+    np.testing.assert_array_equal(checkpoint.tensor(name), expected)
+    np.testing.assert_array_equal(checkpoint.packed(name).rows, raw)
+    assert checkpoint.packed(name).kind == kind.name
+
+
+def test_types_that_cannot_be_dequantised_are_refused_by_name(tmp_path):
+    kind = gguf.GGMLQuantizationType.I32
+    raw = np.zeros((64, 96 * 4), np.uint8)
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", stored={name: (raw, kind)})
+    with pytest.raises(ModelError, match=r"blk\.1\.ffn_down\.weight.*I32"):
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("expert_count", 8, "expert_count"),
+        ("attention.causal", False, None),
+        ("attention.causal", True, None),
+        ("attention.key_length", 32, "embedding|q_proj|value_length"),
+        ("attention.value_length", 32, "value_length"),
+        ("rope.dimension_count", 8, "dimension_count"),
+        ("rope.scaling.type", "longrope", "longrope"),
+        ("rope.scaling.type", "none", None),
+        ("rope.scaling.attn_factor", 2.0, "attn_factor"),
+        ("rope.scaling.yarn_log_multiplier", 0.1, "yarn_log_multiplier"),
+        ("logit_scale", 0.5, "logit_scale"),
+        ("logit_scale", 0.0, None),
+        ("vocab_size", 321, "vocab_size"),
+        ("block_count", 3, r"missing model\.layers\.2"),
+        ("block_count", 1, r"unexpected model\.layers\.1"),
+        ("block_count", 10**9, "layers"),
+        ("block_count", "two", "block_count"),
+        ("attention.head_count", 5, "heads"),
+        ("attention.head_count_kv", [2, 2], "head_count_kv"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "epsilon"),
+        ("rope.freq_base", 0.0, "theta"),
+        ("rope.freq_base", float("inf"), "freq_base"),
+        ("embedding_length", None, "embedding_length is missing"),
+        ("context_length", None, "context_length is missing"),
+        ("some.new.key", "new", r"llama\.some\.new\.key"),
+    ],
+)
+def test_metadata_is_honoured_or_refused_by_name(key, value, named, tmp_path):
+    path = tmp_path / "x.gguf"
+    tiny.write_gguf(tiny.model("llama"), path, metadata={f"llama.{key}": value})
+    if named is None:
+        GgufCheckpoint(path)
+        return
+    with pytest.raises(ModelError, match=named):
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("general.architecture", "gemma3", "gemma3"),
+        ("general.architecture", None, "architecture None"),
+        ("general.type", "adapter", "adapter"),
+        ("split.count", 3, "llama-gguf-split"),
+        ("general.alignment", 48, "alignment"),
+    ],
+)
+def test_files_that_are_something_else(key, value, named, tmp_path):
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", metadata={key: value})
+    with pytest.raises(ModelError, match=named):
+        GgufCheckpoint(path)
+
+
+def test_window_and_yarn_factors(tmp_path):
+    metadata = {
+        "llama.attention.sliding_window": 100,
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.attn_factor": 0.5,
+        "llama.rope.scaling.original_context_length": 64,
+    }
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", metadata=metadata)
+    arch = GgufCheckpoint(path).architecture
+    assert (arch.context, arch.sliding_window) == (100, 100)
+    assert arch.rope.scaling == Yarn(4.0, 64, 0.5 * (0.1 * np.log(4.0) + 1))
+
+
+def test_unknown_tensors_are_named(tmp_path):
+    path = tmp_path / "x.gguf"
+    tiny.write_gguf(tiny.model("llama"), path, extra={"blk.0.mystery.weight": np.ones(3, "f4")})
+    with pytest.raises(ModelError, match=r"blk\.0\.mystery\.weight"):
+        GgufCheckpoint(path)
+
+
+def test_metadata_equals_the_packages(tmp_path):
+    path = tiny.write_gguf(tiny.model("qwen3"), tmp_path / "x.gguf")
+    theirs = gguf.GGUFReader(path)
+    ours = read_header(path)
+    names = [name for name in theirs.fields if not name.startswith("GGUF.")]
+    assert list(ours.metadata) == names
+    for name in names:
+        assert ours.metadata[name] == pytest.approx(theirs.fields[name].contents())
+    for tensor in theirs.tensors:
+        stored = ours.tensors[tensor.name]
+        assert (stored.start, stored.size) == (tensor.data_offset, tensor.n_bytes)
