@@ -13,7 +13,7 @@ from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, batch
 from forerun.types import Ints
 
-NODES = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128)
+NODES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 """Node counts that are timed, as far as limits and SECONDS allow. At least the first two are."""
 
 PER_ROW = 8
@@ -26,14 +26,14 @@ WORDS = 250
 """Token ids used are below this, which every vocabulary holds."""
 
 REPEATS = 3
-SECONDS = 0.6
+SECONDS = 0.4
 """No further count is begun after this long."""
 
 
 def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
     """Time steps of growing size. All slots must be closed, and are closed again afterwards.
 
-    The least of a few repeats counts: a machine with other work is slower now and then, never
+    The least of a few repeats counts (long steps need none): a machine with other work is slower now and then, never
     faster. Guesses are wrong on purpose, so that nothing but the root's token is kept.
     Raises ConfigError where the executor is too small to time two nodes.
     """
@@ -49,13 +49,14 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
         if len(counts) >= 2 and perf_counter() - begun > SECONDS:
             break
         counts.append(nodes)
-        times.append(_best(executor, _steps(limits, nodes)))
+        step, repeats = _steps(limits, nodes), REPEATS if nodes <= PER_ROW else 1
+        times.append(min(_time_step(executor, step) for _ in range(repeats)))
     # A bigger step is never cheaper: what says otherwise is noise.
     steady = 1000.0 * np.maximum.accumulate(times)
     return StepCosts(
         nodes=tuple(counts),
         verify_ms=tuple(steady.tolist()),
-        attend_ms=_attention_ms(executor, float(steady[1])),
+        attend_ms=_attention_ms(executor),
         draft_ms=1000.0 * _time_guess(drafter, limits),
     )
 
@@ -66,15 +67,21 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
     return limits.context > PER_ROW and rows <= limits.slots and rows * pages <= limits.pages
 
 
-def _attention_ms(executor: Executor, near_ms: float) -> float:
-    """What a node pays for 1,000 cached tokens, from two nodes behind CACHED of them."""
+def _attention_ms(executor: Executor) -> float:
+    """What a node pays for 1,000 cached tokens: two nodes behind CACHED of them and behind none,
+    timed in turn so that both meet the same machine.
+    """
     limits = executor.limits
     cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
         _time_step(executor, _Step(limits, [chunk % WORDS], 0, start, samples=False))
-    far_ms = 1000.0 * _best(executor, _Step(limits, [np.zeros(1, np.int32)], 1, cached))
-    return max(0.0, 1000.0 * (far_ms - near_ms) / (2 * cached))
+    root = [np.zeros(1, np.int32)]
+    far, near = _Step(limits, root, 1, cached), _Step(limits, root, 1)
+    # The far step first: the near one overwrites the start of the cache, not its length.
+    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(2 * REPEATS)]
+    extra = min(pair[0] for pair in pairs) - min(pair[1] for pair in pairs)
+    return max(0.0, 1e6 * extra / (2 * cached))
 
 
 class _Step:
@@ -111,10 +118,6 @@ def _steps(limits: ExecutorLimits, nodes: int) -> _Step:
     """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows."""
     rows = -(-nodes // PER_ROW)
     return _Step(limits, [np.zeros(1, np.int32)] * rows, nodes // rows - 1)
-
-
-def _best(executor: Executor, step: _Step) -> float:
-    return min(_time_step(executor, step) for _ in range(REPEATS))
 
 
 def _time_step(executor: Executor, step: _Step) -> float:
