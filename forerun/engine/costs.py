@@ -34,8 +34,8 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
     """Time steps of growing size. All slots must be closed, and are closed again afterwards.
 
     The least of a few repeats counts (long steps need none): a machine with other work is slower
-    now and then, never faster. Guesses are wrong on purpose, so that nothing but the root's token is kept.
-    Raises ConfigError where the executor is too small to time two nodes.
+    now and then, never faster. Guesses are wrong on purpose, so that nothing but the root's token
+    is kept. Raises ConfigError where the executor is too small to time two nodes.
     """
     limits, begun = executor.limits, perf_counter()
     possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]
