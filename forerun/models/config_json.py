@@ -89,7 +89,7 @@ def _architecture(keys: Keys) -> Architecture:
         vocab=keys.integer("vocab_size"),
         context=min(trained, window or trained),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
-        rope=_rope(keys, trained),
+        rope=rope_from(keys, trained),
         qkv_bias=biased or family == "qwen2",
         o_bias=biased,
         mlp_bias=family == "llama" and keys.flag("mlp_bias", False),
@@ -127,7 +127,7 @@ def _window(keys: Keys, family: Family, layers: int) -> int | None:
     return window if slides else None
 
 
-def _rope(keys: Keys, context: int) -> Rope:
+def rope_from(keys: Keys, context: int) -> Rope:
     """Both spellings: rope_theta with rope_scaling, and rope_parameters (transformers 5)."""
     scaling, parameters = keys.get("rope_scaling"), keys.get("rope_parameters")
     found = scaling or parameters or {}

@@ -28,7 +28,7 @@ class FolderCheckpoint:
         self._folder = folder
         self.config: dict[str, Any] = _config(folder)
         self.architecture: Architecture = architecture_from(self.config, folder)
-        self._files = _needed(_by_tensor(folder), self.architecture)
+        self._files = _needed(files_by_tensor(folder), self.architecture)
         shapes = {name: file.tensors[name].shape for name, file in self._files.items()}
         check_whole(self.architecture, shapes, folder)
 
@@ -69,10 +69,13 @@ def _config(folder: Path) -> dict[str, Any]:
     raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
 
 
-def _by_tensor(folder: Path) -> dict[str, TensorFile]:
-    """Tensor name -> the file that holds it; a single file goes before an index."""
+def files_by_tensor(folder: Path, maps: bool = False) -> dict[str, TensorFile]:
+    """Tensor name -> the file that holds it; a single file goes before an index.
+
+    maps  as in read_shard. Raises ModelError; for pickled weights with the hint to convert.
+    """
     if (folder / _SINGLE).is_file():
-        file = read_shard(folder / _SINGLE)
+        file = read_shard(folder / _SINGLE, maps)
         return dict.fromkeys(file.tensors, file)
     if (folder / _INDEX).is_file():
         return _sharded(folder)

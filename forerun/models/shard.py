@@ -17,10 +17,15 @@ _MOST_HEADER = 2 << 20
 _MOST_TENSORS = 65536
 _DIMENSIONS = 8
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTES_OF_MAPS = _BYTES | {"I64": 8, "I32": 4, "BOOL": 1}
+"""Draft heads also store vocabulary maps."""
 
 
-def read_shard(path: Path) -> TensorFile:
-    """Map one .safetensors file and check its header. ModelError for anything out of order."""
+def read_shard(path: Path, maps: bool = False) -> TensorFile:
+    """Map one .safetensors file and check its header. ModelError for anything out of order.
+
+    maps  tensors of integers and booleans are allowed too
+    """
     data = mapped(path)
     try:
         length = int.from_bytes(data[:8].tobytes(), "little")
@@ -30,7 +35,7 @@ def read_shard(path: Path) -> TensorFile:
             raise ModelError(f"a header of {length} bytes; {_MOST_HEADER} at most are read")
         text = data[8 : 8 + length].tobytes().decode("utf-8")
         table = json.loads(text, object_pairs_hook=_no_twins)
-        tensors = _tensors(table, 8 + length)
+        tensors = _tensors(table, 8 + length, _BYTES_OF_MAPS if maps else _BYTES)
         check_disjoint(tensors)
         covered = sum(stored.size for stored in tensors.values())
         if 8 + length + covered != len(data):
@@ -49,27 +54,27 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _tensors(table: Any, begin: int) -> dict[str, Stored]:
+def _tensors(table: Any, begin: int, kinds: dict[str, int]) -> dict[str, Stored]:
     if not isinstance(table, dict) or len(table) > _MOST_TENSORS:
         raise ModelError("the header is not an object of tensors")
     table.pop("__metadata__", None)
-    return {name: _tensor(name, entry, begin) for name, entry in table.items()}
+    return {name: _tensor(name, entry, begin, kinds) for name, entry in table.items()}
 
 
-def _tensor(name: str, entry: Any, begin: int) -> Stored:
+def _tensor(name: str, entry: Any, begin: int, kinds: dict[str, int]) -> Stored:
     """Check one entry of the table; `begin` is where the data begins."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"tensor {shown(name)} is not dtype, shape and data_offsets")
     kind = entry["dtype"]
-    if not isinstance(kind, str) or kind not in _BYTES:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ModelError(
-            f"tensor {shown(name)} is stored as {shown(kind)}; {', '.join(_BYTES)} can be read"
+            f"tensor {shown(name)} is stored as {shown(kind)}; {', '.join(kinds)} can be read"
         )
     shape, offsets = _naturals(name, entry["shape"]), _naturals(name, entry["data_offsets"])
     if len(shape) > _DIMENSIONS or len(offsets) != 2 or 0 in shape:
         raise ModelError(f"tensor {shown(name)}: shape {shape}, offsets {offsets}")
     start, end = offsets
-    if end - start != math.prod(shape) * _BYTES[kind]:
+    if end - start != math.prod(shape) * kinds[kind]:
         raise ModelError(
             f"tensor {shown(name)} of shape {list(shape)} cannot take bytes {start} to {end}"
         )

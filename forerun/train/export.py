@@ -1,0 +1,136 @@
+"""A trained head -> a folder that servers load: SGLang's dialect or speculators'.
+
+The compact form leaves out the output head, which is the target's own rows; Forerun puts them
+back when it loads the draft. Other servers need `full`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.drafts import DraftHead
+from forerun.models.rope import Linear, Llama3, Rope, Yarn
+from forerun.types import Ints
+
+Dialect = Literal["sglang", "speculators"]
+
+
+def export_head(
+    head: EagleHead, target_ids: Ints, folder: Path, dialect: Dialect = "sglang", full: bool = False
+) -> None:
+    """Write config.json and model.safetensors (bfloat16).
+
+    target_ids  int32[Vd] ascending; stored as offsets d2t and membership t2d
+    full        with the output head, for servers that do not borrow it
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    about = head.head
+    tensors = {name: p.detach().cpu() for name, p in head.named_parameters()}
+    if not (full or about.trained_head):
+        del tensors["lm_head.weight"]
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    if about.vocab != about.target_vocab:
+        offsets = target_ids.astype(np.int64) - np.arange(about.vocab)
+        member = np.zeros(about.target_vocab, np.bool_)
+        member[target_ids] = True
+        tensors["d2t"] = torch.from_numpy(offsets)
+        tensors["t2d"] = torch.from_numpy(member)
+    if dialect == "sglang":
+        tensors = {name.replace("layers.0.", "midlayer."): t for name, t in tensors.items()}
+    config = _sglang(about) if dialect == "sglang" else _speculators(about)
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _layer(about: DraftHead) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": about.hidden,
+        "intermediate_size": about.ffn,
+        "num_hidden_layers": 1,
+        "num_attention_heads": about.heads,
+        "num_key_value_heads": about.kv_heads,
+        "head_dim": about.head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": about.norm_eps,
+        "max_position_embeddings": about.context,
+        "vocab_size": about.target_vocab,
+        **_rope(about.rope),
+    }
+
+
+def _rope(rope: Rope) -> dict[str, Any]:
+    scaling: dict[str, Any] | None = None
+    match rope.scaling:
+        case Linear(factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case Llama3(factor, low, high, original):
+            scaling = {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": low,
+                "high_freq_factor": high,
+                "original_max_position_embeddings": original,
+            }
+        case Yarn():
+            scaling = {
+                "rope_type": "yarn",
+                "factor": rope.scaling.factor,
+                "original_max_position_embeddings": rope.scaling.original_context,
+                "attention_factor": rope.scaling.attention_factor,
+                "beta_fast": rope.scaling.fast,
+                "beta_slow": rope.scaling.slow,
+            }
+    return {"rope_theta": rope.theta} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _sglang(about: DraftHead) -> dict[str, Any]:
+    """Flat keys; feature ids in the "output of layer" sense."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer(about),
+        "draft_vocab_size": about.vocab,
+        "target_hidden_size": about.target_hidden,
+        "num_aux_hidden_states": len(about.features),
+        "norm_output": about.normed_feedback,
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in about.features],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": about.feature_norm == "joint",
+        },
+        "fc_norm": about.feature_norm == "each",
+    }
+    if about.normed_residual:
+        config["norm_before_residual"] = True
+    return config
+
+
+def _speculators(about: DraftHead) -> dict[str, Any]:
+    """Nested keys; feature ids in the "entering layer" sense."""
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": about.vocab,
+        "target_hidden_size": about.target_hidden,
+        "eagle_aux_hidden_state_layer_ids": list(about.features),
+        "norm_before_residual": about.normed_residual,
+        "norm_before_fc": about.feature_norm == "joint",
+        "fc_norm": about.feature_norm == "each",
+        "norm_output": about.normed_feedback,
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer(about),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+            "verifier": {"name_or_path": None, "architectures": ["LlamaForCausalLM"]},
+        },
+    }

@@ -1,0 +1,170 @@
+"""Export -> our loader -> the same head, in every dialect; bad drafts are refused by name."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.errors import ModelError
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.arch import Architecture
+from forerun.models.draft_folder import open_draft
+from forerun.models.drafts import expected_draft_tensors, head_for
+from forerun.models.rope import Llama3, Rope
+from forerun.train.export import export_head
+
+TARGET = Architecture(
+    family="llama",
+    layers=8,
+    hidden=16,
+    heads=4,
+    kv_heads=2,
+    head_size=8,
+    ffn=24,
+    vocab=30,
+    context=64,
+    norm_eps=1e-5,
+    rope=Rope(5000.0, Llama3(8.0, 1.0, 4.0, 32)),
+    tied_head=True,
+)
+IDS = np.array([0, 2, 3, 5, 7, 11, 13, 17, 19, 29], np.int32)
+
+
+def trained(seed=3, **changes) -> EagleHead:
+    torch.manual_seed(seed)
+    head = EagleHead(replace(head_for(TARGET, len(IDS)), **changes))
+    for parameter in head.parameters():
+        parameter.data.normal_().copy_(parameter.data.bfloat16())
+    return head
+
+
+SWITCHES = [
+    {},
+    {"normed_residual": True},
+    {"normed_feedback": True},
+    {"feature_norm": "joint"},
+    {"feature_norm": "each", "normed_feedback": True},
+]
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
+@pytest.mark.parametrize("changes", SWITCHES)
+@pytest.mark.parametrize("full", [False, True])
+def test_round_trip_to_the_bit(tmp_path, dialect, changes, full):
+    head = trained(**changes)
+    export_head(head, IDS, tmp_path, dialect, full)
+    draft = open_draft(tmp_path, TARGET)
+    assert draft.head == replace(head.head, trained_head=full)
+    assert draft.target_ids.tolist() == IDS.tolist()
+    own = dict(head.named_parameters())
+    for name in expected_draft_tensors(draft.head):
+        if name != "d2t":
+            assert np.array_equal(draft.tensor(name), own[name].detach().numpy()), name
+
+
+def test_community_head_named_like_a_plain_model_loads(tmp_path):
+    """EAGLE's own files: LlamaForCausalLM, no feature ids, an embedding beside the head."""
+    head = trained()
+    export_head(head, IDS, tmp_path, full=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("eagle_config", "num_aux_hidden_states", "fc_norm", "norm_output"):
+        del config[key]
+    config["architectures"] = ["LlamaForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_tokens.weight"] = torch.zeros(30, 16)
+    save_file({f"model.{n}": t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    draft = open_draft(tmp_path, TARGET)
+    assert draft.head.features == (2, 4, 5)
+    assert draft.head.algorithm == "eagle3"
+
+
+def test_eagle1_is_known_by_its_tensors(tmp_path):
+    head = trained(algorithm="eagle1", features=(8,), vocab=30, trained_head=False)
+    export_head(head, np.arange(30, dtype=np.int32), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("eagle_config")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    draft = open_draft(tmp_path, TARGET)
+    assert draft.head.algorithm == "eagle1"
+    assert draft.head.features == (8,)
+    assert not draft.head.trained_head
+
+
+@pytest.fixture
+def good(tmp_path):
+    export_head(trained(), IDS, tmp_path / "good", full=True)
+    return tmp_path / "good"
+
+
+def spoil(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def set_offsets(*values):
+    def change(tensors):
+        for index, value in values:
+            tensors["d2t"][index] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("norm.weight"), "missing norm.weight"),
+        (lambda t: t.update(extra=torch.zeros(2)), "unexpected extra"),
+        (lambda t: t.update({"norm.weight": torch.zeros(17)}), r"norm.weight is \[17\]"),
+        (lambda t: t["fc.weight"].fill_(float("nan")), "fc.weight holds NaN"),
+        (set_offsets((9, 25)), "leads to target id 34, outside"),
+        (set_offsets((0, -1)), "leads to target id -1, outside"),
+        (set_offsets((1, 4)), "two draft ids to one target id"),
+        (lambda t: t.update(d2t=torch.zeros(4, dtype=torch.int64)), "d2t"),
+        (lambda t: t.pop("midlayer.self_attn.k_proj.weight"), "k_proj.weight is missing"),
+    ],
+)
+def test_bad_drafts_are_refused_by_name(good, change, message):
+    spoil(good, change)
+    with pytest.raises(ModelError, match=message):
+        open_draft(good, TARGET)
+
+
+def test_truncated_and_pickled_drafts(good, tmp_path):
+    data = (good / "model.safetensors").read_bytes()
+    (good / "model.safetensors").write_bytes(data[:-7])
+    with pytest.raises(ModelError, match="damaged"):
+        open_draft(good, TARGET)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(good / "config.json", pickled)
+    (pickled / "pytorch_model.bin").write_bytes(b"\x80\x02.")
+    with pytest.raises(ModelError, match="pickle"):
+        open_draft(pickled, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab": 31}, "another tokenizer"),
+        ({"hidden": 32, "heads": 4}, "width 16, the target's are 32"),
+        ({"layers": 4}, "lie beyond"),
+    ],
+)
+def test_draft_for_another_target(good, changes, message):
+    with pytest.raises(ModelError, match=message):
+        open_draft(good, replace(TARGET, **changes))
+
+
+def test_traps_are_warned_of_by_name(good):
+    config = json.loads((good / "config.json").read_text())
+    config |= {"max_position_embeddings": 32, "norm_output": True, "rope_theta": 10000.0}
+    (good / "config.json").write_text(json.dumps(config))
+    warnings = " ".join(open_draft(good, TARGET).warnings)
+    for key in ("max_position_embeddings", "norm_output", "rope_theta"):
+        assert key in warnings
