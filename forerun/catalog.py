@@ -83,7 +83,9 @@ def _local(reference: str) -> Path:
         path = Path(reference).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{reference[:200]!r} is not a usable path: {error}") from error
+        raise ModelError(
+            f"{reference[:200]!r} is not a usable path: {type(error).__name__}"
+        ) from error
     return path
 
 

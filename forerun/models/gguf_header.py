@@ -40,7 +40,7 @@ _LENGTH = struct.Struct("<Q")
 # Several times what the largest published models need, and few enough to read in a second.
 _MOST_KEYS = 4096
 _MOST_TENSORS = 16384
-_MOST_ITEMS = 1_500_000
+_MOST_ITEMS = 1_000_000
 _MOST_TEXT = 64 << 20
 _MOST_NAME = 256
 _MOST_ALIGNMENT = 1 << 16

@@ -1,0 +1,156 @@
+"""Damaged and hostile safetensors files: always ModelError, quickly, with little memory."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.shard import read_shard
+from tests.fuzz.bounded import bounded
+from tests.models import tiny
+
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = tiny.model("llama", hidden_size=32, head_dim=8, intermediate_size=32)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("folder"))
+
+
+@pytest.fixture(scope="module")
+def good(folder):
+    """The bytes of model.safetensors and where its data begins."""
+    content = (folder / "model.safetensors").read_bytes()
+    return content, 8 + struct.unpack_from("<Q", content)[0]
+
+
+def attempt(folder, content):
+    """Open the folder with these bytes as its weights; the ModelError, if one was raised."""
+    (folder / "model.safetensors").write_bytes(content)
+    with bounded() as verdict:
+        checkpoint = FolderCheckpoint(folder)
+        for name in checkpoint.names():
+            assert checkpoint.tensor(name).shape == checkpoint.shape(name)
+            checkpoint.packed(name)
+    return verdict.error
+
+
+def test_the_whole_file_is_fine(good, folder):
+    assert attempt(folder, good[0]) is None
+
+
+def test_every_truncation_is_refused(good, folder):
+    content, begin = good
+    cuts = [*range(0, begin, 13), *range(begin, len(content), 2003), len(content) - 1]
+    for cut in cuts:
+        assert attempt(folder, content[:cut]) is not None, cut
+
+
+def test_trailing_bytes_are_refused(good, folder):
+    assert attempt(folder, good[0] + b"\0") is not None
+
+
+@FUZZ
+@given(data=st.data())
+def test_flipped_bits(good, folder, data):
+    content, begin = good
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        bit = data.draw(st.integers(0, 8 * begin - 1))
+        damaged[bit // 8] ^= 1 << bit % 8
+    attempt(folder, bytes(damaged))
+
+
+SIZES = st.integers(-2, 70) | st.sampled_from([1 << 31, 1 << 63, 10**30, True, None, 1.0, "8"])
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "F16", "BF16", "I64", "F8_E4M3", "", 3, None]),
+        "shape": st.lists(SIZES, max_size=4) | SIZES,
+        "data_offsets": st.lists(SIZES, min_size=1, max_size=3) | st.just([0, 64]),
+    }
+)
+
+
+def packed(table, data=b""):
+    head = table if isinstance(table, bytes) else json.dumps(table).encode()
+    return struct.pack("<Q", len(head)) + head + data
+
+
+@FUZZ
+@given(table=st.dictionaries(st.text(max_size=4), ENTRY, max_size=3), size=st.integers(0, 70))
+def test_no_laxer_than_the_library(table, size, tmp_path):
+    """Where we accept a header, the safetensors library reads the same tensors."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(packed(table, b"\0" * size))
+    with bounded() as verdict:
+        file = read_shard(path)
+    if verdict.error is None and not any(e["dtype"] == "BF16" for e in table.values()):
+        try:
+            theirs = load_file(path)
+        except SafetensorError as error:
+            pytest.fail(f"the library refuses: {error}")
+        assert {n: a.shape for n, a in theirs.items()} == {
+            n: stored.shape for n, stored in file.tensors.items()
+        }
+
+
+def entry(shape, start, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+HOSTILE = {
+    "empty": (b"", "cannot be read"),
+    "seven bytes": (b"1234567", "in a file of 7"),
+    "huge header": (struct.pack("<Q", 1 << 63) + b"{}", "header of"),
+    "header of 3 MB": (packed(b" " * (3 << 20)), "at most"),
+    "deep nesting": (packed(b"[" * 1_000_000), "damaged"),
+    "not an object": (packed(b"[1,2]"), "not an object"),
+    "utf-16": (packed("{}".encode("utf-16")), "damaged"),
+    "not json": (packed(b"{"), "damaged"),
+    "number as entry": (packed({"a": 1}), "dtype, shape"),
+    "key missing": (packed({"a": {"dtype": "F32", "shape": []}}), "dtype, shape"),
+    "extra key": (packed({"a": entry([1], 0, 4) | {"x": 1}}, b"0000"), "dtype, shape"),
+    "unreadable type": (packed({"a": entry([1], 0, 1, "F8_E4M3")}, b"0"), "F8_E4M3"),
+    "absurd shape": (packed({"a": entry([1 << 40, 1 << 40], 0, 4)}, b"0000"), "cannot take"),
+    "more dimensions than sense": (packed({"a": entry([1] * 10**5, 0, 4)}, b"0000"), "shape"),
+    "negative": (packed({"a": entry([-1, -1], 0, 4)}, b"0000"), "sizes"),
+    "true as a size": (packed({"a": entry([True], 0, 4)}, b"0000"), "sizes"),
+    "backwards": (packed({"a": entry([1], 4, 0)}, b"0000"), "cannot take"),
+    "beyond the file": (packed({"a": entry([1 << 20], 0, 1 << 22)}, b"0000"), "take"),
+    "overlap": (
+        packed({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, b"0" * 16),
+        "overlap",
+    ),
+    "hole": (packed({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, b"0" * 12), "are there"),
+    "name twice": (
+        packed(b'{"a":' + b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', b"0000"),
+        "twice",
+    ),
+    "a long name": (packed({"n" * 10**6: 1}), "dtype, shape"),
+}
+
+
+@pytest.mark.parametrize(("content", "named"), HOSTILE.values(), ids=HOSTILE)
+def test_hostile_headers(content, named, folder):
+    error = attempt(folder, content)
+    assert error is not None
+    assert named in str(error)
+
+
+def test_unaligned_data_is_read_all_the_same(good, folder, tmp_path):
+    """Headers are padded by the library but need not be."""
+    content, begin = good
+    table = content[8:begin].rstrip()
+    for pad in range(4):
+        head = table + b" " * pad
+        shifted = struct.pack("<Q", len(head)) + head + content[begin:]
+        assert attempt(folder, shifted) is None
+        assert FolderCheckpoint(folder).tensor("model.norm.weight").flags.aligned
