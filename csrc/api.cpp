@@ -106,6 +106,14 @@ int forerun_forward(Model* model, const Step* step) {
     return guarded([&]() -> std::string { return model->forward(*step); });
 }
 
+int forerun_products(Model* model, int rows, float* logits) {
+    return guarded([&]() -> std::string {
+        if (rows < 1 || rows > model->sizes.max_nodes) return "more rows than the step may have";
+        model->products(rows, logits);
+        return "";
+    });
+}
+
 int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int count) {
     return guarded([&]() -> std::string {
         model->commit(nodes, slots, count);

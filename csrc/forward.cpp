@@ -156,6 +156,28 @@ void Model::attend(const Step&, int layer, int index, int thread) {
     kernels->attend(job);
 }
 
+// All matrix products of a step of `rows` rows that all want logits, and nothing between them: what
+// the rest of a step is measured against.
+void Model::products(int rows, float* logits) {
+    pool.run([&](int thread) {
+        const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
+        const int keys = sizes.kv_heads * sizes.head_size, ffn = sizes.ffn;
+        for (const Layer& at : layers_) {
+            multiply({&at.query, &at.key, &at.value}, {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]},
+                     hidden_q_.data(), rows, (int)qkv_width(), false, thread);
+            pool.barrier();
+            multiply({&at.output}, {&stream_[0]}, mixed_q_.data(), rows, hidden, false, thread);
+            pool.barrier();
+            multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, hidden_q_.data(), rows, ffn, false,
+                     thread);
+            pool.barrier();
+            multiply({&at.down}, {&stream_[0]}, ffn_q_.data(), rows, hidden, false, thread);
+            pool.barrier();
+        }
+        multiply({&head_}, {logits}, hidden_q_.data(), rows, sizes.vocab, false, thread);
+    });
+}
+
 void Model::head(const Step& step, int thread) {
     const int hidden = sizes.hidden;
     const Share mine = columns_of(step.scored, thread, pool.threads());

@@ -18,34 +18,47 @@ using forerun::Target;
 // Rows whose activations stay in the near cache while the weights of a block pass once.
 constexpr int kRowsAtOnce = 64;
 
+// The two halves of a block's 16 channels for R rows.
 template <int Format, int R>
-FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, F8 (&out)[R]) {
-    F8 acc[R], low[R];
-    for (int r = 0; r < R; r++) acc[r] = low[r] = splat8(0.0f);
+FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups,
+                                     F8 (&out)[R][2]) {
+    F8 acc[R][2], low[R][2];
+    for (int r = 0; r < R; r++) {
+        for (int h = 0; h < 2; h++) acc[r][h] = low[r][h] = splat8(0.0f);
+    }
     for (int g = 0; g < groups; g++, x++, tile += forerun::tile_bytes(Format)) {
-        I8 sum[R];
+        I8 sum[R][2];
         if (Format == kQ8) {
             dot_bytes<R>(tile, *x, sum);
         } else {
             dot_nibbles<R>(tile, *x, sum);
         }
-        const uint8_t* scales = tile + (Format == kQ8 ? 256 : 128);
-        const F8 d = load_half8(scales);
-        const F8 m = Format == kQ4M ? load_half8(scales + 16) : mul8(d, splat8(-8.0f));
+        const uint8_t* scales = tile + forerun::scales_at(Format);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            const F8 d = load_half8(scales + 16 * h);
+            const F8 m = Format == kQ4M ? load_half8(scales + 2 * kBlock + 16 * h)
+                                        : mul8(d, splat8(-8.0f));
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            acc[r] = fma8(float8(sum[r]), mul8(d, splat8(x->scale[r])), acc[r]);
-            if (Format != kQ8) low[r] = fma8(m, splat8(x->sum[r]), low[r]);
+            for (int r = 0; r < R; r++) {
+                acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x->scale[r])), acc[r][h]);
+                if (Format != kQ8) low[r][h] = fma8(m, splat8(x->sum[r]), low[r][h]);
+            }
         }
     }
-    for (int r = 0; r < R; r++) out[r] = Format == kQ8 ? acc[r] : add8(acc[r], low[r]);
+    for (int r = 0; r < R; r++) {
+        for (int h = 0; h < 2; h++) {
+            out[r][h] = Format == kQ8 ? acc[r][h] : add8(acc[r][h], low[r][h]);
+        }
+    }
 }
 
-static void write_block(const Matrix& w, int block, F8 result, float* at, bool add) {
+static void write_block(const Matrix& w, int block, const F8 (&result)[2], float* at, bool add) {
     const int first = block * kBlock;
     const int count = w.channels - first < kBlock ? w.channels - first : kBlock;
     float values[kBlock];
-    store8(values, result);
+    store8(values, result[0]);
+    store8(values + 8, result[1]);
     for (int c = 0; c < count; c++) {
         float value = values[c];
         if (w.bias) value += w.bias[first + c];
@@ -55,7 +68,7 @@ static void write_block(const Matrix& w, int block, F8 result, float* at, bool a
 
 template <int Format, int R>
 static void rows_of_block(const Matrix& w, int block, const Group* x, int row, Target out) {
-    F8 result[R];
+    F8 result[R][2];
     block_times_rows<Format, R>(w.tiles + block * w.block_bytes(), x, w.groups(), result);
     for (int r = 0; r < R; r++) {
         write_block(w, block, result[r], out.data + (row + r) * out.stride, out.add);

@@ -72,6 +72,9 @@ public:
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
 
+    // The products of a step alone, for measurements; logits float32[rows][vocab].
+    void products(int rows, float* logits);
+
     const Sizes sizes;
     const Kernels* kernels;
     Pool pool;

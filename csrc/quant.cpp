@@ -82,17 +82,18 @@ Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
 void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
     uint8_t* at = tile + 4 * channel;
     if (format == kQ8) {
-        for (int i = 0; i < kGroup; i += 4) memcpy(at + 8 * i, piece.q + i, 4);
-        memcpy(tile + 256 + 2 * channel, &piece.d, 2);
+        for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
+        memcpy(tile + scales_at(format) + 2 * channel, &piece.d, 2);
         return;
     }
     for (int i = 0; i < kGroup; i += 8) {
         for (int b = 0; b < 4; b++) {
-            at[4 * i + b] = (uint8_t)(piece.q[i + b] | piece.q[i + 4 + b] << 4);
+            at[8 * i + b] = (uint8_t)(piece.q[i + b] | piece.q[i + 4 + b] << 4);
         }
     }
-    memcpy(tile + 128 + 2 * channel, &piece.d, 2);
-    if (format == kQ4M) memcpy(tile + 144 + 2 * channel, &piece.m, 2);
+    uint8_t* scales = tile + scales_at(format) + 2 * channel;
+    memcpy(scales, &piece.d, 2);
+    if (format == kQ4M) memcpy(scales + 2 * kBlock, &piece.m, 2);
 }
 
 }  // namespace
@@ -143,16 +144,16 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
     const int lane = channel % kBlock, format = matrix.format;
     const uint8_t* tile = matrix.tiles + channel / kBlock * matrix.block_bytes();
     for (int base = 0; base < matrix.inputs; base += kGroup, tile += tile_bytes(format)) {
-        const uint8_t* scales = tile + (format == kQ8 ? 256 : 128) + 2 * lane;
+        const uint8_t* scales = tile + scales_at(format) + 2 * lane;
         const float d = float_from_half(load_half(scales));
-        const float m = format == kQ4M ? float_from_half(load_half(scales + 16)) : 0.0f;
+        const float m = format == kQ4M ? float_from_half(load_half(scales + 2 * kBlock)) : 0.0f;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
             if (format == kQ8) {
-                out[base + i] = d * (float)(int8_t)tile[32 * (i / 4) + 4 * lane + i % 4];
+                out[base + i] = d * (float)(int8_t)tile[64 * (i / 4) + 4 * lane + i % 4];
                 continue;
             }
-            const uint8_t both = tile[32 * (i / 8) + 4 * lane + i % 4];
+            const uint8_t both = tile[64 * (i / 8) + 4 * lane + i % 4];
             const int q = i % 8 < 4 ? both & 15 : both >> 4;
             out[base + i] = format == kQ4 ? d * (float)(q - 8) : d * (float)q + m;
         }

@@ -1,17 +1,17 @@
 // How weights and activations lie in memory.
 //
 // Both are cut into groups of 32 numbers along the input dimension, one scale per group. The
-// weights of 8 output channels are interleaved, so that one 256-bit vector holds 8 channels x 4
+// weights of 16 output channels are interleaved, so that one 256-bit vector holds 8 channels x 4
 // inputs and meets 4 activations broadcast to all lanes: no horizontal sum is ever needed.
 //
-//   a block = 8 channels; a tile = one block x one group; a block's tiles are contiguous
+//   a block = 16 channels; a tile = one block x one group; a block's tiles are contiguous
 //
-//   Q4    128 B nibbles, half d[8]            w = d * (q - 8)      (GGUF Q4_0)
-//   Q4M   128 B nibbles, half d[8], half m[8] w = d * q + m        (GGUF Q4_1)
-//   Q8    256 B bytes,   half d[8]            w = d * q            (GGUF Q8_0, and the rest)
+//   Q4    256 B nibbles, half d[16]             w = d * (q - 8)      (GGUF Q4_0)
+//   Q4M   256 B nibbles, half d[16], half m[16] w = d * q + m        (GGUF Q4_1)
+//   Q8    512 B bytes,   half d[16]             w = d * q            (GGUF Q8_0, and the rest)
 //
-//   nibbles: byte 32 j + 4 c + b  = q of input 8 j + b (low) and 8 j + 4 + b (high), channel c
-//   bytes:   byte 32 j + 4 c + b  = q of input 4 j + b, channel c
+//   nibbles: byte 64 j + 4 c + b  = q of input 8 j + b (low) and 8 j + 4 + b (high), channel c
+//   bytes:   byte 64 j + 4 c + b  = q of input 4 j + b, channel c
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +19,7 @@
 namespace forerun {
 
 constexpr int kGroup = 32;  // inputs that share a scale
-constexpr int kBlock = 8;   // output channels of a block
+constexpr int kBlock = 16;  // output channels of a block
 constexpr int kLanes = 4;   // rows of activations that are kept together
 
 enum Format : int32_t { kQ4 = 0, kQ4M = 1, kQ8 = 2 };
@@ -28,7 +28,11 @@ enum Format : int32_t { kQ4 = 0, kQ4M = 1, kQ8 = 2 };
 // them by the linker: hence `static`, and always-inline members.
 #define FORERUN_MEMBER inline __attribute__((always_inline))
 
-static constexpr int tile_bytes(int format) { return format == kQ4 ? 144 : format == kQ4M ? 160 : 272; }
+// Where a tile's scales begin, and where the next tile does.
+static constexpr int scales_at(int format) { return format == kQ8 ? 512 : 256; }
+static constexpr int tile_bytes(int format) {
+    return scales_at(format) + 2 * kBlock * (format == kQ4M ? 2 : 1);
+}
 
 struct Matrix {
     const uint8_t* tiles = nullptr;  // [blocks][groups] tiles

@@ -78,47 +78,61 @@ FORERUN_INLINE I8 splat_bytes(const int8_t* at) {
 // Keeps GCC from reordering the additions, which would spill the accumulators.
 #define FORERUN_PIN(vector) __asm__ volatile("" : "+x"(vector))
 
+// Every byte's low or high nibble.
+FORERUN_INLINE I8 nibbles(I8 both, bool high) {
+    return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+}
+
 #ifndef FORERUN_VNNI
 
 // u8 x s8 products of nibbles fit 16 bits even when eight are added: 8 * 2 * 15 * 127 < 2^15.
 template <int R>
-FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
-    const I8 mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        I8 both = load_bytes(tile + 32 * j);
-        FORERUN_PIN(both);
-        const I8 low = _mm256_and_si256(both, mask);
-        const I8 high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        I8 w[2];
+        for (int h = 0; h < 2; h++) {
+            w[h] = nibbles(load_bytes(tile + 64 * (j / 2) + 32 * h), j % 2);
+            FORERUN_PIN(w[h]);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const int8_t* q = x.q[r] + 8 * j;
-            const I8 first = _mm256_maddubs_epi16(low, splat_bytes(q));
-            const I8 second = _mm256_maddubs_epi16(high, splat_bytes(q + 4));
-            sum[r] = j ? _mm256_add_epi16(sum[r], first) : first;
-            sum[r] = _mm256_add_epi16(sum[r], second);
-            FORERUN_PIN(sum[r]);
+            const I8 q = splat_bytes(x.q[r] + 4 * j);
+            for (int h = 0; h < 2; h++) {
+                const I8 part = _mm256_maddubs_epi16(w[h], q);
+                sum[r][h] = j ? _mm256_add_epi16(sum[r][h], part) : part;
+                FORERUN_PIN(sum[r][h]);
+            }
         }
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = _mm256_madd_epi16(sum[r], ones);
+    for (int r = 0; r < R; r++) {
+        for (int h = 0; h < 2; h++) {
+            sum[r][h] = _mm256_madd_epi16(sum[r][h], _mm256_set1_epi16(1));
+        }
+    }
 }
 
 // u8 x s8 wants an unsigned side: |w| times x with w's sign. Two products fit 16 bits, no more.
 template <int R>
-FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     const I8 ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-        I8 w = load_bytes(tile + 32 * j);
-        FORERUN_PIN(w);
-        const I8 size = _mm256_abs_epi8(w);
+        I8 w[2], size[2];
+        for (int h = 0; h < 2; h++) {
+            w[h] = load_bytes(tile + 64 * j + 32 * h);
+            FORERUN_PIN(w[h]);
+            size[h] = _mm256_abs_epi8(w[h]);
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const I8 signed_x = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
-            const I8 part = _mm256_madd_epi16(_mm256_maddubs_epi16(size, signed_x), ones);
-            sum[r] = j ? _mm256_add_epi32(sum[r], part) : part;
-            FORERUN_PIN(sum[r]);
+            const I8 q = splat_bytes(x.q[r] + 4 * j);
+            for (int h = 0; h < 2; h++) {
+                const I8 pairs = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(q, w[h]));
+                const I8 part = _mm256_madd_epi16(pairs, ones);
+                sum[r][h] = j ? _mm256_add_epi32(sum[r][h], part) : part;
+                FORERUN_PIN(sum[r][h]);
+            }
         }
     }
 }
@@ -127,34 +141,30 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R])
 
 // VNNI adds four products straight into 32 bits.
 template <int R>
-FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
-    const I8 mask = _mm256_set1_epi8(15);
-    for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const I8 both = load_bytes(tile + 32 * j);
-        const I8 low = _mm256_and_si256(both, mask);
-        const I8 high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const int8_t* q = x.q[r] + 8 * j;
-            sum[r] = FORERUN_VNNI(sum[r], low, splat_bytes(q));
-            sum[r] = FORERUN_VNNI(sum[r], high, splat_bytes(q + 4));
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        for (int h = 0; h < 2; h++) {
+            const I8 w = nibbles(load_bytes(tile + 64 * (j / 2) + 32 * h), j % 2);
+            for (int r = 0; r < R; r++) {
+                sum[r][h] = FORERUN_VNNI(sum[r][h], w, splat_bytes(x.q[r] + 4 * j));
+            }
         }
     }
 }
 
 template <int R>
-FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
-    for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
-        const I8 w = load_bytes(tile + 32 * j);
-        const I8 size = _mm256_abs_epi8(w);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const I8 signed_x = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
-            sum[r] = FORERUN_VNNI(sum[r], size, signed_x);
+        for (int h = 0; h < 2; h++) {
+            const I8 w = load_bytes(tile + 64 * j + 32 * h), size = _mm256_abs_epi8(w);
+            for (int r = 0; r < R; r++) {
+                const I8 q = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
+                sum[r][h] = FORERUN_VNNI(sum[r][h], size, q);
+            }
         }
     }
 }

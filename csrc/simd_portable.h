@@ -93,28 +93,32 @@ FORERUN_INLINE F8 float8(I8 a) {
     return r;
 }
 
-// Lane c of sum[r] becomes the sum over 32 inputs of channel c's nibble times row r's activation.
+// For channel c = 8 h + lane: sum[r][h] becomes the sum over 32 inputs of the channel's nibbles
+// times row r's activations.
 template <int R>
-FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) {
-        sum[r] = I8{};
-        for (int j = 0; j < 4; j++) {
-            for (int b = 0; b < 32; b++) {
-                const uint8_t both = tile[32 * j + b];
-                const int low = x.q[r][8 * j + b % 4], high = x.q[r][8 * j + 4 + b % 4];
-                sum[r].lane[b / 4] += (both & 15) * low + (both >> 4) * high;
+        for (int c = 0; c < forerun::kBlock; c++) {
+            int32_t total = 0;
+            for (int i = 0; i < kGroup; i++) {
+                const uint8_t both = tile[64 * (i / 8) + 4 * c + i % 4];
+                total += (i % 8 < 4 ? both & 15 : both >> 4) * x.q[r][i];
             }
+            sum[r][c / 8].lane[c % 8] = total;
         }
     }
 }
 
 // The same for signed bytes.
 template <int R>
-FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R]) {
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) {
-        sum[r] = I8{};
-        for (int b = 0; b < 256; b++) {
-            sum[r].lane[b % 32 / 4] += (int8_t)tile[b] * x.q[r][4 * (b / 32) + b % 4];
+        for (int c = 0; c < forerun::kBlock; c++) {
+            int32_t total = 0;
+            for (int i = 0; i < kGroup; i++) {
+                total += (int8_t)tile[64 * (i / 4) + 4 * c + i % 4] * x.q[r][i];
+            }
+            sum[r][c / 8].lane[c % 8] = total;
         }
     }
 }

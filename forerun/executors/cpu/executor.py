@@ -125,8 +125,7 @@ class CpuExecutor:
     def verify(self, plan: Plan, trees: TreeBatch) -> Logits:
         """Score every node in one native call. The result is valid until the next `verify`."""
         scored = np.ascontiguousarray(self._sampler.scored(plan, trees), np.int32)
-        if len(scored) > len(self._logits):
-            self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
+        self._reserve(len(scored))
         pages = np.ascontiguousarray(plan.page_table, np.int32)
         arrays = {
             "tokens": trees.tokens,
@@ -152,6 +151,20 @@ class CpuExecutor:
         row_of = np.full(len(trees.tokens), -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
         return Logits(self._logits, row_of)
+
+    def products(self, rows: int) -> None:
+        """The matrix products of a step of `rows` rows alone, on meaningless numbers.
+
+        What bench/cpu_steps.py measures the rest of a step against. Spoils a step in progress.
+        """
+        self._reserve(rows)
+        code = self._library.forerun_products(self._alive(), rows, self._logits.ctypes.data)
+        if code:
+            raise EngineError(self._library.forerun_error().decode())
+
+    def _reserve(self, scored: int) -> None:
+        if scored > len(self._logits):
+            self._logits = np.empty((scored, self.limits.vocab), np.float32)
 
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None

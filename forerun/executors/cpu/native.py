@@ -46,6 +46,7 @@ _CALLS = {
     "forerun_tie_head": (c_int, [c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 
