@@ -46,7 +46,7 @@ def fetched(repository: str, cache: Path | None = None) -> Path:
             f"{repository} is not on this machine and the hub cannot be reached; connect to the "
             "network, or download the folder elsewhere and give its path"
         ) from error
-    except Exception as error:  # noqa: BLE001  (its HTTP library differs between versions)
+    except Exception as error:  # its HTTP library, hence its errors, differ between versions
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DownloadError(f"{repository} was not fetched: {reason}") from error
     return Path(folder)
