@@ -103,8 +103,9 @@ class Proof:
 
     @property
     def speculated(self) -> bool:
-        """True where every run that should speculate had guesses accepted."""
-        return all(run.accepted > 0 for run in self.runs if run.speculation != "off")
+        """True where every run that should speculate carried guesses, and some were accepted."""
+        runs = [run for run in self.runs if run.speculation != "off"]
+        return all(run.guesses > 0 for run in runs) and any(run.accepted > 0 for run in runs)
 
     @property
     def holds(self) -> bool:

@@ -90,5 +90,7 @@ def _verdict(proof: Proof) -> str:
     if proof.speculation == "off":
         return "No divergence between batches; speculation was off."
     if not proof.speculated:
-        return "NOTHING PROVED: the texts agree, but no guess was accepted in some run."
+        return (
+            "NOTHING PROVED: the texts agree, but no guess was accepted, or none made in some run."
+        )
     return "No divergence: every run gave the reference's tokens, and speculation was at work."

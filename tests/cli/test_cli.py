@@ -1,0 +1,171 @@
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from forerun.cli import COMMANDS, main
+
+TOY = ["--model", "toy", "--kv-tokens", "8192"]
+FORERUN = [sys.executable, "-m", "forerun.cli"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_exists_and_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+    assert callable(importlib.import_module(f"forerun.commands.{command}").main)
+
+
+def test_run_prints_the_answer_alone_on_stdout(capsys):
+    assert main(["run", "Hello", *TOY, "--max-tokens", "30"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out) == 31 and out.endswith("\n")
+    assert "30 tokens" in err and "tokens per step" in err
+
+
+def test_run_as_json_compared_with_plain(capsys):
+    assert main(["run", "Hello", *TOY, "--max-tokens", "60", "--compare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["same_text"] is True
+    assert report["tokens"] == 60 and len(report["text"]) == 60
+    assert report["tokens_per_step"] > 1.2
+    assert report["speculation"]["guesses"] >= report["speculation"]["accepted"] > 0
+    assert report["speedup"] == pytest.approx(
+        report["tokens_per_second"] / report["plain_tokens_per_second"]
+    )
+
+
+def test_run_says_when_the_plain_speed_is_only_reckoned(capsys):
+    assert main(["run", "Hello", *TOY, "--max-tokens", "5", "--policy", "adaptive"]) == 0
+    assert "by the step cost measured at start" in capsys.readouterr().err
+
+
+def test_the_prompt_may_come_from_a_pipe():
+    done = subprocess.run(
+        [*FORERUN, "run", *TOY, "--max-tokens", "5", "--raw"],
+        input="Hi",
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "djell\n")
+
+
+def test_seeds_and_stops_reach_the_sampler(capsys):
+    texts = []
+    for flags in (["--seed", "1"], ["--seed", "2"], ["--seed", "1", "--speculation", "off"]):
+        main(["run", "Hi", *TOY, "--temperature", "1", "--max-tokens", "20", *flags])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[2] != texts[1]
+    assert main(["run", "Hi", *TOY, "--raw", "--stop", "el"]) == 0
+    assert capsys.readouterr().out == "dj\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        (["run", "Hi", "--model", "smollm2-135"], 3, "did you mean smollm2-135m"),
+        (["run", "Hi", "--model", "/nowhere/x.gguf"], 3, "/nowhere/x.gguf"),
+        (["run", "Hi", *TOY, "--page-size", "0"], 2, "page-size is 0"),
+        (["run", "   ", *TOY], 2, "prompt is empty"),
+        (["run", "Hi", *TOY, "--context", "16", "--max-tokens", "500"], 2, "context"),
+        (["run", "Hi", "--model", "toy", "--kv-tokens", "999999999999"], 4, "kv-tokens"),
+        (["run", "Hi", "--device", "cuda", "--executor", "cpu"], 2, "torch executor"),
+        (["prove", *TOY, "--count", "5000"], 2, "5000 prompts"),
+        (["prove", *TOY, "--prompts", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
+        (["bench", "--url", "http://127.0.0.1:9/v1"], 2, "does not list its models"),
+        (["bench", "--launch", *TOY, "--repeats", "0"], 2, "repeats"),
+        (["fetch", "no-such-model"], 3, "no-such-model"),
+    ],
+)
+def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
+    assert main(line) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("forerun: ") and says in err
+    assert "Traceback" not in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "line", [[], ["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
+             ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"]]
+)  # fmt: skip
+def test_a_wrong_command_line_is_code_two(line):
+    with pytest.raises(SystemExit) as caught:
+        main(line)
+    assert caught.value.code == 2
+
+
+def test_a_reader_that_goes_away_is_not_an_error():
+    line = " ".join([*FORERUN, "run", "Hi", *TOY, "--max-tokens", "3000", "--ignore-eos"])
+    done = subprocess.run(
+        ["bash", "-c", f'{line} | head -c 5; echo " ${{PIPESTATUS[0]}}"'],
+        capture_output=True,
+        check=False,
+        text=True,
+    )
+    assert done.stdout.split()[-1] == "141"
+    assert "Traceback" not in done.stderr and "Broken" not in done.stderr
+
+
+def test_control_c_ends_with_130_and_without_a_traceback():
+    process = subprocess.Popen(
+        [*FORERUN, "run", "Hi", *TOY, "--context", "4000",
+         "--max-tokens", "3900", "--ignore-eos", "--speculation", "off"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.decode().strip() == "interrupted"
+
+
+def test_prove_verdicts_and_json(capsys):
+    quick = ["prove", *TOY, "--quick", "--tokens", "40", "--count", "4"]
+    assert main([*quick, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["holds"] and len(report["runs"]) == 8
+    assert report["machine"]["cores"] >= 1
+    assert main([*quick, "--temperatures", "100", "--tokens", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert "NOTHING PROVED" in err and "4 of 4" in out
+
+
+def test_doctor_describes_the_machine(capsys):
+    code = main(["doctor", "--json", "--no-torch"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["machine"]["memory_available_bytes"] > 0
+    assert facts["packages"]["numpy"]
+    works = facts["native_core"]["works"] or facts["torch"]["installed"]
+    assert code == (0 if works else 1)
+    assert main(["doctor", "--no-torch"]) == code
+    assert "native CPU core" in capsys.readouterr().out
+
+
+def test_help_loads_nothing_heavy_and_is_quick():
+    program = (
+        "import sys, forerun.cli as cli; cli.build_parser().format_help();"
+        "print([m for m in ('numpy','rich','torch','httpx','starlette') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+    def best(line):
+        times = []
+        for _ in range(5):
+            begun = time.perf_counter()
+            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - begun)
+        return min(times)
+
+    # A busy machine slows both: 200 ms where Python alone starts in 25 ms or less, else 8 times.
+    assert best([*FORERUN, "--help"]) < max(0.2, 8 * best([sys.executable, "-c", "pass"]))

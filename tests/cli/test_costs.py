@@ -1,0 +1,75 @@
+import time
+
+import numpy as np
+import pytest
+
+from forerun.api import make_engine, open_target
+from forerun.completion import complete, make_request
+from forerun.config import EngineConfig
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine.costs import measure_costs
+from forerun.engine.executor import ExecutorLimits
+from forerun.errors import ConfigError
+from forerun.executors.toy import ToyExecutor
+from tests.cli.toys import toy_target
+
+
+class PricedToy(ToyExecutor):
+    """A toy whose step takes a known time: one millisecond, and half of one per node."""
+
+    def verify(self, plan, trees):
+        cached = int(plan.kv_len.max()) * len(trees.tokens)
+        time.sleep(0.001 + 0.0005 * len(trees.tokens) + 2e-5 * cached)
+        return super().verify(plan, trees)
+
+
+def test_measured_costs_are_those_of_the_executor():
+    limits = ExecutorLimits(16, 200, 8, 256, 1024, 259)
+    executor, begun = PricedToy(limits), time.perf_counter()
+    costs = measure_costs(executor, NgramDrafter(8))
+    assert time.perf_counter() - begun < 5.0
+    assert costs.nodes[:3] == (1, 2, 3)
+    slope = (costs.verify_ms[5] - costs.verify_ms[0]) / (costs.nodes[5] - costs.nodes[0])
+    assert 0.3 < slope < 1.5
+    assert np.all(np.diff(costs.verify_ms) >= 0)
+    assert 10.0 < costs.attend_ms < 40.0
+    assert 0.0 < costs.draft_ms < 1.0
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        ExecutorLimits(1, 20, 2, 4, 20, 259),
+        ExecutorLimits(256, 1, 64, 512, 256, 259),
+        ExecutorLimits(16, 4, 1, 2, 64, 259),
+    ],
+)
+def test_small_executors_can_be_measured(limits):
+    executor = ToyExecutor(limits)
+    costs = measure_costs(executor, NgramDrafter(limits.slots))
+    assert len(costs.nodes) >= 2 and max(costs.nodes) <= limits.max_nodes
+    # Every slot is free again, or opening would be refused.
+    measure_costs(executor, NgramDrafter(limits.slots))
+
+
+def test_an_executor_too_small_to_measure_says_so():
+    with pytest.raises(ConfigError, match="max-step-nodes"):
+        measure_costs(ToyExecutor(ExecutorLimits(16, 4, 4, 1, 64, 259)), NgramDrafter(4))
+
+
+def test_adaptive_and_fixed_policies_give_the_same_text():
+    prompt, texts = np.frombuffer(b"Hello", np.uint8).astype(np.int32), []
+    for policy in ("adaptive", "fixed"):
+        target = open_target(EngineConfig(model="toy", policy=policy, kv_tokens=2048))
+        assert (target.costs is not None) == (policy == "adaptive")
+        engine = make_engine(target, target.config)
+        engine.start()
+        texts.append(complete(engine, [make_request(prompt, max_tokens=80)])[0][0].text)
+        engine.shutdown()
+    assert texts[0] == texts[1]
+
+
+def test_the_toys_automatic_policy_is_fixed():
+    with toy_target() as target:
+        assert target.config.policy == "fixed"
+        assert target.costs is None

@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.bench.prove import Trial, first_difference, prove
+from forerun.bench.workload import read_prompts, spread
+from forerun.config import EngineConfig
+from forerun.errors import ContextError
+from forerun.executors.toy import ToyExecutor, ToyScores
+from tests.cli.toys import CONFIG, toy_target
+
+TRIAL = Trial(tuple(spread(read_prompts(), 6)), tokens=40, group=3)
+
+
+def test_the_toy_is_proved():
+    with toy_target() as target:
+        proof = prove(target, target.config, TRIAL)
+    assert proof.holds and proof.identical and proof.speculated
+    assert [(run.temperature, run.speculation, run.at_once) for run in proof.runs] == [
+        (temperature, side, at_once)
+        for temperature in (0.0, 0.8)
+        for at_once in (1, 3)
+        for side in ("off", "ngram")
+    ]
+    for run in proof.runs:
+        assert (run.identical, run.prompts, run.tokens) == (6, 6, 6 * 40)
+        if run.speculation == "off":
+            assert (run.guesses, run.tokens_per_step) == (0, 1.0)
+        elif run.temperature == 0.0:
+            assert run.tokens_per_step > 1.1
+            assert 0.0 < run.share_accepted <= 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"page_size": 256},
+        {"draft_nodes": 1},
+        {"draft_nodes": 64, "draft_depth": 3},
+    ],
+)
+def test_pages_and_trees_of_any_shape_are_proved(changes):
+    with toy_target(replace(CONFIG, **changes)) as target:
+        assert prove(target, target.config, TRIAL).holds
+
+
+class LeakyToy(ToyExecutor):
+    """Scores a root differently when guesses hang below it: what `prove` must catch."""
+
+    def verify(self, plan, trees):
+        best = super().verify(plan, trees).best.copy()
+        for row in range(trees.rows):
+            if len(trees.nodes(row)) > trees.known[row]:
+                root = trees.root(row)
+                best[root] = 97 + (best[root] - 96) % 16
+        return ToyScores(best)
+
+
+def test_a_leak_is_found_at_its_first_token_with_the_gap():
+    with toy_target() as target:
+        broken = replace(target, executor=LeakyToy(target.memory.limits))
+        proof = prove(broken, target.config, TRIAL)
+        true = prove(target, replace(target.config, speculation="off"), TRIAL)
+    assert not proof.holds and not proof.identical
+    found = next(run.divergence for run in proof.runs if run.divergence)
+    assert 0 < found.position < 40
+    # The neighbouring letter is one step down the toy's ramp of half-logits; a to p wraps round.
+    assert found.found == 97 + (found.expected - 96) % 16
+    assert found.logit_gap in (pytest.approx(0.5, abs=1e-5), None)
+    assert found.score_gap == found.logit_gap
+    assert next(run for run in proof.runs if run.speculation == "off").divergence is None
+    assert true.identical
+
+
+def test_nothing_accepted_is_nothing_proved():
+    hot = replace(TRIAL, temperatures=(100.0,), tokens=6)
+    with toy_target() as target:
+        proof = prove(target, target.config, hot)
+    assert proof.identical
+    assert not proof.speculated
+    assert not proof.holds
+
+
+def test_speculation_off_compares_batches_only():
+    with toy_target(replace(CONFIG, speculation="off")) as target:
+        proof = prove(target, target.config, TRIAL)
+    assert proof.holds
+    assert {run.speculation for run in proof.runs} == {"off"}
+
+
+def test_prompts_that_do_not_fit_are_refused_by_name():
+    config = EngineConfig(model="toy", context=64, kv_tokens=256, max_sequences=4)
+    with toy_target(config) as target, pytest.raises(ContextError, match=TRIAL.prompts[0].id):
+        prove(target, target.config, TRIAL)
+
+
+def test_first_difference():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1]) == 1
+    assert first_difference([], []) is None
+
+
+def test_built_in_prompts_are_many_and_of_many_kinds():
+    prompts = read_prompts()
+    assert len(prompts) >= 80
+    assert len({prompt.id for prompt in prompts}) == len(prompts)
+    assert len({prompt.kind for prompt in prompts}) >= 8
+    assert sum(len(prompt.messages) > 2 for prompt in prompts) >= 8
+    eight = spread(prompts, 8)
+    assert len({prompt.kind for prompt in eight}) >= 6
+    assert np.all([prompt.messages[-1]["role"] == "user" for prompt in prompts])

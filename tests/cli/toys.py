@@ -1,0 +1,32 @@
+"""A small toy target, opened as a user's program would."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from forerun.api import Loaded, Target, load, open_target
+from forerun.config import EngineConfig
+from forerun.executors.toy import ToyExecutor
+
+CONFIG = EngineConfig(model="toy", max_sequences=8, kv_tokens=8192, context=1024)
+
+
+@contextmanager
+def toy_target(config: EngineConfig = CONFIG, delay: float = 0.0) -> Iterator[Target]:
+    target = open_target(config)
+    if delay:
+        target = replace(target, executor=ToyExecutor(target.memory.limits, delay))
+    try:
+        yield target
+    finally:
+        target.close()
+
+
+@contextmanager
+def toy_loaded(config: EngineConfig = CONFIG) -> Iterator[Loaded]:
+    loaded = load(config)
+    try:
+        yield loaded
+        loaded.engine.check()
+    finally:
+        loaded.close()
