@@ -123,9 +123,11 @@ def process(
     out = _heated(out, sampling)
     if sampling.min_p > 0.0:
         out[out < out.max() + np.float32(np.log(sampling.min_p))] = -np.inf
-    if 0 < sampling.top_k < len(out):
-        out = _only(out, largest(out, sampling.top_k))
-    return _top_p(out, sampling.top_p) if sampling.top_p < 1.0 else out
+    if sampling.top_k:
+        _keep_largest(out, sampling.top_k)
+    if sampling.top_p < 1.0:
+        _keep_largest(out, _nucleus(out, sampling.top_p))
+    return out
 
 
 def _heated(logits: Floats, sampling: Sampling) -> Floats:
@@ -165,34 +167,38 @@ def unpack(mask: Words, vocab: int) -> Bools:
     return np.unpackbits(octets, count=vocab, bitorder="little").view(np.bool_)
 
 
-def _only(logits: Floats, keep: AnyArray) -> Floats:
-    out = np.full_like(logits, -np.inf)
-    out[keep] = logits[keep]
-    return out
+def _keep_largest(out: Floats, count: int) -> None:
+    """Exclude all but the `count` largest, ties to the lowest id."""
+    possible = out[out > -np.inf]
+    if count >= len(possible):
+        return
+    least = np.partition(possible, -count)[-count]
+    ties = np.flatnonzero(out == least)
+    spare = len(ties) - (count - np.count_nonzero(possible > least))
+    out[out < least] = -np.inf
+    out[ties[len(ties) - spare :]] = -np.inf
+
+
+def _nucleus(logits: Floats, top_p: float) -> int:
+    """How many of the most likely tokens it takes to reach the probability top_p."""
+    weights = np.exp(logits - logits.max())
+    needed = top_p * float(weights.sum(dtype=np.float64))
+    # The V tokens below this floor hold less than (1 - top_p) / 2 of the mass together: all lie
+    # beyond the cut, and few are left to sort.
+    floor = (1.0 - top_p) / (2 * len(weights))
+    mass = np.cumsum(np.sort(weights[weights > floor])[::-1], dtype=np.float64)
+    return 1 + int(np.searchsorted(mass, needed))
 
 
 def largest(logits: Floats, count: int) -> AnyArray:
-    """Ids of the `count` >= 1 largest logits, best first, ties by lowest id.
+    """Ids of the `count` largest logits, best first, ties by lowest id.
 
-    Fewer where fewer are possible: excluded tokens, -inf, are never among them. No full sort.
+    Fewer where fewer are possible: excluded tokens, -inf, are never among them.
     """
-    place = max(len(logits) - count, 0)
-    least = max(np.partition(logits, place)[place], np.finfo(np.float32).min)
-    ids = np.flatnonzero(logits >= least)  # All ties with the last, so the lowest ids can win.
-    return ids[np.argsort(-logits[ids], kind="stable")][:count]
-
-
-def _top_p(logits: Floats, top_p: float) -> Floats:
-    """Keep the fewest most likely tokens whose probability reaches top_p."""
-    weights = np.exp(logits - logits.max())
-    needed = top_p * float(weights.sum(dtype=np.float64))
-    # Nearly always a few hundred tokens hold the mass: sort those, more only if they do not.
-    for size in (256, 4096, len(logits)):
-        ids = largest(logits, size)
-        mass = np.cumsum(weights[ids], dtype=np.float64)
-        if mass[-1] >= needed:
-            break
-    return _only(logits, ids[: 1 + int(np.searchsorted(mass, needed))])
+    kept = logits.copy()
+    _keep_largest(kept, count)
+    ids = np.flatnonzero(kept > -np.inf)
+    return ids[np.argsort(-kept[ids], kind="stable")]
 
 
 def log_normaliser(logits: Floats) -> float:
