@@ -18,8 +18,8 @@ from forerun.types import AnyArray, Bools, Floats, Ints, Words
 class Sampling:
     """Sampling parameters of one sequence, already validated.
 
-    temperature         0 = greedy, else at least 1e-5, as in vLLM
-    top_k               0 = off
+    temperature         0 = greedy; below 1e-5 becomes 0, as in vLLM (float32 would overflow)
+    top_k               0 or less = off
     top_p, min_p        1.0 / 0.0 = off
     seed                64-bit; keys the noise together with the output position
     logit_bias          (token, bias) pairs
@@ -43,10 +43,14 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.temperature < 1e-5:
+            object.__setattr__(self, "temperature", 0.0)
+
     @property
     def plain(self) -> bool:
         """Nothing but the temperature is asked: no penalty, no bias, no cut-off."""
-        cut = self.temperature > 0 and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
+        cut = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return not (
             self.repetition_penalty != 1.0
             or self.frequency_penalty
@@ -123,7 +127,7 @@ def process(
     out = _heated(out, sampling)
     if sampling.min_p > 0.0:
         out[out < out.max() + np.float32(np.log(sampling.min_p))] = -np.inf
-    if sampling.top_k:
+    if sampling.top_k > 0:
         _keep_largest(out, sampling.top_k)
     if sampling.top_p < 1.0:
         _keep_largest(out, _nucleus(out, sampling.top_p))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.spec.accept import choose
 from forerun.spec.sampling import History, Sampling, largest, log_normaliser, process, unpack
 from tests.spec.worlds import V, bits
 
@@ -41,7 +42,7 @@ def slow_cuts(z, sampling):
         floor = best + np.float32(math.log(sampling.min_p))
         z = [x if x >= floor else -np.float32(INF) for x in z]
     order = sorted(range(len(z)), key=lambda t: (-z[t], t))
-    if sampling.top_k:
+    if sampling.top_k > 0:
         for token in order[sampling.top_k :]:
             z[token] = -np.float32(INF)
     weights = np.exp(np.array(z, np.float32) - np.float32(best))
@@ -56,7 +57,7 @@ def slow_cuts(z, sampling):
 parameters = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.25, 1.0, 1.7]),
-    top_k=st.integers(0, V + 2),
+    top_k=st.integers(-1, V + 2),
     top_p=st.sampled_from([1e-9, 0.3, 0.75, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
     repetition_penalty=st.sampled_from([1.0, 0.5, 1.5]),
@@ -143,6 +144,16 @@ def test_greedy_without_parameters_copies_nothing():
     logits = np.zeros(V, np.float32)
     history = History(np.zeros(1, np.int32), 1)
     assert process(logits, Sampling(temperature=0.0, top_k=3), history) is logits
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    logits = np.array([0, 30, 29], np.float32)
+    history = History(np.zeros(1, np.int32), 1)
+    for tiny in (1e-6, 1e-40, 5e-324):
+        assert Sampling(temperature=tiny).temperature == 0.0
+    warm = process(logits, Sampling(temperature=1e-5), history)
+    assert np.isfinite(warm).all()
+    assert choose(warm, Sampling(temperature=1e-5), 0) == 1
 
 
 def test_grammar_outranks_min_tokens():
