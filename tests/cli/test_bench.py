@@ -1,0 +1,193 @@
+"""The load generator against a server that is scripted to the byte."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from forerun.bench import report
+from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
+from forerun.bench.workload import read_prompts
+from forerun.cli import main
+from forerun.config import AskConfig
+from forerun.errors import ConfigError
+
+PROMPT = read_prompts()[0]
+PAUSE = 0.02
+
+
+class Script:
+    """Speaks just enough HTTP. Requests whose text begins with FAIL or CUT are mistreated."""
+
+    def __init__(self):
+        self.bodies, self.flying, self.most, self.headers = [], 0, 0, []
+
+    async def handle(self, reader, writer):
+        try:
+            while head := (await reader.readuntil(b"\r\n\r\n")).decode():
+                length = [int(x.split(":")[1]) for x in head.lower().splitlines() if "length" in x]
+                body = json.loads(await reader.readexactly(length[0])) if length else None
+                self.headers.append(head)
+                if not await self.answer(writer, body):
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def answer(self, writer, body):
+        if body is None:
+            text = json.dumps({"data": [{"id": "scripted"}]})
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+            return True
+        self.bodies.append(body)
+        text = body["messages"][0]["content"]
+        if text.startswith("FAIL"):
+            writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy")
+            return True
+        self.flying += 1
+        self.most = max(self.most, self.flying)
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: keep-alive\n\n")
+        for piece in ("", "one", " two three", " four"):
+            await asyncio.sleep(PAUSE)
+            self.event(writer, {"choices": [{"index": 0, "delta": {"content": piece}}]})
+            await writer.drain()
+        self.flying -= 1
+        if not text.startswith("CUT"):
+            self.event(writer, {"choices": [], "usage": {"completion_tokens": 4}})
+            writer.write(b"data: [DONE]\n\n")
+        await writer.drain()
+        return False
+
+    def event(self, writer, value):
+        writer.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+
+@contextmanager
+def scripted():
+    script, ready, ended, place = Script(), threading.Event(), asyncio.Event(), []
+
+    async def serve():
+        place.append(asyncio.get_running_loop())
+        server = await asyncio.start_server(script.handle, "127.0.0.1", 0)
+        place.append(server.sockets[0].getsockname()[1])
+        ready.set()
+        await ended.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield script, f"http://127.0.0.1:{place[1]}/v1"
+    finally:
+        place[0].call_soon_threadsafe(ended.set)
+        thread.join()
+
+
+def load(url, texts, at_once=1, key=""):
+    bodies = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    return asyncio.run(load_level(Endpoint(url, "m", key), bodies, at_once))
+
+
+def test_times_and_tokens_are_those_that_were_sent():
+    with scripted() as (_, url):
+        (timing,), seconds = load(url, ["hello"])
+    assert timing.error is None
+    assert timing.tokens == 4
+    assert len(timing.arrivals) == 3
+    assert timing.first >= 2 * PAUSE * 0.9
+    assert all(gap >= PAUSE * 0.5 for gap in timing.gaps)
+    assert timing.per_token == pytest.approx(sum(timing.gaps) / 3)
+    assert timing.first < timing.total <= seconds
+
+
+def test_concurrency_is_kept_and_not_exceeded():
+    with scripted() as (script, url):
+        timings, _ = load(url, ["x"] * 10, at_once=3)
+    assert len(timings) == 10
+    assert script.most == 3
+
+
+def test_errors_are_counted_and_do_not_stop_the_others():
+    with scripted() as (_, url):
+        timings, seconds = load(url, ["FAIL", "x", "CUT"], at_once=2)
+    level = report.one_repeat("on", 2, timings, seconds)
+    assert level.errors == 1 and level.requests == 3
+    assert "429" in level.first_error and "busy" in level.first_error
+    # The one that was cut short sent no usage: its three pieces are counted.
+    assert level.tokens == 4 + 3
+    assert level.throughput == pytest.approx(7 / seconds)
+    nobody = asyncio.run(load_level(Endpoint("http://127.0.0.1:9/v1", "m"), [{}], 1))[0]
+    assert "Connect" in nobody[0].error
+
+
+def test_the_key_goes_along_and_the_model_is_found():
+    with scripted() as (script, url):
+        load(url, ["x"], key="secret")
+        assert "authorization: bearer secret" in script.headers[-1].lower()
+        assert find_model(url, "", None) == "scripted"
+        assert find_model(url, "", "mine") == "mine"
+    with pytest.raises(ConfigError, match="does not list its models"):
+        find_model("http://127.0.0.1:9/v1", "", None)
+
+
+def test_bodies_are_plain_openai_unless_asked_otherwise():
+    plain = body_of(PROMPT, "m", AskConfig(max_tokens=5), None)
+    assert set(plain) == {
+        "model", "messages", "max_tokens", "temperature", "top_p", "seed", "stream",
+        "stream_options",
+    }  # fmt: skip
+    ask = AskConfig(top_k=4, ignore_eos=True, stop=("a",))
+    more = body_of(PROMPT, "m", ask, {"enabled": False})
+    assert (more["top_k"], more["ignore_eos"], more["stop"]) == (4, True, ["a"])
+    assert more["speculative"] == {"enabled": False}
+
+
+def repeat_of(*seconds):
+    timings = [Timing([s, s + 0.1], 2, s + 0.1) for s in seconds]
+    return report.one_repeat("on", 1, timings, 1.0)
+
+
+def test_medians_are_over_repeats_and_percentiles_over_requests():
+    assert report.percentiles([0.001 * i for i in range(101)]) == pytest.approx(
+        {"p50": 50.0, "p90": 90.0, "p99": 99.0}
+    )
+    assert report.percentiles([]) == {}
+    merged = report.median_of([repeat_of(1.0), repeat_of(3.0), repeat_of(100.0)])
+    assert merged.first_ms["p50"] == pytest.approx(3000.0)
+    assert merged.requests == 3
+    assert merged.per_token_ms["p50"] == pytest.approx(100.0)
+
+
+def test_the_command_writes_json_and_a_picture(tmp_path, capsys):
+    line = ["--concurrency", "1,2", "--requests", "4", "--repeats", "2", "--out", str(tmp_path)]
+    with scripted() as (script, url):
+        assert main(["bench", "--url", url, *line, "--max-tokens", "4", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((tmp_path / "report.json").read_text())
+    assert result["model"] == "scripted"
+    assert [(level["at_once"], level["requests"]) for level in result["levels"]] == [(1, 8), (2, 8)]
+    assert result["levels"][1]["throughput"] > 1.5 * result["levels"][0]["throughput"]
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    # No two prompts are equal, or a prefix cache would answer for some.
+    texts = [body["messages"][0]["content"] for body in script.bodies]
+    assert len(set(texts)) == len(texts)
+
+
+def test_failures_are_said_and_are_exit_code_one(tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}')
+    with scripted() as (script, url):
+
+        async def refuse(writer, body):
+            writer.write(b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n")
+            return True
+
+        script.answer = refuse
+        line = ["--model", "m", "--repeats", "1", "--concurrency", "1", "--prompts", str(prompts)]
+        assert main(["bench", "--url", url, *line]) == 1
+    out, err = capsys.readouterr()
+    assert "8 of 8 requests failed, first: HTTP 503" in err
+    assert "m at http://127.0.0.1" in out
