@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from forerun import __version__
 from forerun.config import AskConfig, EngineConfig, ServeSettings
@@ -31,6 +32,7 @@ from forerun.errors import (
     RequestError,
 )
 from forerun.flags import flags_of
+from forerun.train.presets import PRESETS, TrainConfig
 
 Flags = Callable[[argparse.ArgumentParser], None]
 
@@ -113,6 +115,16 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     flags_of(EngineConfig, parser, "model and engine")
 
 
+def _train_flags(parser: argparse.ArgumentParser) -> None:
+    presets = "; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())
+    parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
+    unsaid = {item.name: None for item in fields(TrainConfig)}
+    flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)
+    flags_of(EngineConfig, parser, "target and engine")
+
+
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
@@ -189,6 +201,7 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "serve": ("Serve a model over the OpenAI API.", _serve_flags),
     "bench": ("Measure any OpenAI endpoint under load.", _bench_flags),
     "prove": ("Show that speculation changes no token.", _prove_flags),
+    "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
 }

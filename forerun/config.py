@@ -28,7 +28,7 @@ def option(
     return field(default=default, metadata=facts)
 
 
-def _check(config: Any) -> None:
+def validate(config: Any) -> None:
     """Hold every field of a configuration to its declared bounds. Raises ConfigError."""
     for item in fields(config):
         value, facts = getattr(config, item.name), item.metadata
@@ -98,7 +98,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
-        _check(self)
+        validate(self)
         if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device is {self.device!r}, but must be cpu, cuda or cuda:N.")
         if self.device != "cpu" and self.executor not in ("auto", "torch"):
@@ -141,7 +141,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
-        _check(self)
+        validate(self)
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
 
@@ -162,4 +162,4 @@ class AskConfig:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
-        _check(self)
+        validate(self)

@@ -1,0 +1,182 @@
+"""`forerun train` from end to end: answers, vocabulary, features, head, training, export.
+
+    prompts or none -> answers.Writer -> corpus/ -> features -> start -> loop -> draft/
+
+Every stage leaves its result in the output folder and is skipped when it is already there, so an
+interrupted run goes on where it stopped.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.api import Loaded
+from forerun.errors import ConfigError, ModelError
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.drafts import head_for
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.answers import Problems, Recipe, Writer, read_prompts
+from forerun.train.corpus import (
+    Corpus,
+    batches,
+    choose_vocabulary,
+    write_chats,
+    write_features,
+)
+from forerun.train.export import export_head
+from forerun.train.loop import Progress, Schedule, Trial, train
+from forerun.train.loss import Vocabulary
+from forerun.train.presets import TrainConfig
+from forerun.train.reader import online_reader, stored_reader
+from forerun.train.snapshot import load_snapshot
+from forerun.train.start import calibrate, start_from_target
+from forerun.train.target import DenseTarget
+from forerun.types import AnyArray, Ints
+
+Report = Callable[[str, int, int], None]
+"""(what, done, total) of a stage under way."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The target: served for writing answers, dense for features."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer
+    name: str
+
+
+def write_corpus(
+    loaded: Loaded, config: TrainConfig, prompts: Path | None, out: Path, report: Report
+) -> tuple[Corpus, Problems]:
+    """Stage 1: the target writes answers into `out`/corpus."""
+    recipe = Recipe(
+        answers=config.answers,
+        max_tokens=config.answer_tokens,
+        greedy=config.greedy,
+        temperature=config.temperature,
+        follow_up=config.follow_up,
+        held_out=config.held_out,
+        seed=config.seed,
+    )
+    writer = Writer(loaded, recipe, config.width)
+    chats: list[Any] = []
+
+    def done(chat: Any) -> None:
+        chats.append(chat)
+        report("answers", len(chats), config.answers)
+
+    writer.write(read_prompts(prompts, writer.problems) if prompts else None, done)
+    return write_chats(out / "corpus", chats, config.held_out), writer.problems
+
+
+def forced_ids(tokenizer: Tokenizer) -> Ints:
+    """int32[.] ids every draft vocabulary needs: specials, single bytes, pure punctuation.
+
+    Answer text never shows the specials, and constrained text leans on bytes and punctuation.
+    """
+    ids = set(tokenizer.special_ids)
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.token_bytes(token)
+        if len(text) == 1 or (text and not any(c > 127 or chr(c).isalnum() for c in text)):
+            ids.add(token)
+    return np.array(sorted(ids), np.int32)
+
+
+def make_draft(
+    source: Source, corpus: Corpus, config: TrainConfig, out: Path, report: Report
+) -> Progress:
+    """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft."""
+    torch.manual_seed(config.seed)
+    device = torch.device(config.train_device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train-device is cuda, but torch sees no GPU; use --train-device cpu")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    target = DenseTarget(source.checkpoint, config.train_device, dtype)
+    arch = source.checkpoint.architecture
+    ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
+    about = head_for(arch, len(ids))
+    vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
+    if device.type == "cpu":
+        write_features(
+            corpus, about, _teacher(target, about.features), lambda d, t: report("features", d, t)
+        )
+        read = stored_reader(corpus, dtype)
+    else:
+        read = online_reader(corpus, target, about.features)
+    schedule = Schedule(
+        epochs=config.epochs,
+        tokens=config.batch_tokens,
+        length=config.length,
+        steps=config.steps,
+        decay=config.decay,
+        rate=config.rate,
+        check_every=config.check_every,
+        seed=config.seed,
+    )
+    head = EagleHead(about).to(device)
+    trial = Trial(head, target.embed, vocabulary, corpus, read, schedule, out)
+    _begin(trial, source.checkpoint, config)
+    started = monotonic()
+
+    def show(progress: Progress) -> None:
+        report(_line(progress, started), progress.step, progress.total)
+
+    progress = train(trial, show)
+    finish(trial, ids, progress, config, source.name)
+    return progress
+
+
+def _teacher(target: DenseTarget, features: tuple[int, ...]) -> Callable[[Ints], Any]:
+    def teach(tokens: Ints) -> tuple[AnyArray, AnyArray, AnyArray]:
+        found, last = target.run(torch.from_numpy(tokens).long()[None], features)
+        choice = target.choices(last)
+        return found[0].numpy(), last[0].numpy(), choice[0].numpy()
+
+    return teach
+
+
+def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:
+    """Initialise the head from the target and calibrate it (a resumed run overwrites this)."""
+    start_from_target(trial.head, checkpoint, trial.vocabulary, config.seed)
+    schedule = trial.schedule
+    first = next(
+        batches(trial.corpus, trial.corpus.training, schedule.length, schedule.tokens, config.seed)
+    )
+    calibrate(trial.head, trial.read(first), trial.embed, trial.vocabulary)
+
+
+def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, name: str) -> None:
+    """Export the best checkpoint and write metrics.json beside it."""
+    if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
+        raise ModelError(f"{trial.folder} holds no checkpoint to export")
+    export_head(trial.head, ids, trial.folder / "draft")
+    metrics = {
+        "target": name,
+        "config": asdict(config),
+        "answer_tokens": int(np.asarray(trial.corpus.wanted).sum()),
+        "chats": trial.corpus.chats,
+        "best_simulated_length": progress.best,
+        "history": progress.history,
+    }
+    (trial.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+
+
+def _line(progress: Progress, started: float) -> str:
+    """The live line: loss, per-position agreement, simulated length."""
+    if not progress.history:
+        return f"training: loss {progress.loss:.3f}"
+    last = progress.history[-1]
+    accuracy = " ".join(f"{a:.2f}" for a in last["accuracy"])  # type: ignore[union-attr]
+    speed = progress.tokens / max(monotonic() - started, 1e-9)
+    return (
+        f"training: loss {progress.loss:.2f}, agreement {accuracy}, "
+        f"length {last['length']:.3f} (best {progress.best:.3f}), {speed:.0f} tokens/s"
+    )

@@ -1,0 +1,90 @@
+"""What `forerun train` can be told, and the presets. No torch here: `--help` reads this file."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.config import option, validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How a draft head is made. `presets` lists the sets of values that go together."""
+
+    answers: int = option(2000, "answers the target writes", low=2)
+    answer_tokens: int = option(384, "longest answer, in tokens", low=8)
+    greedy: float = option(0.5, "share of answers written at temperature 0", low=0, high=1)
+    temperature: float = option(0.8, "temperature of the other answers", low=0, high=2)
+    follow_up: float = option(0.1, "share of chats with a second turn", low=0, high=1)
+    held_out: int = option(64, "chats kept aside to choose the best checkpoint", low=1)
+    draft_vocab: int = option(16384, "size of the draft vocabulary", low=16)
+    epochs: float = option(4.0, "passes over the answers", low=0.01)
+    batch_tokens: int = option(4096, "tokens in one training step", low=16)
+    length: int = option(512, "longest training sequence, in tokens (its end is kept)", low=16)
+    steps: int = option(3, "unrolled steps of the training-time test", low=1, high=16)
+    decay: float = option(0.8, "weight of each further unrolled step", low=0, high=1)
+    rate: float = option(1e-3, "highest learning rate", low=1e-7, high=1)
+    check_every: int = option(100, "training steps between held-out checks", low=1)
+    width: int = option(32, "answers written at once", low=1, high=4096)
+    train_device: str = option("cpu", "torch device that trains")
+    seed: int = option(0, "seed of prompts, noise and shuffling", low=0)
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds. Raises ConfigError."""
+        validate(self)
+
+
+PRESETS: dict[str, tuple[str, TrainConfig]] = {
+    "smoke": (
+        "seconds; proves that everything works, the draft is useless",
+        TrainConfig(
+            answers=24,
+            answer_tokens=48,
+            held_out=4,
+            draft_vocab=1024,
+            epochs=4,
+            batch_tokens=512,
+            length=128,
+            steps=2,
+            check_every=10,
+        ),
+    ),
+    "cpu": (
+        "about two hours on two cores; a modest draft",
+        TrainConfig(answers=2400, answer_tokens=256, draft_vocab=8192, check_every=50),
+    ),
+    "gpu-25min": (
+        "25 minutes of a large GPU; a good draft for a small model",
+        TrainConfig(
+            answers=60_000,
+            held_out=500,
+            epochs=3,
+            batch_tokens=49_152,
+            length=2048,
+            steps=7,
+            width=1024,
+            train_device="cuda",
+        ),
+    ),
+    "full": (
+        "your own prompts, ten epochs, seven unrolled steps",
+        TrainConfig(
+            answers=1_000_000,
+            answer_tokens=1024,
+            held_out=1000,
+            epochs=10,
+            batch_tokens=32_768,
+            length=4096,
+            steps=7,
+            rate=6e-4,
+            check_every=500,
+            width=256,
+            train_device="cuda",
+        ),
+    ),
+}
+
+
+def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
+    """The preset's values with whatever was said explicitly (not None) in their place."""
+    said = {name: value for name, value in changes.items() if value is not None}
+    return replace(PRESETS[preset][1], **said)
