@@ -140,6 +140,17 @@ def test_a_failing_guess_ends_the_path_before_it():
     assert outcome.finite.tolist() == [False]
 
 
+def test_a_mask_hides_no_trouble():
+    """A NaN fails the row even where the grammar forbids the token it stands for."""
+    sampler = HostSampler(1, V)
+    sampler.open(opening(0, [1], 1))
+    table = next_is(4)
+    table[0, 6] = np.nan
+    masks = NodeMasks(np.array([0], np.int32), bits([3, 4])[None])
+    _, outcome = run(sampler, plan_of([0], [0], [[1]], [True]), [NO_DRAFT], table, masks)
+    assert outcome.finite.tolist() == [False]
+
+
 def test_bad_logits_beside_the_path_harm_nobody():
     sampler = HostSampler(1, V)
     sampler.open(opening(0, [1], 1))

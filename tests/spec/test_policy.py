@@ -110,6 +110,12 @@ def test_probes_cost_less_than_three_percent_and_never_stop():
     assert extra < 0.03 * done.ms
 
 
+def test_nothing_is_probed_where_even_perfect_guesses_would_not_pay():
+    linear = StepCosts((1, 64), (10.0, 640.0))
+    done = Simulation(linear, opened(linear, 2), 2).run(500, chance=1.0)
+    assert sum(done.nodes) == 0
+
+
 @pytest.mark.parametrize("costs", [MIDDLE, STEEP], ids=["middle", "steep"])
 def test_it_recovers_when_the_text_becomes_easy(costs):
     simulation = Simulation(costs, opened(costs, 1)).run(1000, chance=0.0)
