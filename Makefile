@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 	@touch $@
 
 demo: setup
-	$(BIN)/forerun run "Explain in three sentences why the sky is blue." --max-tokens 128
+	$(BIN)/forerun run "Explain in three sentences why the sky is blue." --max-tokens 128 --compare
 
 serve: setup
 	$(BIN)/forerun serve

@@ -1,0 +1,92 @@
+"""Documents that are true: links lead somewhere, commands exist, symbols are where they say."""
+
+import re
+import shlex
+
+import pytest
+
+from forerun.cli import COMMANDS, build_parser
+from tests.shape.tree import PACKAGE, ROOT, sources
+
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
+SYMBOL = re.compile(r"`(\w+(?:\.\w+)*)`")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(document):
+    for _, target in LINK.findall(document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_path_of_a_token_names_what_exists():
+    """Each link of docs/path.md to a source, followed by symbols, names symbols of that file."""
+    text = (ROOT / "docs" / "path.md").read_text()
+    steps = re.findall(r"\[[^\]]+\]\(\.\./(forerun/[^)]+\.py)\)((?:\s*`[\w.]+`,?)*)", text)
+    assert len(steps) >= 12
+    for path, symbols in steps:
+        source = (ROOT / path).read_text()
+        for symbol in SYMBOL.findall(symbols):
+            name = re.escape(symbol.split(".")[-1])
+            defined = rf"(?m)^\s*(?:async )?(?:def|class) {name}\b|^{name}\s*[:=]"
+            assert re.search(defined, source), f"{symbol} is not in {path}"
+
+
+def commands_of(text):
+    """Lines of code blocks and inline code that call make or forerun."""
+    blocks = re.findall(r"```(?:bash|sh|console)?\n(.*?)```", text, re.S)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`((?:make|forerun|\.venv/bin/forerun) [^`]+)`", text)
+    return [line for line in lines if re.match(r"(make|forerun|\.venv/bin/forerun) ", line)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_in_documents_exist(document):
+    verbs = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
+    for line in commands_of(document.read_text()):
+        words = shlex.split(line.split("#")[0].rstrip("\\ "))
+        if words[0] == "make":
+            assert words[1] in verbs, line
+            continue
+        assert words[1] in COMMANDS or words[1].startswith("--"), line
+        flags = [word.split("=")[0] for word in words[2:] if word.startswith("--")]
+        known = build_parser()._subparsers._group_actions[0].choices.get(words[1])
+        for flag in flags:
+            assert flag in known.format_help(), f"{line}: no {flag}"
+
+
+def test_the_readme_begins_with_two_commands():
+    head = (ROOT / "README.md").read_text()[:600]
+    assert head.index("make demo") < head.index("make test")
+
+
+def glossary():
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    return dict(re.findall(r"(?m)^\*\*([\w /-]+)\*\*\s+(.+)$", text))
+
+
+def test_the_glossary_has_every_word_and_the_code_uses_them():
+    words = glossary()
+    for word in (
+        "request", "sequence", "plan", "row", "tree", "node", "guess", "draft", "target",
+        "accept", "page", "slot", "step",
+    ):  # fmt: skip
+        assert word in words, word
+    code = "\n".join(path.read_text() for path in sources("forerun"))
+    for word in words:
+        assert re.search(rf"\b{word.split('/')[0].strip()}", code), f"{word} is used nowhere"
+
+
+def test_words_we_decided_against_are_not_names():
+    """One word per thing: these are other projects' words for what has a name here."""
+    wrong = re.compile(r"\b(proposer|spec_token|block_table|kv_block|scorer_model)\w*")
+    found = [f"{p.relative_to(PACKAGE)}: {m}" for p in sources("forerun")
+             for m in wrong.findall(p.read_text())]  # fmt: skip
+    assert not found
+
+
+def test_the_readmes_python_runs(capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(block.replace("smollm2-135m", "toy"), {})
+    assert len(capsys.readouterr().out) == 65

@@ -1,0 +1,116 @@
+"""Things that must not be anywhere."""
+
+import ast
+import re
+
+import pytest
+
+from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
+
+PRODUCT = sources("forerun")
+LAZY = {"forerun/api.py", "forerun/cli.py"}
+"""Files whose functions may import: an executor is loaded only when chosen."""
+
+HOSTS = [
+    "".join(parts)
+    for parts in (
+        ("py", "pi.org"),
+        ("python", "hosted.org"),
+        ("hugging", "face.co"),
+        ("hf", ".co"),
+        ("modelscope", ".cn"),
+        ("git", "hub.com"),
+        ("crates", ".io"),
+        ("npm", "js.com"),
+        ("conda", ".anaconda"),
+        ("pytorch", ".org"),
+    )
+]
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def test_no_registry_host_is_named():
+    named = [
+        f"{relative(path)}: {host}"
+        for path in text_files()
+        for host in HOSTS
+        if re.search(
+            rf"(?<![\w.-]){re.escape(host)}(?![\w-])", path.read_text(encoding="utf-8", errors="replace")
+        )
+    ]
+    assert not named
+
+
+def test_no_import_hides_in_a_function():
+    hidden = [
+        f"{relative(path)}:{inner.lineno}"
+        for path in PRODUCT
+        if relative(path) not in LAZY
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not (path.name == "attention.py" and node.name == "choose")
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert not hidden
+
+
+def called(tree):
+    """Dotted names of what a file calls and imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call | ast.Attribute):
+            yield ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (r"(typing\.)?TYPE_CHECKING", "a type that needs it is in the wrong layer"),
+        (r"c?pickle(\..*)?|dill(\..*)?|shelve(\..*)?|joblib(\..*)?", "no pickle is ever loaded"),
+        (r"torch\.(jit\.)?(load|save)", "weights are safetensors or GGUF"),
+        (r"eval|exec|compile|builtins\.(eval|exec)", "no code from data"),
+    ],
+)
+def test_forbidden_names(what, why):
+    found = [
+        f"{relative(path)}: {name}"
+        for path in PRODUCT
+        for name in called(parsed(path))
+        if re.fullmatch(what, name)
+    ]
+    assert not found, why
+
+
+def test_behaviour_does_not_depend_on_the_environment():
+    """Only the platform's own conventions for the cache directory are read."""
+    readers = {
+        relative(path)
+        for path in PRODUCT
+        for name in called(parsed(path))
+        if re.fullmatch(r"os\.(environ(\..*)?|getenv|putenv)", name)
+    }
+    # wheel.py hands the environment on to pip, unread.
+    assert readers <= {"forerun/cachedir.py", "forerun/wheel.py"}
+
+
+def test_only_the_composition_root_names_executors():
+    naming = {
+        relative(path)
+        for path in PRODUCT
+        if "executors" not in path.relative_to(PACKAGE).parts
+        for name in called(parsed(path))
+        if re.match(r"forerun\.executors", name)
+    }
+    assert naming <= {"forerun/api.py", "forerun/commands/doctor.py"} | {
+        # Training needs the torch decoder itself, not an executor behind a contract.
+        name
+        for name in naming
+        if name.startswith("forerun/train/")
+    }
