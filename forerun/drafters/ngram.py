@@ -6,7 +6,7 @@ tokens. Walking the links of the longest order first finds the most recent earli
 past agrees with the present; what follows them, merged into a trie, is the draft.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -17,18 +17,20 @@ from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.tree import Draft, TreeBatch
 from forerun.types import Ints
 
-ORDERS = (8, 4, 2)
-"""Lengths of the tokens runs that are indexed, longest first."""
-PLACES = 16
-"""Earlier places that are looked at, most promising first."""
+ORDERS = (4, 1)
+"""Lengths of the runs of tokens that are indexed, longest first."""
+PLACES = 8
+"""Earlier places that are looked at: those of the longest run, then the most recent, first."""
 LONGEST = 16
 """Agreement beyond so many tokens counts no more."""
 DOUBT = 4.0
 """Weight of "something else follows", where a place with m agreeing tokens weighs 2**m."""
-FLOOR = 0.02
-"""Guesses less likely than this are not worth a node."""
 
 _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+
+
+Voters = list[tuple[int, float]]
+"""(position, weight) of places that agree so far; the token at the position is their vote."""
 
 
 class _Chains:
@@ -81,7 +83,7 @@ class _Text:
         for chain in self.chains:
             chain.append(self.tokens)
 
-    def places(self) -> list[tuple[int, float]]:
+    def places(self) -> Voters:
         """Earlier positions whose past agrees with the end of the text, with their weights.
 
         Longest order first, then most recent first, PLACES at most.
@@ -100,63 +102,68 @@ class _Text:
         return list(found.items())
 
 
-@dataclass(slots=True)
-class _Growth:
-    """A draft while it grows."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-
-
-def grow(text: list[int], places: list[tuple[int, float]], nodes: int, depth: int) -> Draft:
+def grow(text: list[int], places: Voters, nodes: int, depth: int, least: float) -> Draft:
     """The likeliest `nodes` paths that follow `places`, best first, at most `depth` long.
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
     with 2**(m+1) for the next one once that was right, and so on. A guess's share of the votes,
-    with DOUBT among them, is its probability; its score is the product along its path.
+    DOUBT's among them, is its probability; its score is the product along its path, and guesses
+    with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M: guesses
+    with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and .92.)
     """
-    out = _Growth()
-    heap: list[tuple[float, int, int, int, int, list[tuple[int, float]]]] = []
-    ticket = 0
-
-    def offer(parent: int, level: int, score: float, voters: list[tuple[int, float]]) -> None:
-        nonlocal ticket
-        votes: dict[int, list[tuple[int, float]]] = {}
-        total = DOUBT
-        for place, weight in voters:
-            if place < len(text):
-                votes.setdefault(text[place], []).append((place + 1, 2 * weight))
-                total += weight
-        for token, agreeing in votes.items():
-            share = score * sum(weight for _, weight in agreeing) / (2 * total)
-            if share >= FLOOR:
-                ticket += 1
-                heappush(heap, (-share, ticket, token, parent, level, agreeing))
-
-    offer(-1, 1, 1.0, places)
-    while heap and len(out.tokens) < nodes:
-        negative, _, token, parent, level, agreeing = heappop(heap)
-        out.tokens.append(token)
-        out.parents.append(parent)
-        out.scores.append(-negative)
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    heap: list[tuple[float, int, int, int, int, Voters]] = []
+    _offer(heap, text, places, (1.0, -1, 1), least)
+    while heap and len(tokens) < nodes:
+        minus_score, _, token, parent, level, agreeing = heappop(heap)
+        tokens.append(token)
+        parents.append(parent)
+        scores.append(-minus_score)
         if level < depth:
-            offer(len(out.tokens) - 1, level + 1, -negative, agreeing)
+            place = (-minus_score, len(tokens) - 1, level + 1)
+            _offer(heap, text, agreeing, place, least)
     return Draft(
-        np.array(out.tokens, np.int32),
-        np.array(out.parents, np.int32),
-        np.array(out.scores, np.float32),
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
     )
+
+
+def _offer(
+    heap: list[tuple[float, int, int, int, int, Voters]],
+    text: list[int],
+    voters: Voters,
+    where: tuple[float, int, int],
+    least: float,
+) -> None:
+    """Put what `voters` vote for on the heap, as children at `where` = (score, parent, level)."""
+    score, parent, level = where
+    end, total = len(text), DOUBT
+    votes: dict[int, Voters] = {}
+    for place, weight in voters:
+        if place < end:
+            total += weight
+            votes.setdefault(text[place], []).append((place + 1, 2 * weight))
+    for number, (token, agreeing) in enumerate(votes.items()):
+        weight = agreeing[0][1] if len(agreeing) == 1 else sum(pair[1] for pair in agreeing)
+        share = score * weight / (2 * total)
+        if share >= least:
+            # Equal scores: what was found first, nearer the root first.
+            heappush(heap, (-share, (level << 8) + number, token, parent, level, agreeing))
 
 
 class NgramDrafter:
     """Looks up continuations in prompt and output.
 
-    slots  S, for the record; sequences are kept by slot
+    slots  S
+    least  guesses with a smaller estimated probability are not worth their node. The best
+           choice is about twice what a node adds to the time of a step of one node: .1 where
+           that is .02, .15 at .05, .3 at .14 (simulated on the answers named in `grow`)
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, least: float = 0.2) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
+        self._least = least
         self._texts: list[_Text | None] = [None] * slots
 
     def begin(self, opening: Opening) -> None:
@@ -173,7 +180,10 @@ class NgramDrafter:
             text = self._texts[slot]
             assert text is not None, f"slot {slot} is not open"
             places = text.places() if nodes else []
-            drafts.append(grow(text.tokens, places, nodes, depth) if places else Draft())
+            if not places:
+                drafts.append(Draft())
+                continue
+            drafts.append(grow(text.tokens, places, nodes, depth, self._least))
         return drafts
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
@@ -190,4 +200,4 @@ class NgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "orders": ORDERS, "places": PLACES}
+        return {"drafter": self.traits.name, "orders": ORDERS, "least": self._least}
