@@ -246,7 +246,8 @@ class Engine:
         self._live[sequences[0].request.id] = list(sequences)
         for sequence in sequences:
             self._scheduler.add(sequence)
-        self._entering -= len(sequences)
+        with self._changed:
+            self._entering -= len(sequences)
 
     def _seat(self, schedule: Schedule) -> bool:
         """Close and open slots as planned. False when that ended a request: plan anew."""
@@ -299,7 +300,7 @@ class Engine:
     def _settle(self, schedule: Schedule, row: int, outcome: Outcome) -> None:
         """Commit the pages of one row, count, apply the stop conditions and tell the news."""
         sequence, plan = schedule.rows[row], schedule.plan
-        if outcome.prompt_logprobs:
+        if sequence.sampling.prompt_logprobs is not None:
             sequence.echo(outcome.prompt_logprobs[row])
         tokens = outcome.tokens[row, : outcome.n_tokens[row]]
         sequence.append(tokens)

@@ -1,0 +1,133 @@
+"""What the host costs per step, held to a fixed calibration loop and not to a clock.
+
+A unit is the CPU time of a plain Python loop of 1,000 turns, 40 to 120 microseconds. The
+bounds leave a factor of about 2.5 over what was measured when they were written; whoever makes
+the host slower than that should know it.
+"""
+
+import time
+
+import numpy as np
+import pytest
+
+from forerun.cache.pages import PagePool
+from forerun.cache.prefix import PrefixIndex
+from forerun.cache.table import PageTable
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine.plan import Opening, Outcome
+from forerun.executors.toy import ToyExecutor
+from forerun.text.stream import TextStream
+from tests.engine.test_drafters import plan as one_row
+from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make
+
+ROWS = 32
+
+
+def cpu_time(work, repeats=5):
+    """The least CPU seconds that `work()` took."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.thread_time()
+        work()
+        best = min(best, time.thread_time() - start)
+    return best
+
+
+def turns():
+    seen = {}
+    for i in range(1000):
+        seen[i & 63] = i * 3 % 7
+
+
+def units(work, repeats=5):
+    return cpu_time(work, repeats) / cpu_time(turns, 20)
+
+
+class Parrot(ToyExecutor):
+    """Says "a" at once, whatever the tree: what is left is the engine's own work."""
+
+    def open(self, opening):
+        pass
+
+    def close(self, slot):
+        pass
+
+    def verify(self, plan, trees):
+        return None
+
+    def accept(self, plan, trees, scores, masks):
+        return None
+
+    def commit(self, plan, trees, scores, accepted):
+        said = plan.samples.astype(np.int32)
+        return Outcome(
+            n_tokens=said,
+            tokens=np.full((plan.rows, 1), 97, np.int32),
+            n_guesses=(np.diff(trees.start) - trees.known).astype(np.int32),
+            finite=np.ones(plan.rows, np.bool_),
+        )
+
+
+def running(name):
+    shape = limits(slots=ROWS, pages=4096, max_nodes=512, page_size=16, context=2000)
+    engine = make(name, executor=Parrot(shape), nodes=8, depth=8)
+    for i in range(ROWS):
+        engine.submit(ask(str(i), f"Prompt {i} " * 20, 1000), Ear())
+    while engine.stats().load.waiting or not engine.stats().output_tokens:
+        engine.step_once()
+    return engine
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 1.1), ("ngram", 3.0)])
+def test_a_row_of_a_step(name, most):
+    """Planning, trees, pages, stop conditions, text and deltas (and drafting), per row."""
+    engine = running(name)
+    work = lambda: [engine.step_once() for _ in range(10)]  # noqa: E731
+    assert units(work) / (10 * ROWS) < most
+
+
+def test_planning_a_row():
+    engine = running("none")
+    work = lambda: [engine._scheduler.plan() for _ in range(10)]  # noqa: E731
+    assert units(work) / (10 * ROWS) < 0.2
+
+
+def test_matching_a_prefix():
+    """Per page of 16 tokens."""
+    index = PrefixIndex(PagePool(256), 16)
+    tokens = np.arange(4096, dtype=np.int32)
+    table = PageTable(index)
+    table.reserve(4096)
+    table.commit(4096, tokens)
+    table.release()
+
+    def match():
+        table = PageTable(index)
+        assert table.start(tokens) == 4096
+        table.release()
+
+    assert units(match) / 256 < 0.03
+
+
+def test_text_of_a_token():
+    stream = TextStream(TOKENIZER, ("never", "nor this"))
+    work = lambda: [stream.push(97 + i % 20) for i in range(1000)]  # noqa: E731
+    assert units(work) / 1000 < 0.06
+
+
+def test_lookup_of_a_continuation():
+    """One draft of eight guesses from a text of 2,000 tokens that repeats itself."""
+    drafter = NgramDrafter(2)
+    tokens = np.tile(np.arange(250, dtype=np.int32), 8)
+    drafter.begin(Opening(1, tokens, len(tokens), GREEDY))
+    work = lambda: [drafter.propose(one_row(8, 8)) for _ in range(20)]  # noqa: E731
+    assert len(drafter.propose(one_row(8, 8))[0]) == 8
+    assert units(work) / 20 < 2.2
+
+
+def test_indexing_a_prompt():
+    """Per token, when a sequence takes a slot."""
+    drafter = NgramDrafter(2)
+    tokens = np.random.default_rng(0).integers(0, 50000, 4096).astype(np.int32)
+    work = lambda: drafter.begin(Opening(1, tokens, len(tokens), GREEDY))  # noqa: E731
+    assert units(work) / 4096 < 0.012
