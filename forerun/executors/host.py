@@ -153,7 +153,7 @@ class HostSampler:
         path = accept_row(trees, row, self._chooser(sampling, history, logits, masks))
         pairs = zip((root, *path.nodes), path.tokens, strict=False)
         reports = _reports(sampling.logprobs, pairs, logits)
-        kept = np.concatenate([chain, np.array(path.nodes, np.int32)])
+        kept = np.append(chain, np.array(path.nodes, np.int32)) if path.nodes else chain
         return HostRow(kept, path.tokens, len(path.tokens) > 0, reports, echoed)
 
     def _chooser(
@@ -167,8 +167,8 @@ class HostSampler:
             if fast and not masked and (token := fast(node, sampling, position)) is not None:
                 return token
             raw = logits(node)
-            if not np.isfinite(raw.max()):  # A NaN would be hidden by a mask or a cut-off.
-                return NOTHING
+            if (masked or not sampling.plain) and not np.isfinite(raw.max()):
+                return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
             mask = masks.bits[masks.row[node]] if masks is not None and masked else None
             processed = process(raw, sampling, history, ancestors, mask)
             return choose(processed, sampling, position)

@@ -90,5 +90,7 @@ def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
 def _child(trees: TreeBatch, row: int, node: int, token: int) -> int | None:
     """The first child of `node` that guesses `token`."""
     below = slice(node + 1, int(trees.start[row + 1]))
+    if below.start == below.stop:
+        return None
     found = np.flatnonzero((trees.parents[below] == node) & (trees.tokens[below] == token))
     return node + 1 + int(found[0]) if len(found) else None

@@ -95,7 +95,8 @@ def batch(known: list[Ints], drafts: list[Draft]) -> TreeBatch:
         count, base = len(chain), int(start[row])
         if count == 0:
             raise ValueError(f"row {row} has no known token")
-        if not np.all((draft.parents >= -1) & (draft.parents < np.arange(len(draft)))):
+        legal = (draft.parents >= -1) & (draft.parents < np.arange(len(draft)))
+        if not legal.all():
             raise ValueError(f"row {row}: a parent is neither the root nor an earlier guess")
         chain_parents = np.arange(base - 1, base - 1 + count, dtype=np.int32)
         chain_parents[0] = -1
