@@ -38,7 +38,8 @@ def test_no_registry_host_is_named():
         for path in text_files()
         for host in HOSTS
         if re.search(
-            rf"(?<![\w.-]){re.escape(host)}(?![\w-])", path.read_text(encoding="utf-8", errors="replace")
+            rf"(?<![\w.-]){re.escape(host)}(?![\w-])",
+            path.read_text(encoding="utf-8", errors="replace"),
         )
     ]
     assert not named
