@@ -313,20 +313,22 @@ class Engine:
         sequence.tally.add(guesses, accepted)
         if plan.max_nodes[row]:
             self._policy.observe(int(plan.slots[row]), guesses, accepted)
-        kept = keep(sequence, tokens.tolist(), self._tokenizer.eos_ids)
-        if sequence.request.grammar is not None and kept.ending is None:
-            kept = self._advance_grammar(sequence, kept)
-        logprobs = outcome.logprobs[row] if outcome.logprobs else ()
-        self._report(sequence, kept, logprobs)
-
-    def _advance_grammar(self, sequence: Sequence, kept: Kept) -> Kept:
-        assert sequence.slot is not None
         try:
-            done = self._grammars.commit(sequence.slot, kept.tokens)
+            kept = self._keep(sequence, tokens.tolist())
         except Exception as error:
-            log.exception("the grammar of request %s failed", sequence.request.id)
-            return Kept(kept.tokens, kept.text, _failed(error))
-        return complete(sequence, kept) if done else kept
+            log.exception("request %s failed", sequence.request.id)
+            self._end_request(sequence.request.id, _failed(error))
+            return
+        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
+        """Push decided tokens through the grammar, if there is one, and the stop conditions."""
+        eos_ids = self._tokenizer.eos_ids
+        if sequence.request.grammar is None or sequence.slot is None:
+            return keep(sequence, tokens, eos_ids)
+        whole = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[:whole], eos_ids)
+        return kept if whole is None or kept.ending else complete(sequence, kept)
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()

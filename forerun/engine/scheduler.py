@@ -131,7 +131,7 @@ class Scheduler:
         for sequence in tuple(self.waiting):
             if not self._slots or nodes >= self.limits.max_nodes:
                 break
-            if self._sibling_prefills(sequence):
+            if self._awaits_pages(sequence):
                 continue
             if not self._reserve_prompt(sequence):
                 break
@@ -142,13 +142,21 @@ class Scheduler:
             nodes += sequence.pending
         return tuple(opened)
 
-    def _sibling_prefills(self, sequence: Sequence) -> bool:
-        """Another choice of the request is about to supply the prompt's pages: wait for it."""
-        if sequence.request.n == 1 or not sequence.reuses_prefix:
+    def _awaits_pages(self, sequence: Sequence) -> bool:
+        """Someone is computing a page that this sequence begins with too: better wait for it.
+
+        Other choices of the same request above all, but also a new system prompt that many
+        requests share.
+        """
+        if not sequence.reuses_prefix:
             return False
-        return any(
-            other.request is sequence.request and other.pending > 1 for other in self.running
-        )
+        size = self.index.page_size
+        for other in self.running:
+            if other.pending > 1:
+                shared = common(other.tokens, sequence.tokens[:-1]) // size * size
+                if shared > other.table.length:
+                    return True
+        return False
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
         """Pages for all known tokens, found or new, leaving one for each running row to grow."""
@@ -268,6 +276,13 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             orders = [s.order for s in queue]
             assert orders == sorted(orders), "a queue is out of order"
+
+
+def common(one: Ints, two: Ints) -> int:
+    """How many tokens two texts begin with in common."""
+    length = min(len(one), len(two))
+    different = np.flatnonzero(one[:length] != two[:length])
+    return int(different[0]) if len(different) else length
 
 
 def page_rows(sequences: list[Sequence]) -> Ints:

@@ -214,6 +214,30 @@ def test_choices_wait_for_the_first_to_supply_the_prompt():
     assert list(first.table.pages[:6]) == list(second.table.pages[:6])
 
 
+def test_a_prompt_that_is_being_computed_is_waited_for():
+    world = World(max_nodes=8, page_size=2)
+    first = world.add(prompt_len=13, max_tokens=4)
+    world.orders = 0
+    second = world.add(prompt_len=15, max_tokens=4)
+    world.orders = 5
+    third = world.add(prompt_len=2, max_tokens=4)
+    # The third has nothing to wait for, and the first leaves nodes only in its second chunk.
+    assert world.step().rows == (first,)
+    assert set(world.step().rows) == {first, third}
+    assert second in world.step().rows and second.cached_tokens == 12
+
+
+def test_what_is_computed_already_is_not_waited_for():
+    world = World(max_nodes=20, page_size=2, slots=3)
+    first = world.add(prompt_len=30, max_tokens=4)
+    world.step()
+    assert first.table.length == 20
+    request = ask("x", np.array([1] * 8 + [7], np.int32), 4)
+    second = Sequence((9, 0), request, print, TextStream(TOKENIZER))
+    world.scheduler.add(second)
+    assert second in world.step().rows and second.cached_tokens == 8
+
+
 def test_a_hit_leaves_one_token_to_run():
     world = World(page_size=2)
     first = world.add(prompt_len=8, max_tokens=1)

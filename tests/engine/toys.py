@@ -82,12 +82,12 @@ def drafter(name: str, slots: int):
     }[name]()
 
 
-def make(name="none", nodes=4, depth=4, executor=None, **shape) -> Engine:
+def make(name="none", nodes=4, depth=4, executor=None, policy=None, **shape) -> Engine:
     """An engine on the toy, not started. shape: see `limits`; options: max_waiting, ..."""
     names = ("max_waiting", "max_choices", "max_failures")
     options = EngineOptions(**{key: shape.pop(key) for key in names if key in shape})
     executor = executor or ToyExecutor(limits(**shape))
-    policy = FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0)
+    policy = policy or (FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0))
     return Engine(
         executor, drafter(name, executor.limits.slots), policy, TOKENIZER, NoGrammars(), options
     )
