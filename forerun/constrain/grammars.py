@@ -26,10 +26,11 @@ class Grammars(Protocol):
         """One mask per reachable node of every constrained row; None when none is."""
         ...
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> bool:
-        """Advance over emitted tokens. True when the grammar is complete: nothing may follow.
+    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
+        """Advance over emitted tokens. Returns how many of them there were when the grammar was
+        complete: the others, and whatever may come, do not count. None while it is not.
 
-        Raises GrammarError for this slot alone when a token does not fit.
+        Raises EngineError for this slot alone when a token does not fit.
         """
         ...
 
@@ -56,9 +57,9 @@ class NoGrammars:
         """No row is constrained."""
         return None
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> bool:
+    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
         """Never complete."""
-        return False
+        return None
 
     def errors(self) -> dict[int, str]:
         """None."""

@@ -1,0 +1,76 @@
+"""The process that compiles strangers' grammars first, so that a hostile one can be killed.
+
+Reads one JSON request per line, `{"kind", "source", "lenient"}`, and answers each with one
+line: `{"grammar": ...}` in llguidance's form, or `{"error": ...}`.
+"""
+
+import json
+import resource
+import sys
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from forerun.constrain.limits import LIMITS, MEMORY, WHITESPACE
+
+
+def translate(kind: str, source: str, lenient: bool) -> str:
+    """The grammar in llguidance's form. Raises ValueError where the source cannot be read."""
+    matcher = llguidance.LLMatcher
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(source))
+    if kind == "json_schema":
+        options: Any = {
+            "whitespace_pattern": WHITESPACE,
+            "lenient": lenient,
+            "coerce_one_of": lenient,
+        }
+        return str(matcher.grammar_from_json_schema(source, overrides=options))
+    if "::=" not in source:
+        return str(matcher.grammar_from_lark(source))
+    try:
+        return str(matcher.grammar_from_lark(any_to_lark(source)))
+    except Exception as error:  # the converter raises bare Exception
+        raise ValueError(str(error)) from error
+
+
+class Bytes:
+    """A vocabulary of single bytes: what compiling costs does not depend on the vocabulary."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """One id per byte."""
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, str]:
+    """Translate one grammar, compile it and ask for its first mask."""
+    try:
+        grammar = translate(request["kind"], request["source"], request["lenient"])
+    except (ValueError, RecursionError, MemoryError) as error:
+        return {"error": str(error) or type(error).__name__}
+    matcher = llguidance.LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0)
+    matcher.compute_bitmask()
+    if matcher.is_error() and "<special_token>" not in matcher.get_error():
+        return {"error": matcher.get_error()}
+    return {"grammar": grammar}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    like_a_tokenizer: Any = Bytes()
+    vocabulary = llguidance.LLTokenizer(like_a_tokenizer)
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer(json.loads(line), vocabulary)) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
