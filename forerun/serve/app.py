@@ -1,0 +1,54 @@
+"""The ASGI application: routes, the gate around them, and a model that loads in the background."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from forerun.api import Loaded
+from forerun.config import ServeSettings
+from forerun.serve.errors import ApiError
+from forerun.serve.gate import Gate
+from forerun.serve.routes import ROUTES
+from forerun.serve.service import Loader, Service
+
+
+def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
+    """The server for one model; `app.state.service` is what its routes share.
+
+    source  a loaded model, or a function that loads it: it runs on a thread while the server
+            answers 503. The application closes the model when it ends.
+    """
+    service = Service(source, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[Middleware(Gate, keys=settings.api_keys)],
+        exception_handlers={HTTPException: _refused},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, as OpenAI answers them."""
+    assert isinstance(error, HTTPException)
+    path = ascii(request.url.path[:200])[1:-1]
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message, code = f"{path} takes {allowed}, not {request.method}.", "method_not_allowed"
+    else:
+        message, code = f"There is nothing at {path}; see /v1/models.", "unknown_url"
+    raise ApiError(error.status_code, message, code, headers=error.headers)

@@ -1,0 +1,190 @@
+"""Request bodies as dataclasses whose fields check themselves.
+
+A body is declared once:
+
+    class Body:
+        temperature: float = accept(number(0, 2), 1.0)
+
+`read(Body, value)` returns a Body or raises RequestError naming the field. An unknown field is
+an error, and so is a known one that is not supported: nothing is silently ignored.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from forerun.errors import RequestError
+
+Reader = Callable[[Any, str], Any]
+"""(JSON value, where it stands) -> what the field holds. Raises RequestError."""
+
+Body = TypeVar("Body")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SHOWN = 60
+
+
+def accept(reader: Reader, default: Any = None) -> Any:
+    """A field of a body: how it is read, and what it is when absent or null."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
+
+
+def need(reader: Reader) -> Any:
+    """A field of a body that may not be absent or null."""
+    return dataclasses.field(metadata={"reader": reader})
+
+
+def read(kind: type[Body], value: Any, where: str = "") -> Body:
+    """A `kind` from a JSON object. `where` is the object's own place, for messages.
+
+    `kind.refused`, if there is one, maps fields that are not supported to the reason.
+    """
+    if not isinstance(value, dict):
+        name = where or "the body"
+        raise RequestError(f"{name} must be a JSON object, not {shown(value)}.", where or None)
+    known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    refused: dict[str, str] = getattr(kind, "refused", {})
+    given: dict[str, Any] = {}
+    for name, item in value.items():
+        place = f"{where}.{name}" if where else name
+        if item is None and (name in known or name in refused):
+            continue  # Clients send null for what they leave open.
+        if name in refused:
+            raise RequestError(f"{place} is not supported: {refused[name]}.", place)
+        if name not in known:
+            raise _unknown(place)
+        given[name] = known[name].metadata["reader"](item, place)
+    for name, item in known.items():
+        if name not in given and item.default is dataclasses.MISSING:
+            place = f"{where}.{name}" if where else name
+            raise RequestError(f"{place} is missing.", place)
+    return kind(**given)
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, whatever was sent."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, str):
+        text = ascii(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
+        return f"the string {text}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    return {True: "true", False: "false", None: "null"}[value] if _constant(value) else str(value)
+
+
+def boolean(value: Any, where: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise RequestError(f"{where} must be true or false, not {shown(value)}.", where)
+    return value
+
+
+def integer(low: int, high: int) -> Reader:
+    """A whole number from `low` to `high`."""
+
+    def reader(value: Any, where: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise RequestError(
+                f"{where} must be a whole number from {low} to {high}, not {shown(value)}.", where
+            )
+        return value
+
+    return reader
+
+
+def number(low: float, high: float, above_low: bool = False) -> Reader:
+    """A finite number from `low` to `high`; with `above_low`, `low` itself is too low."""
+    span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+
+    def reader(value: Any, where: str) -> float:
+        fine = isinstance(value, int | float) and not isinstance(value, bool)
+        fine = fine and math.isfinite(value) if isinstance(value, float) else fine
+        if not fine or not low <= value <= high or (above_low and value == low):
+            raise RequestError(f"{where} must be a number {span}, not {shown(value)}.", where)
+        return float(value)
+
+    return reader
+
+
+def text(longest: int, shortest: int = 0) -> Reader:
+    """A string of valid Unicode with a length in characters."""
+
+    def reader(value: Any, where: str) -> str:
+        if not isinstance(value, str):
+            raise RequestError(f"{where} must be a string, not {shown(value)}.", where)
+        if not shortest <= len(value) <= longest:
+            raise RequestError(
+                f"{where} has {len(value)} characters, but must have {shortest} to {longest}.",
+                where,
+            )
+        bad = _SURROGATE.search(value)
+        if bad:
+            raise RequestError(
+                f"{where} has a lone surrogate (U+{ord(bad[0]):04X}) at character "
+                f"{bad.start()}; send valid Unicode.",
+                where,
+            )
+        return value
+
+    return reader
+
+
+def items(each: Reader, longest: int, shortest: int = 0) -> Reader:
+    """A list, as a tuple."""
+
+    def reader(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
+        if not shortest <= len(value) <= longest:
+            raise RequestError(
+                f"{where} has {len(value)} entries, but must have {shortest} to {longest}.", where
+            )
+        return tuple(each(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+    return reader
+
+
+def one_or_more(each: Reader, longest: int) -> Reader:
+    """One value or a list of them, as a tuple."""
+    several = items(each, longest)
+
+    def reader(value: Any, where: str) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = several(value, where) if isinstance(value, list) else ()
+        return found if isinstance(value, list) else (each(value, where),)
+
+    return reader
+
+
+def only(*allowed: Any, why: str) -> Reader:
+    """A field that is accepted only where it asks for what happens anyway."""
+
+    def reader(value: Any, where: str) -> Any:
+        if not any(value == one and type(value) is type(one) for one in allowed):
+            raise RequestError(f"{where}: {shown(value)} is not supported: {why}.", where)
+        return value
+
+    return reader
+
+
+def part(kind: type[Any]) -> Reader:
+    """An object that is itself a declared body."""
+
+    def reader(value: Any, where: str) -> Any:
+        return read(kind, value, where)
+
+    return reader
+
+
+def _constant(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _unknown(place: str) -> RequestError:
+    name = place if len(place) <= _SHOWN else place[:_SHOWN] + "..."
+    clean = _SURROGATE.sub("?", name)
+    return RequestError(f"There is no field {clean!r} in this request.", clean)

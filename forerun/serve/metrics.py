@@ -1,0 +1,140 @@
+"""/metrics: the engine's counters for Prometheus, under vLLM's names where vLLM has them."""
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from forerun.engine.metrics import SECONDS, Stats
+from forerun.engine.metrics import Histogram as Counts
+
+LABEL = "model_name"
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens of ended sequences.", lambda s: s.prompt_tokens),
+    ("vllm:generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
+    ("vllm:num_preemptions", "Sequences that gave up their pages.", lambda s: s.preemptions),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prompt_tokens),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in pages.", lambda s: s.cached_tokens),
+    ("vllm:spec_decode_num_drafts", "Drafts verified.", lambda s: s.drafts),
+    ("vllm:spec_decode_num_draft_tokens", "Guesses verified.", lambda s: s.guesses),
+    ("vllm:spec_decode_num_accepted_tokens", "Guesses accepted.", lambda s: s.accepted),
+    ("forerun:steps", "Steps of the engine.", lambda s: s.steps),
+    ("forerun:failed_steps", "Steps that raised an error.", lambda s: s.failed_steps),
+)
+_GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("vllm:num_requests_running", "Sequences in a slot.", lambda s: s.load.running),
+    ("vllm:num_requests_waiting", "Sequences that wait.", lambda s: s.load.waiting),
+    (
+        "vllm:kv_cache_usage_perc",
+        "Share of pages that sequences hold, 0 to 1.",
+        lambda s: s.load.pages_held / s.load.pages,
+    ),
+    (
+        "forerun:kv_pages_kept",
+        "Pages that only the prefix index keeps.",
+        lambda s: s.load.pages_kept,
+    ),
+    (
+        "forerun:acceptance_length",
+        "Tokens per sequence and step, lately.",
+        lambda s: s.acceptance_length,
+    ),
+)
+_HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
+    (
+        "vllm:time_to_first_token_seconds",
+        "From submission to the first token.",
+        lambda s: s.first_token,
+    ),
+    ("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda s: s.duration),
+    ("forerun:step_seconds", "Time of a step.", lambda s: s.step_seconds),
+    ("forerun:step_nodes", "Tokens and guesses of a step.", lambda s: s.step_nodes),
+)
+
+
+class Meter:
+    """All that /metrics shows of one engine that serves the model `name`.
+
+    gap        called with the seconds between two pieces of news of one sequence
+    per_token  called with the seconds per token of an ended request, after its first news
+    """
+
+    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(name, stats))
+        self.gap = self._seconds(
+            "vllm:inter_token_latency_seconds",
+            "Between two pieces of news of one sequence; a step may bring several tokens.",
+            name,
+        )
+        self.per_token = self._seconds(
+            "vllm:request_time_per_output_token_seconds",
+            "Per request, time per token after the first news.",
+            name,
+        )
+
+    def page(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def _seconds(self, family: str, text: str, name: str) -> Callable[[float], None]:
+        histogram = Histogram(family, text, (LABEL,), registry=self._registry, buckets=SECONDS)
+        return histogram.labels(name).observe
+
+
+class EngineCollector(Collector):
+    """Reads a snapshot of the engine whenever it is asked: nothing is counted twice."""
+
+    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
+        self._name = name
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per counter."""
+        stats, one = self._stats(), [self._name]
+        for name, text, value in _COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=[LABEL])
+            counter.add_metric(one, value(stats))
+            yield counter
+        for name, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
+            gauge.add_metric(one, value(stats))
+            yield gauge
+        for name, text, counts in _HISTOGRAMS:
+            yield self._histogram(name, text, counts(stats))
+        yield self._labelled(
+            "vllm:request_success", "Ended sequences.", "finished_reason", stats.finished.items()
+        )
+        yield self._labelled(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts whose guess at this depth (from 0) was accepted.",
+            "position",
+            enumerate(stats.accepted_at),
+        )
+        yield self._labelled(
+            "forerun:step_part_seconds", "Time of steps.", "part", stats.seconds.items()
+        )
+
+    def _histogram(self, name: str, text: str, counts: Counts) -> Metric:
+        bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
+        family = HistogramMetricFamily(name, text, labels=[LABEL])
+        buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
+        family.add_metric([self._name], buckets, counts.total)
+        return family
+
+    def _labelled(
+        self, name: str, text: str, label: str, values: Iterable[tuple[Any, float]]
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[LABEL, label])
+        for key, value in values:
+            family.add_metric([self._name, str(key)], value)
+        return family

@@ -1,0 +1,251 @@
+"""From a checked body to requests for the engine: tokens, limits that depend on the model."""
+
+import secrets
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.api import Loaded
+from forerun.config import ServeSettings
+from forerun.engine.request import Request, Speculation, Stopping
+from forerun.errors import ContextError, RequestError
+from forerun.serve.errors import ApiError
+from forerun.serve.render import ChatShape, CompletionShape, Echo, Shape
+from forerun.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    Prompt,
+    SampledBody,
+    StreamOptions,
+    TokenizeBody,
+)
+from forerun.spec.sampling import Sampling
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Ints, RequestId
+
+MAX_SEQUENCES = 256
+"""Prompts times choices of one request, at most."""
+MAX_REPORTED = 1 << 19
+"""Log-probabilities that one request may have reported: some 100 MB of answer."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM: the division would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One HTTP request for text, ready for the engine.
+
+    requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
+    created     seconds since 1970
+    stream      None where the answer comes in one piece
+    """
+
+    id: str
+    created: int
+    requests: tuple[Request, ...]
+    n: int
+    shape: Shape
+    stream: StreamOptions | None
+    stats: bool
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(request.prompt) for request in self.requests)
+
+
+def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Generation:
+    """What to ask of the engine for a conversation. Raises RequestError and ApiError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    prompt = chat_prompt(body, loaded)
+    limit = body.max_completion_tokens or body.max_tokens
+    if limit is None:
+        # One at least, so that a prompt that fills the context is refused as what it is.
+        limit = max(loaded.context - len(prompt), 1)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    shape = ChatShape(loaded.tokenizer, _unseen(body, loaded.tokenizer))
+    sampling = _sampling(body, loaded.tokenizer, logprobs)
+    return _generation(body, (prompt,), _stopping(body, sampling, limit), sampling, shape, settings)
+
+
+def completion_generation(
+    body: CompletionBody, loaded: Loaded, settings: ServeSettings
+) -> Generation:
+    """What to ask of the engine for plain texts. Raises RequestError."""
+    if body.best_of not in (None, body.n):
+        raise RequestError("best_of must equal n: all choices are returned.", "best_of")
+    tokenizer = loaded.tokenizer
+    prompts = tuple(_plain_prompt(prompt, body, loaded) for prompt in body.prompt)
+    echoes: tuple[Echo, ...] = ()
+    if body.echo:
+        pairs = zip(body.prompt, prompts, strict=True)
+        echoes = tuple(_echo(given, ids, body, tokenizer) for given, ids in pairs)
+    silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
+    shape = CompletionShape(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
+    sampling = _sampling(body, tokenizer, body.logprobs, body.logprobs if body.echo else None)
+    stopping = _stopping(body, sampling, body.max_tokens)
+    return _generation(body, prompts, stopping, sampling, shape, settings)
+
+
+def chat_prompt(body: ChatBody | TokenizeBody, loaded: Loaded) -> Ints:
+    """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
+    if loaded.chat is None:
+        raise ApiError(
+            400,
+            f"{loaded.name} has no chat template; use /v1/completions.",
+            "no_chat_template",
+            "messages",
+        )
+    return loaded.chat.encode(
+        body.messages or (),
+        add_generation_prompt=body.add_generation_prompt,
+        extra=body.chat_template_kwargs,
+    )
+
+
+def grammar(response_format: dict[str, Any] | None) -> object | None:
+    """The compiled grammar that an answer must follow. The one place where they enter."""
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    raise RequestError(
+        "response_format: structured output is not enabled on this server; only the type "
+        "'text' is.",
+        "response_format",
+    )
+
+
+def _generation(
+    body: SampledBody,
+    prompts: tuple[Ints, ...],
+    stopping: Stopping,
+    sampling: Sampling,
+    shape: Shape,
+    settings: ServeSettings,
+) -> Generation:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", "stream_options")
+    _check_limits(body, prompts, stopping, sampling, settings)
+    wish = body.speculative
+    speculation = Speculation(wish.enabled, wish.max_nodes, wish.max_depth, wish.stats)
+    rules = grammar(body.response_format)
+    name = shape.prefix + uuid.uuid4().hex
+    requests = tuple(
+        Request(
+            id=RequestId(f"{name}-{index}"),
+            prompt=prompt,
+            sampling=sampling,
+            stopping=stopping,
+            n=body.n,
+            speculation=speculation,
+            grammar=rules,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    stream = (body.stream_options or StreamOptions()) if body.stream else None
+    return Generation(name, int(time.time()), requests, body.n, shape, stream, wish.stats)
+
+
+def _sampling(
+    body: SampledBody,
+    tokenizer: Tokenizer,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> Sampling:
+    """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    eos = () if body.ignore_eos else tokenizer.eos_ids
+    return Sampling(
+        temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
+        top_k=max(body.top_k, 0),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=body.logit_bias,
+        min_tokens=body.min_tokens,
+        stop_tokens=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _stopping(body: SampledBody, sampling: Sampling, max_tokens: int) -> Stopping:
+    return Stopping(
+        max_tokens=max_tokens,
+        stop=body.stop,
+        stop_tokens=sampling.stop_tokens,
+        include_stop=body.include_stop_str_in_output,
+    )
+
+
+def _unseen(body: SampledBody, tokenizer: Tokenizer) -> frozenset[int]:
+    """Stop tokens whose text an answer does not show, so neither do its log-probabilities."""
+    if body.include_stop_str_in_output:
+        return frozenset()
+    return frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else tokenizer.eos_ids)
+
+
+def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded) -> Ints:
+    """int32[T] a prompt of /v1/completions."""
+    if isinstance(prompt, str):
+        return loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
+    return known_tokens(prompt, loaded, "prompt")
+
+
+def known_tokens(tokens: tuple[int, ...], loaded: Loaded, field: str) -> Ints:
+    """int32[T] token ids that came from a client. Raises RequestError, ContextError."""
+    if len(tokens) > loaded.context:
+        raise ContextError(
+            f"{field} has {len(tokens)} tokens, but the context is {loaded.context} tokens.", field
+        )
+    largest, vocab = max(tokens), loaded.tokenizer.vocab_size
+    if largest >= vocab:
+        raise RequestError(
+            f"{field} has the token id {largest}, but ids are 0 to {vocab - 1}.", field
+        )
+    return np.array(tokens, np.int32)
+
+
+def _echo(given: Prompt, ids: Ints, body: CompletionBody, tokenizer: Tokenizer) -> Echo:
+    """The prompt as it precedes the answer."""
+    if isinstance(given, str):
+        return Echo(given, tuple(ids.tolist()))
+    return Echo(tokenizer.decode(given, body.skip_special_tokens), given)
+
+
+def _check_limits(
+    body: SampledBody,
+    prompts: tuple[Ints, ...],
+    stopping: Stopping,
+    sampling: Sampling,
+    settings: ServeSettings,
+) -> None:
+    """Limits of the server as a whole, before anything is allocated."""
+    if body.n > settings.max_choices:
+        raise RequestError(f"n is {body.n}, but this server allows {settings.max_choices}.", "n")
+    if body.n * len(prompts) > MAX_SEQUENCES:
+        message = f"{len(prompts)} prompts with n = {body.n} are more than {MAX_SEQUENCES} texts."
+        raise RequestError(message, "n")
+    if len(body.stop) > settings.max_stop:
+        message = f"stop has {len(body.stop)} strings, but this server allows {settings.max_stop}."
+        raise RequestError(message, "stop")
+    if sampling.logprobs is None:
+        return
+    field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    if sampling.logprobs > settings.max_logprobs:
+        message = f"{field} is {sampling.logprobs}, but this server allows {settings.max_logprobs}."
+        raise RequestError(message, field)
+    echoed = 0 if sampling.prompt_logprobs is None else max(map(len, prompts))
+    tokens = body.n * len(prompts) * (stopping.max_tokens + echoed)
+    if tokens * (sampling.logprobs + 1) > MAX_REPORTED:
+        raise RequestError(
+            f"{tokens} tokens with {sampling.logprobs} alternatives each are more "
+            f"log-probabilities than {MAX_REPORTED}; lower {field}, n or max_tokens.",
+            field,
+        )

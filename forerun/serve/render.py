@@ -1,0 +1,239 @@
+"""Answers in OpenAI's shapes: whole ones, chunks of a stream, log-probabilities, counts."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from forerun.engine.plan import TokenLogprobs
+from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.text.tokenizer import Tokenizer
+
+LEAST_LOGPROB = -9999.0
+"""What JSON shows instead of minus infinity."""
+
+Choice = dict[str, Any]
+
+
+class Shape(Protocol):
+    """How one route words its answers. Belongs to one request: it may count along a stream.
+
+    prefix   of the answer's id
+    whole    the `object` of an answer in one piece
+    chunk    the `object` of a chunk
+    """
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def choice(self, index: int, news: Delta) -> Choice:
+        """A finished choice; `news` is all there is of it."""
+        ...
+
+    def chunks(self, index: int, news: Delta) -> list[Choice]:
+        """What a stream says about a choice; `news` is what is new of it."""
+        ...
+
+
+class ChatShape:
+    """/v1/chat/completions.
+
+    unseen  stop tokens that leave no text: they get no log-probabilities either
+    """
+
+    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, unseen: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._unseen = unseen
+        self._begun: set[int] = set()
+
+    def choice(self, index: int, news: Delta) -> Choice:
+        """A message and why it ended."""
+        message = {"role": "assistant", "content": news.text, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(news),
+            "finish_reason": news.finish,
+            "stop_reason": news.stop_reason,
+        }
+
+    def chunks(self, index: int, news: Delta) -> list[Choice]:
+        """The role first, the finish reason last, text between them."""
+        found: list[Choice] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            found.append(_chat_chunk(index, {"role": "assistant", "content": ""}))
+        logprobs = self._logprobs(news)
+        if news.text or (logprobs and logprobs["content"]):
+            found.append(_chat_chunk(index, {"content": news.text}, logprobs))
+        if news.finish is not None:
+            ended = _chat_chunk(index, {}, finish=news.finish)
+            found.append(ended | {"stop_reason": news.stop_reason})
+        return found
+
+    def _logprobs(self, news: Delta) -> dict[str, Any] | None:
+        if not news.logprobs:
+            return None
+        entries = visible(news, self._unseen)
+        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        top = [self._one(token, logprob) for token, logprob in entry.top]
+        return {**self._one(entry.token, entry.logprob), "top_logprobs": top}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        piece = self._tokenizer.token_bytes(token)
+        finite = max(logprob, LEAST_LOGPROB)
+        return {"token": token_text(piece), "logprob": finite, "bytes": list(piece)}
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that precedes its answer."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Offsets:
+    """Where each token of one choice begins in its text, counted in characters."""
+
+    at: int = 0
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+
+    def next(self, piece: bytes) -> int:
+        """The place of a token with these bytes; half a character stands where it begins."""
+        place = self.at
+        self.at += len(self.decoder.decode(piece))
+        return place
+
+
+class CompletionShape:
+    """/v1/completions.
+
+    unseen  as in ChatShape
+    silent  tokens whose text is skipped
+    echoes  one per prompt, or none
+    n       choices of one prompt
+    """
+
+    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        unseen: frozenset[int],
+        silent: frozenset[int],
+        echoes: Sequence[Echo] = (),
+        n: int = 1,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._unseen = unseen
+        self._silent = silent
+        self._echoes = echoes
+        self._n = n
+        self._offsets: dict[int, Offsets] = {}
+
+    def choice(self, index: int, news: Delta) -> Choice:
+        """The text, with the prompt before it if it is echoed, and why it ended."""
+        return self.chunks(index, news)[0]
+
+    def chunks(self, index: int, news: Delta) -> list[Choice]:
+        """One chunk; the first of a choice carries the echo."""
+        begins = index not in self._offsets
+        offsets = self._offsets.setdefault(index, Offsets())
+        echo = self._echoes[index // self._n] if begins and self._echoes else None
+        chunk = {
+            "index": index,
+            "text": (echo.text if echo else "") + news.text,
+            "logprobs": self._logprobs(news, echo, offsets),
+            "finish_reason": news.finish,
+            "stop_reason": news.stop_reason,
+        }
+        return [chunk]
+
+    def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:
+        """The legacy form: parallel lists. The first token of a prompt has no probability."""
+        if not (news.logprobs or news.prompt_logprobs):
+            return None
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        parts: dict[str, list[Any]] = {name: [] for name in names}
+        if echo is not None:
+            self._add(parts, echo.tokens[0], None, offsets)
+            for entry in news.prompt_logprobs:
+                self._add(parts, entry.token, entry, offsets)
+            offsets.at = len(echo.text)
+        for entry in visible(news, self._unseen):
+            self._add(parts, entry.token, entry, offsets)
+        return parts
+
+    def _add(
+        self, parts: dict[str, list[Any]], token: int, entry: TokenLogprobs | None, offsets: Offsets
+    ) -> None:
+        piece = self._tokenizer.token_bytes(token)
+        parts["tokens"].append(token_text(piece))
+        parts["text_offset"].append(offsets.next(b"" if token in self._silent else piece))
+        parts["token_logprobs"].append(entry and max(entry.logprob, LEAST_LOGPROB))
+        parts["top_logprobs"].append(entry and self._top(entry))
+
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """The chosen token is always among them, so there may be one more than asked for."""
+        pairs = (*entry.top, (entry.token, entry.logprob))
+        texts = ((token_text(self._tokenizer.token_bytes(id)), logprob) for id, logprob in pairs)
+        return {text: max(logprob, LEAST_LOGPROB) for text, logprob in texts}
+
+
+def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
+    """The entries of tokens that left text: all but a stop token at the end."""
+    ends = news.finish == Finish.STOP and news.tokens and news.tokens[-1] in unseen
+    return news.logprobs[:-1] if ends else news.logprobs
+
+
+def token_text(piece: bytes) -> str:
+    """A token as text; where it is no whole characters, its bytes, as in OpenAI's answers."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Token counts. Every token decided counts, the one that ended the text included."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
+    """The `metrics` of vLLM, summed over the choices of an answer."""
+    found = list(stats)
+    steps, guesses = sum(s.steps for s in found), sum(s.guesses for s in found)
+    accepted = sum(s.accepted for s in found)
+    longest = max((len(s.histogram) for s in found), default=0)
+    padded = ([*s.histogram, *[0] * (longest - len(s.histogram))] for s in found)
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / steps if steps else None,
+            "draft_acceptance_rate": accepted / guesses if guesses else None,
+            "acceptance_histogram": [sum(column) for column in zip(*padded, strict=True)],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": guesses,
+        }
+    }
+
+
+def _chat_chunk(
+    index: int,
+    delta: dict[str, str],
+    logprobs: dict[str, Any] | None = None,
+    finish: Finish | None = None,
+) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

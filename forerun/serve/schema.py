@@ -1,0 +1,304 @@
+"""What requests may say: one declaration per body, with OpenAI's and vLLM's names.
+
+A field is either honoured exactly or refused by name. Bounds here are those of the field
+alone; what depends on the model or on other fields is checked in `prepare`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    integer,
+    items,
+    need,
+    number,
+    one_or_more,
+    only,
+    part,
+    read,
+    shown,
+    text,
+)
+
+MAX_TOKENS = 2**31 - 1
+MAX_TEXT = 2**31 - 1
+"""Texts are bounded by the size of the body."""
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 256
+MAX_STOP_TEXT = 1024
+
+_NO_MEDIA = "this server reads and writes text only"
+_NO_STORE = "nothing is stored on this server"
+_NO_TOOLS = "tool calls are not enabled on this server"
+_NO_GRAMMAR = "structured output is not enabled on this server"
+_NO_BEAMS = "sequences are sampled, not searched"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """`stream_options`. include_usage: a last chunk with token counts; continuous_usage_stats:
+    counts in every chunk (vLLM).
+    """
+
+    include_usage: bool = accept(boolean, False)
+    continuous_usage_stats: bool = accept(boolean, False)
+    include_obfuscation: bool = accept(only(False, why="chunks are not padded"), False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeOptions:
+    """`speculative`: control and statistics of speculation, Forerun's own field.
+
+    max_nodes and max_depth bound the guesses of a step and the longest path of them; the
+    server's own bounds hold beside them. None of it changes the text.
+    """
+
+    enabled: bool = accept(boolean, True)
+    max_nodes: int | None = accept(integer(0, MAX_TOKENS))
+    max_depth: int | None = accept(integer(0, MAX_TOKENS))
+    stats: bool = accept(boolean, False)
+
+
+def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: {"token id": bias}. Whether the ids exist is checked by the engine."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
+    if len(value) > MAX_LOGIT_BIAS:
+        message = f"{where} has {len(value)} entries, but may have {MAX_LOGIT_BIAS}."
+        raise RequestError(message, where)
+    bias = number(-100.0, 100.0)
+    found: dict[int, float] = {}
+    for key, amount in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(f"{where}: {shown(key)} is not a token id.", where)
+        found[int(key)] = bias(amount, f"{where}.{key}")
+    return tuple(found.items())
+
+
+def _response_format(value: Any, where: str) -> dict[str, Any]:
+    """`response_format`: kept as it is; `grammar` in `prepare` decides."""
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        raise RequestError(f"{where} must be an object with a type.", f"{where}.type")
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledBody:
+    """What /v1/chat/completions and /v1/completions have in common."""
+
+    model: str | None = accept(text(256, 1))
+    stream: bool = accept(boolean, False)
+    stream_options: StreamOptions | None = accept(part(StreamOptions))
+    min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
+    n: int = accept(integer(1, MAX_TOKENS), 1)
+    temperature: float = accept(number(0.0, 2.0), 1.0)
+    top_p: float = accept(number(0.0, 1.0), 1.0)
+    top_k: int = accept(integer(-1, MAX_TOKENS), 0)
+    min_p: float = accept(number(0.0, 1.0), 0.0)
+    seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    repetition_penalty: float = accept(number(0.0, 2.0, above_low=True), 1.0)
+    logit_bias: tuple[tuple[int, float], ...] = accept(_token_biases, ())
+    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
+    ignore_eos: bool = accept(boolean, False)
+    include_stop_str_in_output: bool = accept(boolean, False)
+    skip_special_tokens: bool = accept(boolean, True)
+    response_format: dict[str, Any] | None = accept(_response_format)
+    speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
+    user: str = accept(text(MAX_TEXT), "")
+
+    refused: ClassVar[dict[str, str]] = {
+        "use_beam_search": _NO_BEAMS,
+        "length_penalty": _NO_BEAMS,
+        "early_stopping": _NO_BEAMS,
+        "prompt_logprobs": "use echo with logprobs on /v1/completions",
+        "allowed_token_ids": "use logit_bias",
+        "bad_words": "use logit_bias",
+        "logits_processors": "the server runs no code from requests",
+        "truncate_prompt_tokens": "a prompt is answered whole or not at all",
+        "structured_outputs": _NO_GRAMMAR,
+        "guided_json": _NO_GRAMMAR,
+        "guided_regex": _NO_GRAMMAR,
+        "guided_choice": _NO_GRAMMAR,
+        "guided_grammar": _NO_GRAMMAR,
+    }
+
+
+_plain_text = text(MAX_TEXT)
+
+
+def _text_part(value: Any, where: str) -> str:
+    """A content part: {"type": "text", "text": "..."}."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text":
+        place = f"{where}.type"
+        raise RequestError(f"{place}: {shown(kind)} is not supported: {_NO_MEDIA}.", place)
+    for name in value.keys() - {"type", "text"}:
+        raise RequestError(f"There is no field {shown(name)} in {where}.", where)
+    return str(_plain_text(value.get("text"), f"{where}.text"))
+
+
+def _content(value: Any, where: str) -> str:
+    """A message's text: a string, or parts, which are joined by line breaks."""
+    if isinstance(value, list):
+        return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
+    return str(_plain_text(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
+
+    role: str = need(text(64))
+    content: str = need(_content)
+    name: str | None = accept(text(256, 1))
+    tool_calls: list[Any] | None = accept(only([], why=_NO_TOOLS))
+    annotations: list[Any] | None = accept(only([], why=_NO_MEDIA))
+
+    refused: ClassVar[dict[str, str]] = {
+        "audio": _NO_MEDIA,
+        "refusal": "the template has no place for it",
+        "function_call": _NO_TOOLS,
+        "tool_call_id": _NO_TOOLS,
+        "reasoning_content": "the template has no place for it",
+        "reasoning": "the template has no place for it",
+    }
+
+
+ROLES = ("system", "developer", "user", "assistant")
+
+
+def _message(value: Any, where: str) -> dict[str, str]:
+    """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
+    message = read(Message, value, where)
+    place = f"{where}.role"
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RequestError(f"{place} must be one of {known}, not {shown(message.role)}.", place)
+    role = "system" if message.role == "developer" else message.role
+    named = {"name": message.name} if message.name is not None else {}
+    return {"role": role, "content": message.content, **named}
+
+
+def _template_options(value: Any, where: str) -> dict[str, Any]:
+    """`chat_template_kwargs`: names for the template, which checks their depth."""
+    if not isinstance(value, dict) or len(value) > 64:
+        raise RequestError(f"{where} must be an object of at most 64 entries.", where)
+    return value
+
+
+_messages = items(_message, MAX_MESSAGES, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatBody(SampledBody):
+    """POST /v1/chat/completions."""
+
+    messages: tuple[dict[str, str], ...] = need(_messages)
+    max_tokens: int | None = accept(integer(1, MAX_TOKENS))
+    max_completion_tokens: int | None = accept(integer(1, MAX_TOKENS))
+    logprobs: bool = accept(boolean, False)
+    top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    add_generation_prompt: bool = accept(boolean, True)
+    chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
+    modalities: list[str] | None = accept(only(["text"], why=_NO_MEDIA))
+    service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
+    store: bool = accept(only(False, why=_NO_STORE), False)
+    tools: list[Any] | None = accept(only([], why=_NO_TOOLS))
+    tool_choice: str | None = accept(only("none", "auto", why=_NO_TOOLS))
+    safety_identifier: str = accept(text(MAX_TEXT), "")
+
+    refused: ClassVar[dict[str, str]] = {
+        **SampledBody.refused,
+        "audio": _NO_MEDIA,
+        "continue_final_message": "use /v1/completions to continue a text",
+        "chat_template": "the template is the model's own",
+        "documents": "put them into a message",
+        "echo": "it exists on /v1/completions only",
+        "function_call": _NO_TOOLS,
+        "functions": _NO_TOOLS,
+        "metadata": _NO_STORE,
+        "parallel_tool_calls": _NO_TOOLS,
+        "prediction": "speculation needs no hint",
+        "reasoning_effort": "the model's template decides; see chat_template_kwargs",
+        "verbosity": "ask for it in a message",
+        "web_search_options": "the server fetches nothing",
+    }
+
+
+Prompt = str | tuple[int, ...]
+
+
+def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
+    """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(value, str):
+        return (str(_plain_text(value, where)),)
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            f"{where} must be a text, a list of texts, a list of token ids or a list of such "
+            f"lists, not {shown(value)}.",
+            where,
+        )
+    if isinstance(value[0], list):
+        several: tuple[Prompt, ...] = items(_token_ids, MAX_PROMPTS)(value, where)
+        return several
+    if isinstance(value[0], str):
+        texts: tuple[Prompt, ...] = items(_plain_text, MAX_PROMPTS)(value, where)
+        return texts
+    return (_token_ids(value, where),)
+
+
+def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """A prompt as token ids; whether they exist is checked in `prepare`."""
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
+    for index, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
+            place = f"{where}[{index}]"
+            raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBody(SampledBody):
+    """POST /v1/completions."""
+
+    prompt: tuple[Prompt, ...] = need(_prompts)
+    max_tokens: int = accept(integer(0, MAX_TOKENS), 16)
+    echo: bool = accept(boolean, False)
+    logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    best_of: int | None = accept(integer(1, MAX_TOKENS))
+    add_special_tokens: bool = accept(boolean, True)
+
+    refused: ClassVar[dict[str, str]] = {
+        **SampledBody.refused,
+        "suffix": "text is only continued, not filled in",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeBody:
+    """POST /tokenize: of a plain text or of a conversation."""
+
+    model: str | None = accept(text(256, 1))
+    prompt: str | None = accept(_plain_text)
+    messages: tuple[dict[str, str], ...] | None = accept(_messages)
+    add_special_tokens: bool = accept(boolean, True)
+    add_generation_prompt: bool = accept(boolean, True)
+    chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
+    return_token_strs: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeBody:
+    """POST /detokenize."""
+
+    model: str | None = accept(text(256, 1))
+    tokens: tuple[int, ...] = need(_token_ids)

@@ -1,0 +1,128 @@
+"""The server process: its socket, its signals, its end."""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from forerun.api import Loaded
+from forerun.config import ServeSettings
+from forerun.errors import ConfigError
+from forerun.serve.app import create_app
+from forerun.serve.service import Loader, Service
+
+FLUSH_SECONDS = 5
+"""Time for answers that were cut short to reach their clients."""
+IDLE_SECONDS = 75
+"""How long a connection may stay open between requests: longer than client pools keep theirs."""
+
+log = logging.getLogger("forerun.serve")
+
+
+def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[str], None]) -> None:
+    """Serve until a signal ends it; returns when all is cleaned up.
+
+    announce  is told the URL once the server listens
+
+    The first SIGTERM or SIGINT drains: new requests get 503, running ones have
+    `settings.drain_seconds`. A second ends the process at once with status 128 + signal.
+    Raises ConfigError where it cannot listen, and what `source` raises.
+    """
+    listening = listen(settings.host, settings.port)
+    app = create_app(source, settings)
+    server = _Server(uvicorn_config(app), app.state.service)
+    host, port = listening.getsockname()[:2]
+    announce(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    with listening:
+        server.run(sockets=[listening])
+    if server.service.failure is not None:
+        raise server.service.failure
+
+
+def uvicorn_config(app: Starlette) -> uvicorn.Config:
+    """Uvicorn with the parts it always has, so that what is tested is what runs."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError that says what is in the way."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        raise ConfigError(_in_the_way(host, port, error)) from error
+    return bound
+
+
+def _bracketed(host: str) -> str:
+    """An address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _in_the_way(host: str, port: int, error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is taken by another program; choose another with --port, "
+            "or let --port 0 find a free one."
+        )
+    if isinstance(error, OSError) and error.errno == errno.EACCES:
+        return f"port {port} needs more rights than this user has; choose one above 1023."
+    return f"cannot listen on {host}, port {port}: {error}."
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, ended the way `run` says."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._signalled = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; also end when the model cannot be loaded."""
+        self._loop = asyncio.get_running_loop()
+        self._tasks.append(self._loop.create_task(self._end_on_failure()))
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal came; called between two bytecodes of the main thread."""
+        if self._signalled or self._loop is None:
+            os._exit(128 + sig)
+        self._signalled = True
+        self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _begin_to_end(self) -> None:
+        assert self._loop is not None
+        self._tasks.append(self._loop.create_task(self._end()))
+
+    async def _end(self) -> None:
+        if not await self.service.drain(self.service.settings.drain_seconds):
+            log.warning("time is up: ending the requests that still run")
+        await self.service.close()
+        self.should_exit = True
+
+    async def _end_on_failure(self) -> None:
+        await self.service.failed.wait()
+        self.should_exit = True

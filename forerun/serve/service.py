@@ -1,0 +1,170 @@
+"""What the routes share: the loaded model once there is one, and who may come in when."""
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from forerun import __version__
+from forerun.api import Loaded
+from forerun.config import ServeSettings
+from forerun.serve.bridge import Bridge
+from forerun.serve.errors import ApiError, unavailable
+from forerun.serve.metrics import Meter
+
+Loader = Callable[[], Loaded]
+
+log = logging.getLogger("forerun.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model on the event loop.
+
+    name         what requests call it
+    created      when it was loaded, in seconds since 1970
+    fingerprint  changes when the model, the configuration or the version does
+    """
+
+    loaded: Loaded
+    name: str
+    created: int
+    fingerprint: str
+    meter: Meter
+    bridge: Bridge
+
+
+class Service:
+    """Loads in the background, lets requests in while it can answer them, and drains.
+
+    source  a loaded model, or the function that loads it
+    """
+
+    def __init__(self, source: Loaded | Loader, settings: ServeSettings) -> None:
+        self.settings = settings
+        self.failure: Exception | None = None
+        self.failed = asyncio.Event()
+        self._source = source
+        self._served: Served | None = None
+        self._draining = False
+        self._active = 0
+        self._idle = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to load, on the running event loop."""
+        loop = asyncio.get_running_loop()
+        if isinstance(self._source, Loaded):
+            self._arrived(self._source)
+            return
+        # Not the loop's pool: that is waited for at exit, and a download can take minutes.
+        load = (loop, self._source)
+        threading.Thread(target=self._load, args=load, name="forerun-load", daemon=True).start()
+
+    @property
+    def state(self) -> str:
+        """One of loading, ok, draining, stopped."""
+        if self._draining:
+            return "draining"
+        if self._served is None:
+            return "loading"
+        return "ok" if self._served.loaded.engine.alive else "stopped"
+
+    def served(self) -> Served:
+        """What was loaded, whether it answers or not. Raises ApiError (503) before that."""
+        if self._served is None:
+            raise unavailable("The model is still loading.", "loading", 2.0)
+        return self._served
+
+    def enter(self) -> Served:
+        """What a request needs. Raises ApiError (503) while there is nothing to answer it."""
+        if self._draining:
+            raise unavailable("The server is shutting down.", "shutting_down")
+        served = self.served()
+        if not served.loaded.engine.alive:
+            raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")
+        return served
+
+    def named(self, model: str | None) -> Served:
+        """The same for a request that names a model. Raises ApiError, 404 for any other."""
+        served = self.enter()
+        if model not in (None, served.name):
+            raise ApiError(
+                404,
+                f"The model {model!r} does not exist; this server serves {served.name!r}.",
+                "model_not_found",
+                "model",
+            )
+        return served
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around an answer that `drain` should wait for."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Let no request in any more and wait for those that run. True if all ended."""
+        self._draining = True
+        self._idle.clear()
+        if not self._active:
+            return True
+        log.info("draining: %d requests have %g s to finish", self._active, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop the engine, which ends what still runs, and release the model."""
+        self._draining = True
+        if self._served is not None:
+            await asyncio.to_thread(self._served.loaded.close)
+
+    def _load(self, loop: asyncio.AbstractEventLoop, load: Loader) -> None:
+        try:
+            loaded = load()
+        except Exception as error:
+            log.debug("loading failed", exc_info=True)
+            _call_soon(loop, partial(self._fail, error))
+            return
+        if not _call_soon(loop, partial(self._arrived, loaded)):
+            loaded.close()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.failed.set()
+
+    def _arrived(self, loaded: Loaded) -> None:
+        name = self.settings.served_name or loaded.name
+        facts = f"{name} {loaded.config} {__version__}".encode()
+        meter = Meter(name, loaded.engine.stats)
+        self._served = Served(
+            loaded=loaded,
+            name=name,
+            created=int(time.time()),
+            fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
+            meter=meter,
+            bridge=Bridge(asyncio.get_running_loop(), meter.gap),
+        )
+        log.info("serving %s", name)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
+    """Call from another thread. False where the loop has ended meanwhile."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        return False
+    return True
