@@ -2,17 +2,29 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+READY  := $(VENV)/.ready
+TOOLS  := $(VENV)/.tools
 
-.PHONY: setup demo serve test test-slow check prove bench gpu-test clean
+.PHONY: setup tools demo serve test test-slow check prove bench gpu-test clean
 
-setup: $(STAMP)
+# What running a model needs: the package, its CPU core, the default model.
+setup: $(READY)
 
-$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
+# What testing needs on top: torch, the reference implementations, linters.
+tools: $(TOOLS)
+
+# Without a compiler there is no CPU core, and torch has to do its work.
+$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[plots,dev]"
+	$(PIP) -e ".[plots]"
+	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
 	$(BIN)/forerun fetch smollm2-135m
+	@touch $@
+
+$(TOOLS): $(READY)
+	$(PIP) torch
+	$(PIP) "forerun[dev]"
 	@touch $@
 
 demo: setup
@@ -21,16 +33,16 @@ demo: setup
 serve: setup
 	$(BIN)/forerun serve
 
-test: setup check
+test: check
 	$(BIN)/python -m pytest -q -m "not slow and not gpu"
 
-test-slow: setup
+test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
-gpu-test: setup
+gpu-test: tools
 	$(BIN)/python -m pytest -q -m gpu
 
-check: setup
+check: tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -40,7 +52,7 @@ prove: setup
 	$(BIN)/forerun prove
 
 bench: setup
-	$(BIN)/forerun bench --launch
+	$(BIN)/forerun bench --launch --out bench/out
 
 clean:
 	rm -rf $(VENV) build dist

@@ -173,7 +173,7 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
         "--group", type=int, metavar="N", help="sequences at once in the batched runs (default: 16)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
-    flags_of(EngineConfig, parser, "model and engine")
+    flags_of(EngineConfig, parser, "model and engine", policy="fixed")
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:

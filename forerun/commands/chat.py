@@ -1,6 +1,7 @@
 """`forerun chat`: a conversation at the terminal."""
 
 import argparse
+import contextlib
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,9 @@ from forerun.completion import Completion, acceptance_length, make_request, stre
 from forerun.config import AskConfig, EngineConfig
 from forerun.errors import RequestError
 from forerun.flags import configured
+
+with contextlib.suppress(ImportError):  # Windows has none; input() then edits less well.
+    import readline  # noqa: F401
 
 HELP = """/reset   forget the conversation
 /system  show or set the system message: /system You answer in rhyme.
