@@ -38,7 +38,7 @@ def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[st
     app = create_app(source, settings)
     server = _Server(uvicorn_config(app), app.state.service)
     host, port = listening.getsockname()[:2]
-    announce(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/v1")
+    announce(f"http://{_bracketed(host)}:{port}/v1")
     with listening:
         server.run(sockets=[listening])
     if server.service.failure is not None:
