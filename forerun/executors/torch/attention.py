@@ -1,0 +1,183 @@
+"""Attention over pages and trees in an order that depends on positions alone.
+
+Along its own path every node of a tree is an ordinary causal token: the key at position p is
+the cached one, or its ancestor's there. So a tree is read as a few *chains*, root to leaf, and
+what a node may see needs no tree mask: positions up to its own.
+
+Keys come in blocks of BLOCK consecutive positions, from position 0, and each node merges its
+blocks in that order by online softmax (Milakov and Gimelshein, arXiv 1805.02867). Which blocks
+exist, what stands in them and the shape of every product depend on the node's position only;
+a block of which a node sees nothing changes none of its bits (factor exp(0), addends 0). Hence
+the same bits alone and in a batch, under any tree, from pages of any size, in any chunks.
+
+    row     |<-------- cached: kv_len -------->| known | guesses
+    blocks  |  0  |  1  |  2  |  3  |  4  |  5   ...
+            '- full of cached keys: shared  -'  '- from here on: one copy per chain
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.engine.plan import Plan
+from forerun.executors.torch.kv import PagedCache, Slots
+from forerun.spec.tree import TreeBatch
+from forerun.spec.verify import positions
+from forerun.types import Ints
+
+BLOCK = 128
+"""Keys of a block."""
+
+TILE = 8
+"""Nodes that read a block together. With BLOCK measured best over 1 to 512 nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """The tiles that read keys at positions [i * BLOCK, (i + 1) * BLOCK), for one i.
+
+    nodes   int64[t*TILE]    nodes of each tile; M, which is nobody, where it is not full
+    slots   int64[t*BLOCK]   where each tile's keys are (see kv.py)
+    hidden  bool[t,TILE,BLOCK]  keys that a node may not see; None where there are none
+    """
+
+    nodes: Tensor
+    slots: Tensor
+    hidden: Tensor | None
+
+
+def key_blocks(
+    plan: Plan, trees: TreeBatch, cache: PagedCache, device: torch.device
+) -> list[KeyBlock]:
+    """All blocks of a step, by ascending position. The same for every layer."""
+    position = positions(trees, plan.kv_len)
+    tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
+    for row in range(plan.rows):
+        for block, nodes, slots in _row_tiles(plan, trees, row, cache, position):
+            tiles[block].append((nodes, slots))
+    # Nobody sees everything, which saves it from a softmax over nothing.
+    seen = np.append(position, np.iinfo(np.int32).max)
+    return [_stacked(block, tiles[block], seen, device) for block in sorted(tiles)]
+
+
+def _stacked(
+    block: int, tiles: list[tuple[Ints, Slots]], seen: Ints, device: torch.device
+) -> KeyBlock:
+    nodes = np.full((len(tiles), TILE), len(seen) - 1, np.int64)
+    for line, (members, _) in zip(nodes, tiles, strict=True):
+        line[: len(members)] = members
+    keys = block * BLOCK + np.arange(BLOCK)
+    hidden = keys > seen[nodes][:, :, None]
+    return KeyBlock(
+        nodes=torch.from_numpy(nodes.ravel()).to(device),
+        slots=torch.from_numpy(np.concatenate([slots for _, slots in tiles])).to(device),
+        hidden=torch.from_numpy(hidden).to(device) if hidden.any() else None,
+    )
+
+
+def _row_tiles(
+    plan: Plan, trees: TreeBatch, row: int, cache: PagedCache, position: Ints
+) -> Iterator[tuple[int, Ints, Slots]]:
+    """(block, at most TILE nodes, BLOCK slots) for all that the nodes of one row can see."""
+    kv_len = int(plan.kv_len[row])
+    cached = cache.slots(plan.page_table[row], np.arange(kv_len))
+    full = kv_len // BLOCK
+    for nodes in _tiles(np.array(trees.nodes(row), np.int32)):
+        for block in range(full):
+            yield block, nodes, cached[block * BLOCK : (block + 1) * BLOCK]
+    for chain, readers in chains(trees, row):
+        slots = np.concatenate([cached[full * BLOCK :], cache.scratch(chain)])
+        slots = np.pad(slots, (0, -len(slots) % BLOCK), constant_values=cache.null)
+        for nodes in _tiles(readers):
+            for block in range(full, int(position[nodes].max()) // BLOCK + 1):
+                begin = (block - full) * BLOCK
+                yield block, nodes, slots[begin : begin + BLOCK]
+
+
+def _tiles(nodes: Ints) -> list[Ints]:
+    return [nodes[begin : begin + TILE] for begin in range(0, len(nodes), TILE)]
+
+
+def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
+    """Paths of flat nodes from the row's first node to each leaf, and who reads along each.
+
+    Every node reads along exactly one chain that holds it. Yields (chain, readers).
+    """
+    root, end = trees.root(row), int(trees.start[row + 1])
+    known = np.arange(trees.start[row], root + 1, dtype=np.int32)
+    inner = set(trees.parents[root + 1 : end].tolist()) | {-1}
+    read: set[int] = set()
+    for leaf in range(root, end):
+        if leaf in inner:
+            continue
+        guesses: list[int] = []
+        node = leaf
+        while node > root:
+            guesses.append(node)
+            node = int(trees.parents[node])
+        chain = np.concatenate([known, np.array(guesses[::-1], np.int32)])
+        readers = chain if not read else np.array([n for n in chain if n not in read], np.int32)
+        read.update(chain.tolist())
+        yield chain, readers
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, blocks: list[KeyBlock]) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G, slots, E].
+
+    The step's own keys and values must be in scratch. Queries that no block names get zeros.
+    """
+    count, heads, size = queries.shape
+    groups = len(keys)
+    running = _Running(queries, groups)
+    query = queries.new_zeros(groups, count + 1, heads // groups, size)
+    query[:, :count] = (queries * size**-0.5).unflatten(1, (groups, -1)).transpose(0, 1)
+    for block in blocks:
+        tiles = len(block.nodes) // TILE
+        # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
+        tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
+        key = keys.index_select(1, block.slots).view(-1, BLOCK, size)
+        value = values.index_select(1, block.slots).view(-1, BLOCK, size)
+        scores = torch.bmm(tile, key.transpose(1, 2)).float()
+        scores = scores.view(groups, tiles, TILE, -1, BLOCK)
+        if block.hidden is not None:
+            scores.masked_fill_(block.hidden[:, :, None], -torch.inf)
+        running.merge(block.nodes, scores.flatten(1, 2), value)
+    return running.context(queries.dtype)
+
+
+class _Running:
+    """Online softmax of all nodes: greatest score, sum of weights and weighted values so far.
+
+    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is nobody.
+    """
+
+    def __init__(self, queries: Tensor, groups: int) -> None:
+        count, heads, size = queries.shape
+        shape = (groups, count + 1, heads // groups)
+        self._most = torch.full(shape, -torch.inf, device=queries.device)
+        self._total = torch.zeros(shape, device=queries.device)
+        self._sum = torch.zeros((*shape, size), device=queries.device)
+
+    def merge(self, nodes: Tensor, scores: Tensor, values: Tensor) -> None:
+        """Add a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E]."""
+        before = self._most.index_select(1, nodes)
+        most = torch.maximum(before, scores.amax(-1))
+        weights = torch.exp(scores - most.unsqueeze(-1))
+        fade = torch.exp(before - most)
+        shape = len(values), -1, BLOCK
+        mixed = torch.bmm(weights.view(shape).to(values.dtype), values).float()
+        mixed = mixed.view(*scores.shape[:3], -1)
+        total = self._total.index_select(1, nodes) * fade + weights.sum(-1)
+        summed = self._sum.index_select(1, nodes) * fade.unsqueeze(-1) + mixed
+        self._most.index_copy_(1, nodes, most)
+        self._total.index_copy_(1, nodes, total)
+        self._sum.index_copy_(1, nodes, summed)
+
+    def context(self, dtype: torch.dtype) -> Tensor:
+        """[M,A,E]. A node's total is at least 1, its greatest score's own weight."""
+        out = self._sum / self._total.clamp_min(1).unsqueeze(-1)
+        return out[:, :-1].transpose(0, 1).flatten(1, 2).to(dtype)

@@ -1,0 +1,215 @@
+"""TorchExecutor: the executor contract in plain torch, the reference for faster ones."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.executors.host import HostAccepted, HostSampler
+from forerun.executors.torch.attention import attend, key_blocks
+from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.kv import PagedCache, cache_bytes
+from forerun.executors.torch.layers import padded_rows
+from forerun.machine import memory_available
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.spec.verify import positions
+from forerun.types import Floats, Ints
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What one forward pass found.
+
+    logits    float32[n,V] of the n scored nodes, on the device
+    row_of    int32[M] a flat node's row in `logits`; -1 = not scored
+    features  the residual stream [M,H] entering each layer asked for, on the device
+    """
+
+    logits: Tensor
+    row_of: Ints
+    features: tuple[Tensor, ...]
+
+
+class TorchExecutor:
+    """A target in torch, on any device it knows.
+
+    In float32 on the CPU a row's bits are the same alone, in any batch, under any tree, in any
+    chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
+    of rows and their last bits may depend on the batch; `describe()` says which it is.
+
+    A guess whose keys or values are not finite may spoil its own row, which then ends with an
+    error, but no other.
+
+    features  layers whose entering residual stream `verify` hands out (transformers'
+              hidden_states indices; L = after the last layer)
+
+    Raises ConfigError for an unknown dtype or device or limits that are not the model's,
+    MemoryPlanError where weights, cache and scratch do not fit.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        device: str = "cpu",
+        dtype: str = "float32",
+        features: tuple[int, ...] = (),
+    ) -> None:
+        arch = checkpoint.architecture
+        self.limits = limits
+        self._device, self._dtype = _device(device), _dtype(dtype)
+        _check_limits(arch, limits, features)
+        self._bytes = _planned_bytes(arch, limits, self._device, self._dtype.itemsize)
+        _check_fits(self._bytes, self._device)
+        self._features = features
+        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._decoder: Decoder | None = Decoder(checkpoint, self._device, self._dtype)
+        self._cache: PagedCache | None = PagedCache(arch, limits, self._device, self._dtype)
+
+    def open(self, opening: Opening) -> None:
+        """Bind a sequence to its slot."""
+        self._sampler.open(opening)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        self._sampler.close(slot)
+
+    @torch.inference_mode()
+    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+        """Score every node of every tree in one forward pass. Writes scratch, no page."""
+        decoder, cache = self._alive()
+        count = len(trees.tokens)
+        if count > self.limits.max_nodes:
+            raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
+        scored = self._sampler.scored(plan, trees)
+        blocks = key_blocks(plan, trees, cache, self._device)
+
+        def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.write(layer, keys[:count], values[:count])
+            return attend(queries, *cache.of_layer(layer), blocks)
+
+        rows = padded_rows(count, decoder.row_sizes)
+        tokens = self._padded(trees.tokens, rows)
+        position = self._padded(positions(trees, plan.kv_len), rows)
+        last, features = decoder.forward(tokens, position, attend_pages, self._features)
+        row_of = np.full(count, -1, np.int32)
+        row_of[scored] = np.arange(len(scored), dtype=np.int32)
+        return Scores(
+            logits=decoder.logits(last[self._padded(scored, len(scored))]),
+            row_of=row_of,
+            features=tuple(stream[:count] for stream in features),
+        )
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
+    ) -> HostAccepted:
+        """Keep one path per tree, by forerun.spec on the host."""
+        logits = scores.logits.cpu().numpy()
+
+        def of_node(node: int) -> Floats:
+            return logits[scores.row_of[node]]
+
+        return self._sampler.accept(plan, trees, of_node, masks)
+
+    @torch.inference_mode()
+    def commit(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
+    ) -> Outcome:
+        """Copy the kept keys and values from scratch into pages."""
+        _, cache = self._alive()
+        position = positions(trees, plan.kv_len)
+        slots = [
+            cache.slots(pages, position[path])
+            for pages, path in zip(plan.page_table, accepted.paths, strict=True)
+        ]
+        cache.commit(np.concatenate(accepted.paths), np.concatenate(slots))
+        return self._sampler.outcome(plan, trees, accepted)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info. row_sizes: row counts that products are run at."""
+        sizes = self._decoder.row_sizes if self._decoder else ()
+        return {
+            "device": str(self._device),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
+            "batch_invariant": bool(sizes),
+            "row_sizes": sizes,
+            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+        }
+
+    def shutdown(self) -> None:
+        """Release memory. Idempotent."""
+        self._decoder = self._cache = None
+
+    def _alive(self) -> tuple[Decoder, PagedCache]:
+        if self._decoder is None or self._cache is None:
+            raise EngineError("the executor was shut down")
+        return self._decoder, self._cache
+
+    def _padded(self, values: Ints, rows: int) -> Tensor:
+        """int64[rows] on the device: values, then zeros."""
+        out = np.zeros(rows, np.int64)
+        out[: len(values)] = values
+        return torch.from_numpy(out).to(self._device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"torch knows no device {name!r}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name}, but torch sees no CUDA device here")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _check_limits(arch: Architecture, limits: ExecutorLimits, features: tuple[int, ...]) -> None:
+    if limits.vocab != arch.vocab:
+        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    if limits.context > arch.context:
+        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
+    if not all(0 <= layer <= arch.layers for layer in features):
+        raise ConfigError(f"features {features} name a layer outside 0..{arch.layers}")
+
+
+def _planned_bytes(
+    arch: Architecture, limits: ExecutorLimits, device: torch.device, item: int
+) -> dict[str, int]:
+    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding."""
+    copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
+    query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
+    return {
+        "weight": (arch.parameters + copies) * item,
+        "cache": cache_bytes(arch, limits, item),
+        "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
+    }
+
+
+def _check_fits(parts: dict[str, int], device: torch.device) -> None:
+    """Raise MemoryPlanError where the parts exceed what is free now."""
+    on_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()
+    if sum(parts.values()) > free:
+        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
+        raise MemoryPlanError(
+            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; "
+            "lower the number of cached tokens (kv-tokens) or of nodes in a step"
+        )

@@ -1,0 +1,107 @@
+"""The pieces of a decoder, each of them row by row: no row's bits depend on the others.
+
+Matrix products are where that is hard: libraries choose their kernel, and with it the order of
+the sums, by the number of rows. So on the CPU a product is only ever run at a few row counts
+(powers of two, the rest is padding), and `invariant_sizes` keeps those at which every row gets
+the bits it gets in the largest. See docs/decisions on batch invariance.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+MOST_ROWS = 128
+"""Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
+"""Row counts that are tried, ascending."""
+
+
+class Linear:
+    """y = x W^T + b for weight [N,K], any number of rows.
+
+    In float32 on the CPU the weight is kept in oneDNN's own layout: no repacking per call, and
+    the same order of sums for any number of rows on the machines seen so far.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self._bias = bias
+        self._on_cpu = weight.device.type == "cpu"
+        packs = self._on_cpu and weight.dtype == torch.float32
+        self._packed = packs and torch.backends.mkldnn.is_available()
+        if self._packed:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        if not self._on_cpu or len(x) <= MOST_ROWS:
+            return self._product(x)
+        return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self._packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return F.linear(x, self._weight, self._bias)
+
+
+def invariant_sizes(linears: Iterable[Linear]) -> tuple[int, ...]:
+    """Row counts of SIZES at which these products give each row the bits of the largest.
+
+    Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
+    largest is always among them; that a row's place in it does not matter is seen from the
+    smaller ones, which take their rows from both its ends.
+    """
+    sizes = set(SIZES)
+    random = torch.Generator().manual_seed(0)
+    for linear in {linear.shape: linear for linear in linears}.values():
+        x = torch.randn(MOST_ROWS, linear.shape[1], generator=random)
+        expected = linear(x)
+        for size in sorted(sizes - {MOST_ROWS}):
+            first, last = linear(x[:size]), linear(x[-size:])
+            if not (torch.equal(first, expected[:size]) and torch.equal(last, expected[-size:])):
+                sizes.discard(size)
+    return tuple(sorted(sizes))
+
+
+def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
+    """Rows to run for `rows` wanted ones, so that only products of `sizes` occur.
+
+    No sizes: any number of rows may be run.
+    """
+    if not sizes:
+        return rows
+    whole, rest = divmod(rows, MOST_ROWS)
+    return whole * MOST_ROWS + (next(size for size in sizes if size >= rest) if rest else 0)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) over the last axis, in float32; dtype of `x`."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in float32; dtype of `gate`.
+
+    Not F.silu: on the CPU its bits depend on where in the tensor an element stands.
+    """
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide)) * up).to(gate.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return angles.cos() * factor, angles.sin() * factor
