@@ -1,4 +1,4 @@
-"""The engine: one thread that takes news, plans, steps, looks at the outcome and tells it."""
+"""The engine: a thread with an inbox. What it does in each turn is in turns.py."""
 
 import logging
 import threading
@@ -7,20 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from time import monotonic
 
 from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
-from forerun.engine.metrics import Metrics, Stats
-from forerun.engine.output import Ending, Kept, complete, delta, keep
-from forerun.engine.plan import Outcome, TokenLogprobs
-from forerun.engine.request import Delta, Finish, Request, Sink
-from forerun.engine.scheduler import Schedule, Scheduler
-from forerun.engine.seats import Seats
+from forerun.engine.metrics import Stats
+from forerun.engine.output import Ending
+from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import step
-from forerun.engine.stopwatch import TimedDrafter, TimedExecutor
+from forerun.engine.turns import Parts, Turns
 from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RequestError
 from forerun.spec.policy import Policy
@@ -65,17 +60,10 @@ class Engine:
         grammars: Grammars,
         options: EngineOptions,
     ) -> None:
-        self._metrics = Metrics()
-        self._executor = TimedExecutor(executor, self._metrics.seconds)
-        self._drafter = TimedDrafter(drafter, self._metrics.seconds)
-        self._grammars = grammars
-        self._tokenizer = tokenizer
+        parts = Parts(executor, drafter, policy, tokenizer, grammars)
+        self._parts = parts
         self._options = options
-        self._scheduler = Scheduler(executor.limits, policy)
-        self._policy = policy
-        self._seats = Seats(self._executor, self._drafter, policy, grammars)
-        self._live: dict[RequestId, list[Sequence]] = {}
-        self._failures = 0
+        self._turns = Turns(parts, options.max_failures, self._ended)
         self._checked = False
         self._orders = count()
         # Shared with other threads, under the lock of `_changed`:
@@ -99,7 +87,7 @@ class Engine:
     @property
     def context(self) -> int:
         """Longest sequence, prompt and output, in tokens."""
-        return self._scheduler.context
+        return self._turns.scheduler.context
 
     def start(self) -> None:
         """Begin to run requests on a thread of its own."""
@@ -113,9 +101,9 @@ class Engine:
         Raises RequestError (ContextError, BusyError) where it cannot be honoured, EngineError
         where the engine is no more; nothing has been allocated then.
         """
-        limits = self._executor.limits
+        limits = self._parts.executor.limits
         validate(request, limits.vocab, self.context, self._options.max_choices)
-        if request.grammar is not None and isinstance(self._grammars, NoGrammars):
+        if request.grammar is not None and isinstance(self._parts.grammars, NoGrammars):
             raise RequestError("This engine was started without structured output.", "grammar")
         with self._changed:
             self._refuse(request)
@@ -133,7 +121,7 @@ class Engine:
         """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
         with self._changed:
             if request in self._ids:
-                self._news.append(partial(self._end_request, request, Ending(Finish.ABORT)))
+                self._news.append(partial(self._turns.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
     def drain(self, timeout: float) -> bool:
@@ -154,24 +142,18 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         else:
-            self._end_all(Ending(Finish.ABORT))
+            self._stop()
 
     def stats(self) -> Stats:
         """A snapshot of the counters."""
-        return self._metrics.snapshot(self._scheduler.load(self._entering))
+        return self._turns.metrics.snapshot(self._turns.scheduler.load(self._entering))
 
     def check(self) -> None:
-        """Prove that no page, slot or matcher leaked. Raises AssertionError.
+        """Prove that no page, slot or sequence leaked. Raises AssertionError.
 
         On the engine's thread, or while it is idle.
         """
-        self._scheduler.check()
-        running, waiting = self._scheduler.running, self._scheduler.waiting
-        assert self._seats.taken == {s.slot for s in running}, "a slot is open to nobody"
-        live = {id(s) for sequences in self._live.values() for s in sequences}
-        assert live == {id(s) for s in running + waiting}, "a sequence is lost"
-        if not live:
-            assert self._scheduler.index.pool.held == 0, "pages are held by nobody"
+        self._turns.check()
 
     def _refuse(self, request: Request) -> None:
         """Raise where no request, or not this one, is taken now."""
@@ -181,53 +163,47 @@ class Engine:
             raise BusyError("The server is shutting down.")
         if request.id in self._ids:
             raise RequestError(f"A request with the id {request.id!r} is running.", "id")
-        waiting = self._entering + len(self._scheduler.waiting)
+        waiting = self._entering + len(self._turns.scheduler.waiting)
         if waiting >= self._options.max_waiting:
             raise BusyError(f"{waiting} sequences are waiting already; try again later.")
 
     def _stream(self, request: Request) -> TextStream:
         stopping = request.stopping
         return TextStream(
-            self._tokenizer, stopping.stop, stopping.include_stop, request.skip_special_tokens
+            self._parts.tokenizer, stopping.stop, stopping.include_stop, request.skip_special_tokens
         )
 
     # --- the engine's thread -----------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        while self._broken is None:
             with self._changed:
                 # With nothing to do for a moment, one turn is a check; then sleep for good.
                 patience = None if self._checked else QUIET
-                self._changed.wait_for(lambda: self._news or self._live or self._stopping, patience)
+                self._changed.wait_for(
+                    lambda: self._news or self._turns.live or self._stopping, patience
+                )
                 if self._stopping:
                     break
-            try:
-                self.step_once()
-            except Exception as error:
-                log.exception("the engine's loop failed")
-                self._give_up(f"The engine failed: {error or type(error).__name__}")
-            if self._broken is not None:
-                return
-        self._take_news()
-        self._end_all(Ending(Finish.ABORT))
+            self.step_once()
+        self._stop()
 
     def step_once(self) -> bool:
-        """One turn of the loop. False when there was nothing to do."""
-        start = monotonic()
-        self._take_news()
-        schedule = self._scheduler.plan()
-        if schedule is None:
-            self._rest()
+        """One turn. False when there was nothing to do: then it proves that nothing leaked.
+
+        An engine that fails gives up: it ends all requests and takes no more.
+        """
+        try:
+            self._take_news()
+            busy = self._turns.turn()
+            if not busy and not self._checked:
+                self.check()
+            self._checked = not busy
+        except Exception as error:
+            log.exception("the engine failed and gives up")
+            self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
             return False
-        self._checked = False
-        if not self._seat(schedule):
-            return True
-        outcome = self._step(schedule)
-        if outcome is not None:
-            self._look(schedule, outcome)
-            nodes = sum(map(len, schedule.plan.known)) + int(outcome.n_guesses.sum())
-            self._metrics.step(nodes, monotonic() - start)
-        return True
+        return busy
 
     def _take_news(self) -> None:
         while self._news:
@@ -235,159 +211,24 @@ class Engine:
                 news = self._news.popleft()
             news()
 
-    def _rest(self) -> None:
-        """Nothing to do: a good time to prove that nothing leaked."""
-        if not self._checked:
-            self.check()
-            self._checked = True
-
     def _enter(self, sequences: list[Sequence]) -> None:
         """A submitted request reaches the queue."""
-        self._live[sequences[0].request.id] = list(sequences)
-        for sequence in sequences:
-            self._scheduler.add(sequence)
+        self._turns.add(sequences)
         with self._changed:
             self._entering -= len(sequences)
 
-    def _seat(self, schedule: Schedule) -> bool:
-        """Close and open slots as planned. False when that ended a request: plan anew."""
-        for slot in schedule.closed:
-            self._seats.close(slot)
-        self._metrics.preemptions += len(schedule.closed)
-        sound = True
-        for sequence in schedule.opened:
-            if sequence.slot is None:  # Ended with a sibling that could not be opened.
-                continue
-            try:
-                self._seats.open(sequence)
-            except Exception as error:
-                log.exception("request %s could not be opened", sequence.request.id)
-                self._end_request(sequence.request.id, _failed(error))
-                sound = False
-        return sound
+    def _ended(self, request: RequestId) -> None:
+        """The last choice of a request has ended, and its sink knows."""
+        with self._changed:
+            self._ids.discard(request)
+            self._changed.notify_all()
 
-    def _step(self, schedule: Schedule) -> Outcome | None:
-        """Run the step; where it fails, end the requests it was for, and no others."""
-        try:
-            outcome = step(schedule.plan, self._executor, self._drafter, self._grammars)
-        except Exception as error:
-            log.exception("a step failed")
-            self._metrics.failed_steps += 1
-            self._failures += 1
-            for sequence in schedule.rows:
-                self._end_request(sequence.request.id, _failed(error))
-            if self._failures >= self._options.max_failures:
-                self._give_up(f"{self._failures} steps in a row failed, the last with: {error}")
-            return None
-        self._failures = 0
-        return outcome
-
-    def _look(self, schedule: Schedule, outcome: Outcome) -> None:
-        """Make the outcome of every row permanent and tell what is new."""
-        for slot, message in self._grammars.errors().items():
-            for sequence in schedule.rows:
-                if sequence.slot == slot:
-                    self._end_request(sequence.request.id, Ending(Finish.ERROR, error=message))
-        for row, sequence in enumerate(schedule.rows):
-            if sequence.slot is None:
-                continue  # Ended by an earlier row of the same request.
-            if not outcome.finite[row]:
-                message = "The model's output was not finite, or nothing was allowed to follow."
-                self._end_request(sequence.request.id, Ending(Finish.ERROR, error=message))
-                continue
-            self._settle(schedule, row, outcome)
-
-    def _settle(self, schedule: Schedule, row: int, outcome: Outcome) -> None:
-        """Commit the pages of one row, count, apply the stop conditions and tell the news."""
-        sequence, plan = schedule.rows[row], schedule.plan
-        if sequence.sampling.prompt_logprobs is not None:
-            sequence.echo(outcome.prompt_logprobs[row])
-        tokens = outcome.tokens[row, : outcome.n_tokens[row]]
-        sequence.append(tokens)
-        sequence.table.commit(outcome.committed(plan, row), sequence.tokens)
-        if not plan.samples[row]:
-            return
-        sequence.table.rollback()
-        guesses, accepted = int(outcome.n_guesses[row]), len(tokens) - 1
-        self._metrics.row(guesses, accepted)
-        sequence.tally.add(guesses, accepted)
-        if plan.max_nodes[row]:
-            self._policy.observe(int(plan.slots[row]), guesses, accepted)
-        try:
-            kept = self._keep(sequence, tokens.tolist())
-        except Exception as error:
-            log.exception("request %s failed", sequence.request.id)
-            self._end_request(sequence.request.id, _failed(error))
-            return
-        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
-
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
-        """Push decided tokens through the grammar, if there is one, and the stop conditions."""
-        eos_ids = self._tokenizer.eos_ids
-        if sequence.request.grammar is None or sequence.slot is None:
-            return keep(sequence, tokens, eos_ids)
-        whole = self._grammars.commit(sequence.slot, tokens)
-        kept = keep(sequence, tokens[:whole], eos_ids)
-        return kept if whole is None or kept.ending else complete(sequence, kept)
-
-    def _report(
-        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
-    ) -> None:
-        """Tell what was kept; if that ends the sequence, give back first what it holds."""
-        if sequence.reported == len(kept.tokens) > 0:
-            self._metrics.first_token.add(monotonic() - sequence.submitted)
-        self._metrics.output_tokens += len(kept.tokens)
-        if kept.ending is not None:
-            self._remove(sequence, kept.ending.finish)
-        news = delta(sequence, kept, logprobs)
-        if news is not None:
-            self._tell(sequence, news)
-
-    def _tell(self, sequence: Sequence, news: Delta) -> None:
-        try:
-            sequence.sink(news)
-        except Exception:
-            log.exception("the sink of request %s failed", sequence.request.id)
-            for other in tuple(self._live.get(sequence.request.id, ())):
-                self._remove(other, Finish.ABORT)
-
-    def _remove(self, sequence: Sequence, finish: Finish) -> None:
-        """Give back all that a sequence holds, and forget it."""
-        metrics, request = self._metrics, sequence.request.id
-        metrics.finished[finish] += 1
-        metrics.duration.add(monotonic() - sequence.submitted)
-        metrics.prompt_tokens += sequence.prompt_len
-        metrics.cached_tokens += sequence.cached_tokens or 0
-        slot = self._scheduler.remove(sequence)
-        self._live[request].remove(sequence)
-        if slot is not None:
-            self._seats.close(slot)
-        if not self._live[request]:
-            del self._live[request]
-            with self._changed:
-                self._ids.discard(request)
-                self._changed.notify_all()
-
-    def _end_request(self, request: RequestId, ending: Ending) -> None:
-        """End every choice of a request that still runs."""
-        for sequence in tuple(self._live.get(request, ())):
-            if sequence in self._live.get(request, ()):  # A failing sink ends its siblings.
-                self._report(sequence, Kept((), sequence.stream.finish(), ending))
-
-    def _end_all(self, ending: Ending) -> None:
+    def _stop(self) -> None:
         self._take_news()
-        for request in tuple(self._live):
-            self._end_request(request, ending)
+        self._turns.end_all(Ending(Finish.ABORT))
 
     def _give_up(self, message: str) -> None:
-        """Take no more requests and end all there are: the executor cannot be trusted."""
         with self._changed:
             self._broken = message
-        self._seats.abandon()
-        self._end_all(Ending(Finish.ERROR, error=message))
-        log.error("%s The engine has given up.", message)
-
-
-def _failed(error: Exception) -> Ending:
-    text = f"The engine failed while it ran this request: {error or type(error).__name__}"
-    return Ending(Finish.ERROR, error=text)
+        self._take_news()
+        self._turns.abandon(Ending(Finish.ERROR, error=message))

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from forerun.engine.request import Finish
+from forerun.spec.policy import Budget
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -39,13 +40,17 @@ class _Growing:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine holds at one moment. Counts of sequences and pages."""
+    """What the engine holds at one moment: counts of sequences and pages.
+
+    granted  what the policy allowed the decoding rows of the last step that had any, and why
+    """
 
     waiting: int
     running: int
     pages: int
     pages_held: int
     pages_kept: int
+    granted: tuple[Budget, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

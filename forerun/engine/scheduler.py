@@ -11,7 +11,7 @@ from forerun.engine.executor import ExecutorLimits
 from forerun.engine.metrics import Load
 from forerun.engine.plan import Plan
 from forerun.engine.sequence import Sequence
-from forerun.spec.policy import Policy
+from forerun.spec.policy import Budget, Policy
 from forerun.types import Ints
 
 
@@ -72,6 +72,7 @@ class Scheduler:
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.granted: tuple[Budget, ...] = ()
         # Every running row needs a node in every step.
         self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
         self._slot_count = len(self._slots)
@@ -212,6 +213,8 @@ class Scheduler:
             np.array([s.slot for s in old], np.int32),
             np.array([s.table.length for s in old], np.int32),
         )
+        if budgets:
+            self.granted = tuple(budgets)
         wishes = [
             _wish(s, budget.nodes, budget.depth) for s, budget in zip(old, budgets, strict=True)
         ]
@@ -257,6 +260,7 @@ class Scheduler:
             pages=self.limits.pages,
             pages_held=self.limits.pages - self.index.available,
             pages_kept=self.index.kept,
+            granted=self.granted,
         )
 
     def check(self) -> None:

@@ -56,6 +56,7 @@ def test_a_policy_that_learns_changes_speed_only(draft_ms):
     for request in requests:
         ear.expect(request)
     assert (engine.stats().guesses > 20) == (draft_ms == 0)
+    assert all(budget.reason for budget in engine.stats().load.granted)
 
 
 def test_guesses_take_no_page_from_anyone():

@@ -88,7 +88,7 @@ def test_a_row_of_a_step(name, most):
 
 def test_planning_a_row():
     engine = running("none")
-    work = lambda: [engine._scheduler.plan() for _ in range(10)]  # noqa: E731
+    work = lambda: [engine._turns.scheduler.plan() for _ in range(10)]  # noqa: E731
     assert units(work) / (10 * ROWS) < 0.2
 
 

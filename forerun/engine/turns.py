@@ -1,0 +1,231 @@
+"""What one turn does: plan, step, look at the outcome, tell what is new. One thread, no locks."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from forerun.constrain.grammars import Grammars
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import Executor
+from forerun.engine.metrics import Metrics
+from forerun.engine.output import Ending, Kept, complete, delta, keep
+from forerun.engine.plan import Outcome, TokenLogprobs
+from forerun.engine.request import Delta, Finish
+from forerun.engine.scheduler import Schedule, Scheduler
+from forerun.engine.seats import Seats
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import step
+from forerun.engine.stopwatch import TimedDrafter, TimedExecutor
+from forerun.errors import EngineError
+from forerun.spec.policy import Policy
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is put together from."""
+
+    executor: Executor
+    drafter: Drafter
+    policy: Policy
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
+class Turns:
+    """Runs sequences, one step per turn.
+
+    max_failures  steps in a row that may fail; one more and `turn` raises EngineError
+    ended         called when the last choice of a request has ended
+    """
+
+    def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
+        self.metrics = Metrics()
+        self.scheduler = Scheduler(parts.executor.limits, parts.policy)
+        self.live: dict[RequestId, list[Sequence]] = {}
+        self._executor = TimedExecutor(parts.executor, self.metrics.seconds)
+        self._drafter = TimedDrafter(parts.drafter, self.metrics.seconds)
+        self._policy = parts.policy
+        self._grammars = parts.grammars
+        self._eos_ids = parts.tokenizer.eos_ids
+        self._seats = Seats(self._executor, self._drafter, parts.policy, parts.grammars)
+        self._max_failures = max_failures
+        self._ended = ended
+        self._failures = 0
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """All choices of a new request join the queue."""
+        self.live[sequences[0].request.id] = list(sequences)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def turn(self) -> bool:
+        """Advance whoever can be advanced. False when nobody is there.
+
+        What fails for one request ends that request. Raises where the engine itself is broken.
+        """
+        start = monotonic()
+        schedule = self.scheduler.plan()
+        if schedule is None:
+            return False
+        if not self._seat(schedule):
+            return True
+        outcome = self._step(schedule)
+        if outcome is not None:
+            self._look(schedule, outcome)
+            nodes = sum(map(len, schedule.plan.known)) + int(outcome.n_guesses.sum())
+            self.metrics.step(nodes, monotonic() - start)
+        return True
+
+    def check(self) -> None:
+        """Prove that no page, slot or sequence leaked. Raises AssertionError."""
+        self.scheduler.check()
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        assert self._seats.taken == {s.slot for s in running}, "a slot is open to nobody"
+        live = {id(s) for sequences in self.live.values() for s in sequences}
+        assert live == {id(s) for s in running + waiting}, "a sequence is lost"
+        if not live:
+            assert self.scheduler.index.pool.held == 0, "pages are held by nobody"
+
+    def end(self, request: RequestId, ending: Ending) -> None:
+        """End every choice of a request that still runs."""
+        for sequence in tuple(self.live.get(request, ())):
+            if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
+                self._report(sequence, Kept((), sequence.stream.finish(), ending))
+
+    def end_all(self, ending: Ending) -> None:
+        """End every request."""
+        for request in tuple(self.live):
+            self.end(request, ending)
+
+    def abandon(self, ending: Ending) -> None:
+        """End everything without speaking to executor and drafter: they cannot be trusted."""
+        self._seats.abandon()
+        self.end_all(ending)
+
+    def _seat(self, schedule: Schedule) -> bool:
+        """Close and open slots as planned. False when that ended a request: plan anew."""
+        for slot in schedule.closed:
+            self._seats.close(slot)
+        self.metrics.preemptions += len(schedule.closed)
+        sound = True
+        for sequence in schedule.opened:
+            if sequence.slot is None:  # Ended with a sibling that could not be opened.
+                continue
+            try:
+                self._seats.open(sequence)
+            except Exception as error:
+                log.exception("request %s could not be opened", sequence.request.id)
+                self.end(sequence.request.id, _failed(error))
+                sound = False
+        return sound
+
+    def _step(self, schedule: Schedule) -> Outcome | None:
+        """Run the step; where it fails, end the requests it was for, and no others."""
+        try:
+            outcome = step(schedule.plan, self._executor, self._drafter, self._grammars)
+        except Exception as error:
+            log.exception("a step failed")
+            self.metrics.failed_steps += 1
+            self._failures += 1
+            for sequence in schedule.rows:
+                self.end(sequence.request.id, _failed(error))
+            if self._failures >= self._max_failures:
+                message = f"{self._failures} steps in a row failed, the last with: {error}"
+                raise EngineError(message) from error
+            return None
+        self._failures = 0
+        return outcome
+
+    def _look(self, schedule: Schedule, outcome: Outcome) -> None:
+        """Make the outcome of every row permanent and tell what is new."""
+        for slot, message in self._grammars.errors().items():
+            for sequence in schedule.rows:
+                if sequence.slot == slot:
+                    self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+        for row, sequence in enumerate(schedule.rows):
+            if sequence.slot is None:
+                continue  # Ended by an earlier row of the same request.
+            if not outcome.finite[row]:
+                message = "The model's output was not finite, or nothing was allowed to follow."
+                self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+                continue
+            self._settle(schedule, row, outcome)
+
+    def _settle(self, schedule: Schedule, row: int, outcome: Outcome) -> None:
+        """Commit the pages of one row, count, apply the stop conditions and tell the news."""
+        sequence, plan = schedule.rows[row], schedule.plan
+        if sequence.sampling.prompt_logprobs is not None:
+            sequence.echo(outcome.prompt_logprobs[row])
+        tokens = outcome.tokens[row, : outcome.n_tokens[row]]
+        sequence.append(tokens)
+        sequence.table.commit(outcome.committed(plan, row), sequence.tokens)
+        if not plan.samples[row]:
+            return
+        sequence.table.rollback()
+        guesses, accepted = int(outcome.n_guesses[row]), len(tokens) - 1
+        self.metrics.row(guesses, accepted)
+        sequence.tally.add(guesses, accepted)
+        if plan.max_nodes[row]:
+            self._policy.observe(int(plan.slots[row]), guesses, accepted)
+        try:
+            kept = self._keep(sequence, tokens.tolist())
+        except Exception as error:
+            log.exception("request %s failed", sequence.request.id)
+            self.end(sequence.request.id, _failed(error))
+            return
+        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
+        """Push decided tokens through the grammar, if there is one, and the stop conditions."""
+        if sequence.request.grammar is None or sequence.slot is None:
+            return keep(sequence, tokens, self._eos_ids)
+        whole = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[:whole], self._eos_ids)
+        return kept if whole is None or kept.ending else complete(sequence, kept)
+
+    def _report(
+        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> None:
+        """Tell what was kept; if that ends the sequence, give back first what it holds."""
+        if sequence.reported == len(kept.tokens) > 0:
+            self.metrics.first_token.add(monotonic() - sequence.submitted)
+        self.metrics.output_tokens += len(kept.tokens)
+        if kept.ending is not None:
+            self._remove(sequence, kept.ending.finish)
+        news = delta(sequence, kept, logprobs)
+        if news is not None:
+            self._tell(sequence, news)
+        if sequence.request.id not in self.live:
+            self._ended(sequence.request.id)
+
+    def _tell(self, sequence: Sequence, news: Delta) -> None:
+        try:
+            sequence.sink(news)
+        except Exception:
+            log.exception("the sink of request %s failed", sequence.request.id)
+            for other in tuple(self.live.get(sequence.request.id, ())):
+                self._remove(other, Finish.ABORT)
+
+    def _remove(self, sequence: Sequence, finish: Finish) -> None:
+        """Give back all that a sequence holds, and forget it."""
+        metrics, request = self.metrics, sequence.request.id
+        metrics.finished[finish] += 1
+        metrics.duration.add(monotonic() - sequence.submitted)
+        metrics.prompt_tokens += sequence.prompt_len
+        metrics.cached_tokens += sequence.cached_tokens or 0
+        slot = self.scheduler.remove(sequence)
+        self.live[request].remove(sequence)
+        if slot is not None:
+            self._seats.close(slot)
+        if not self.live[request]:
+            del self.live[request]
+
+
+def _failed(error: Exception) -> Ending:
+    text = f"The engine failed while it ran this request: {error or type(error).__name__}"
+    return Ending(Finish.ERROR, error=text)
