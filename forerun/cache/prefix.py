@@ -143,17 +143,13 @@ class PrefixIndex:
         assert free + held + kept == total, (
             f"{free} free + {held} held + {kept} kept pages are not {total}"
         )
+        known = len(self.root.children)
         for page, entry in self._entries.items():
             references, parent = self.pool.references(page), entry.parent
             assert entry.page == page and parent is not None
             assert parent.children.get(entry.key) is entry, f"page {page} is lost to its parent"
             assert (page in self._idle) == (references == 0), f"page {page}: idle list is wrong"
-            below = sum(self.pool.references(child.page) > 0 for child in entry.children.values())
-            assert references or not below, f"page {page} is not held but its children are"
-        known = 0
-        todo = [self.root]
-        while todo:
-            children = todo.pop().children.values()
-            known += len(children)
-            todo += children
+            if references and parent is not self.root:
+                assert self.pool.references(parent.page), f"page {page} is held, its past is not"
+            known += len(entry.children)
         assert known == len(self._entries), "entries in the tree and by page differ"

@@ -8,7 +8,7 @@ from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor, ExecutorLimits
 from forerun.engine.plan import Opening, Plan
 from forerun.errors import ConfigError
-from forerun.spec.policy import StepCosts
+from forerun.spec.costs import StepCosts
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, batch
 from forerun.types import Ints

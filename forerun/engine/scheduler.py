@@ -272,8 +272,9 @@ class Scheduler:
             for page in sequence.table.pages:
                 held[page] = held.get(page, 0) + 1
         pool = self.index.pool
-        for page in range(pool.pages):
-            assert pool.references(page) == held.get(page, 0), f"page {page} leaked"
+        for page, count in held.items():
+            assert pool.references(page) == count, f"page {page} has a holder too many"
+        assert pool.held == len(held), "a page leaked: it is held, but in no table"
         taken = [s.slot for s in self.running if s.slot is not None]
         assert sorted(self._slots + taken) == list(range(self._slot_count)), "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"

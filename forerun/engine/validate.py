@@ -1,11 +1,12 @@
 """What a request must satisfy before anything is allocated for it."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
 from forerun.engine.request import Request
 from forerun.errors import ContextError, RequestError
+from forerun.types import Ints
 
 
 def validate(request: Request, vocab: int, context: int, max_choices: int) -> None:
@@ -19,7 +20,7 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     if len(prompt) == 0:
         raise RequestError("The prompt is empty; it needs at least one token.", "prompt")
     _within(prompt, vocab, "prompt")
-    _within((token for token, _ in request.sampling.logit_bias), vocab, "logit_bias")
+    _within([token for token, _ in request.sampling.logit_bias], vocab, "logit_bias")
     _within(request.stopping.stop_tokens, vocab, "stop_token_ids")
     if not 1 <= request.n <= max_choices:
         raise RequestError(f"n is {request.n}, but must be 1 to {max_choices}.", "n")
@@ -40,9 +41,9 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
         )
 
 
-def _within(tokens: Iterable[int], vocab: int, name: str) -> None:
+def _within(tokens: Sequence[int] | Ints, vocab: int, name: str) -> None:
     """Every id is one of the vocabulary."""
-    ids = np.fromiter(tokens, np.int64)
+    ids = np.asarray(tokens, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocab)]
     if len(wrong):
         raise RequestError(

@@ -6,7 +6,8 @@ import pytest
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.policy import AdaptivePolicy, StepCosts
+from forerun.spec.costs import StepCosts
+from forerun.spec.policy import AdaptivePolicy
 from tests.engine.toys import (
     Ear,
     ask,
