@@ -19,6 +19,8 @@ from forerun.serve.service import Loader, Service
 
 FLUSH_SECONDS = 5
 """Time for answers that were cut short to reach their clients."""
+BACKLOG = 2048
+"""Connections that may wait to be taken in."""
 IDLE_SECONDS = 75
 """How long a connection may stay open between requests: longer than client pools keep theirs."""
 
@@ -68,6 +70,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
+        # Now, not when the loop runs: early clients wait, and a second server is refused here.
+        bound.listen(BACKLOG)
     except (OSError, UnicodeError) as error:
         bound.close()
         raise ConfigError(_in_the_way(host, port, error)) from error
