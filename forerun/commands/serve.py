@@ -1,4 +1,4 @@
-"""`forerun serve`: a model behind the OpenAI API."""
+"""`forerun serve`: the OpenAI API on a port."""
 
 import argparse
 import logging
@@ -6,41 +6,52 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from forerun.api import Loaded
 from forerun.commands.console import emit_json, load_shown, say
 from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ConfigError
 from forerun.flags import configured
 from forerun.serve.server import run
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command until a signal ends it."""
-    settings = configured(ServeSettings, arguments)
-    if arguments.api_key_file is not None:
-        settings = replace(settings, api_keys=settings.api_keys + _keys(arguments.api_key_file))
-    config = configured(EngineConfig, arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    announce = _as_json if arguments.json else partial(_as_sentence, config.model)
-    run(partial(load_shown, config), settings, announce)
+    """Run the command: serves until a signal ends it. With --json the address is an object."""
+    config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
+    if arguments.api_key_file:
+        keys = read_keys(Path(arguments.api_key_file))
+        settings = replace(settings, api_keys=settings.api_keys + keys)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    if settings.host not in LOOPBACK and not settings.api_keys:
+        say(f"forerun: anyone who can reach {settings.host} may use this server; see --api-key")
+    run(partial(_load, config), settings, partial(_announce, as_json=arguments.json))
     return 0
 
 
-def _as_sentence(model: str, url: str) -> None:
-    say(f"Forerun listens on {url} and loads {model}. Ctrl-C ends it.")
+def _load(config: EngineConfig) -> Loaded:
+    loaded = load_shown(config)
+    say(f"{loaded.name}: {loaded.target.memory.sentence()}")
+    return loaded
 
 
-def _as_json(url: str) -> None:
-    emit_json({"url": url})
+def _announce(url: str, as_json: bool) -> None:
+    if as_json:
+        emit_json({"url": url})
+    else:
+        say(f"listening on {url}")
 
 
-def _keys(path: str) -> tuple[str, ...]:
-    """One key per line; blank lines do not count."""
+def read_keys(path: Path) -> tuple[str, ...]:
+    """API keys, one per line; empty lines and lines that begin with # do not count.
+
+    Raises ConfigError where the file cannot be read or holds none.
+    """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error}.") from error
-    keys = tuple(line.strip() for line in lines if line.strip())
+        raise ConfigError(f"The API keys in {path} cannot be read: {error}.") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"{path} holds no API key.")
     return keys

@@ -1,0 +1,99 @@
+"""The server as a user starts it: a process, a port, signals."""
+
+import json
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from forerun.bench.launch import launched
+from forerun.cli import main
+from forerun.commands.serve import read_keys
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, EngineError
+
+TOY = EngineConfig(model="toy", kv_tokens=8192, max_sequences=16)
+SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-tokens", "4096"]
+
+
+@contextmanager
+def serving(*flags):
+    process = subprocess.Popen(
+        [*SERVE, "--port", "0", "--json", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = "".join(process.stdout.readline() for _ in range(3))
+        yield process, json.loads(lines)["url"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# who may enter\nsecret\n\n")
+    with serving("--api-key-file", str(keys)) as (process, url):
+        transport = httpx.HTTPTransport(retries=3)
+        with httpx.Client(transport=transport, base_url=url, timeout=30) as client:
+            assert client.get("/models").status_code == 401
+            key = {"Authorization": "Bearer secret"}
+            while (answer := client.get("/models", headers=key)).status_code == 503:
+                pass
+            assert answer.json()["data"][0]["id"] == "toy"
+            body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
+            text = client.post("/completions", json=body, headers=key).json()["choices"][0]["text"]
+            assert text == "djell"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_taken_port_is_a_sentence(capsys):
+    with serving() as (_, url):
+        port = url.split(":")[2].split("/")[0]
+        assert main(["serve", "--model", "toy", "--port", port]) == 2
+    assert f"port {port}" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(capsys):
+    assert main(["serve", "--model", "/nowhere/x.gguf", "--port", "0"]) == 3
+    assert "/nowhere/x.gguf" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_start_shows_its_log():
+    broken = EngineConfig(model="toy", kv_tokens=10**12)
+    with pytest.raises(EngineError, match="kv-tokens"), launched(broken):
+        pass
+
+
+def test_bench_measures_a_server_of_its_own(tmp_path, capsys):
+    line = ["--model", "toy", "--kv-tokens", "8192", "--max-sequences", "16"]
+    line += ["--concurrency", "1,8", "--requests", "8", "--repeats", "1", "--max-tokens", "60"]
+    assert main(["bench", "--launch", *line, "--json", "--out", str(tmp_path)]) == 0
+    levels = json.loads(capsys.readouterr().out)["levels"]
+    assert [(level["side"], level["at_once"]) for level in levels] == [
+        ("on", 1), ("off", 1), ("on", 8), ("off", 8),
+    ]  # fmt: skip
+    assert all(level["errors"] == 0 and level["tokens"] > 100 for level in levels)
+    # Several tokens a step come in fewer pieces, so that each waits longer for the next.
+    assert levels[0]["per_token_ms"]["p50"] > 0
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("a\n # no\n b \n")
+    assert read_keys(path) == ("a", "b")
+    path.write_text("# nothing\n")
+    for bad in (path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=bad.name):
+            read_keys(bad)
+
+
+def test_the_toy_starts_the_way_bench_starts_it():
+    with launched(TOY) as url:
+        assert httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"] == "toy"
