@@ -14,7 +14,7 @@ from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.limits import LIMITS, SECONDS
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.schema import locate
-from forerun.errors import BusyError, EngineError, RequestError
+from forerun.errors import BusyError, EngineError, ModelError, RequestError
 from forerun.text.tokenizer import Tokenizer
 
 MAX_WAITING = 64
@@ -28,7 +28,7 @@ _COST_PER_BYTE = 64
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. Safe to share between threads.
+    """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
 
     seconds      a grammar that takes longer is refused
     cache_bytes  estimated size of what is kept: 256 KiB per grammar and 64 bytes per byte of
@@ -38,11 +38,10 @@ class Compiler:
     def __init__(
         self, tokenizer: Tokenizer, seconds: float = SECONDS, cache_bytes: int = 128 << 20
     ) -> None:
-        like_a_tokenizer: Any = _Vocabulary(tokenizer)
-        self._tokenizer = llguidance.LLTokenizer(
-            like_a_tokenizer, eos_token=list(tokenizer.eos_ids)
-        )
-        self._vocab = tokenizer.vocab_size
+        if not tokenizer.eos_ids:
+            raise ModelError("the model declares no end-of-text token; a grammar could not end")
+        self._tokenizer = tokenizer
+        self._vocabulary: llguidance.LLTokenizer | None = None
         self._worker = Worker(seconds)
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
@@ -62,7 +61,7 @@ class Compiler:
             found = self._compile_in_turn(key, grammar)
         if isinstance(found, str):
             raise RequestError(explained(grammar, found), grammar.field)
-        return Compiled(found, grammar.start, self._vocab)
+        return Compiled(found, grammar.start, self._tokenizer.vocab_size)
 
     def close(self) -> None:
         """End the compiling process."""
@@ -92,8 +91,12 @@ class Compiler:
         answer = self._worker.ask(request)
         if "error" in answer:
             return answer["error"]
+        if self._vocabulary is None:
+            like_a_tokenizer: Any = _Vocabulary(self._tokenizer)
+            ends = list(self._tokenizer.eos_ids)
+            self._vocabulary = llguidance.LLTokenizer(like_a_tokenizer, eos_token=ends)
         matcher = llguidance.LLMatcher(
-            self._tokenizer, answer["grammar"], limits=LIMITS, log_level=0
+            self._vocabulary, answer["grammar"], limits=LIMITS, log_level=0
         )
         matcher.compute_bitmask()  # The first mask is the dearest; a dead end shows here.
         if matcher.is_error():

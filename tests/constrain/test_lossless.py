@@ -1,0 +1,180 @@
+"""Constrained text through the real engine: always valid, and the same with any drafter."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.loop import Engine, EngineOptions
+from forerun.engine.request import Finish, Request
+from forerun.executors.toy import ToyExecutor
+from forerun.spec.policy import FixedPolicy
+from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person
+from tests.engine.toys import ask, drafter, run
+
+TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
+CITY = Grammar.regex("(Paris|Amsterdam)")
+CASES = {
+    "city": (CITY, lambda text: text in ("Paris", "Amsterdam")),
+    "choice": (Grammar.choice(["yes", "no", "perhaps"]), ["yes", "no", "perhaps"].__contains__),
+    "json": (Grammar.json_schema(PERSON), is_person),
+    "letters": (Grammar.regex("[a-p]{3,12}"), re.compile("[a-p]{3,12}").fullmatch),
+    "nested": (Grammar.grammar('root ::= "a" root "b" | "c"'), re.compile("a*cb*").fullmatch),
+}
+DRAFTERS = ("none", "ngram", "erratic", "random", "illegal")
+SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 11}}
+
+
+def engine(name: str, kind: str, nodes=6, depth=5, **shape) -> Engine:
+    tokenizer = TOKENIZERS[kind]
+    vocab = max(tokenizer.vocab_size, 259) + 13  # padded, as models are
+    sizes = {"page_size": 4, "pages": 400, "slots": 4, "max_nodes": 48, "context": 300} | shape
+    executor = ToyExecutor(ExecutorLimits(**sizes, vocab=vocab))
+    policy = FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0)
+    made = {
+        "random": lambda: RandomDrafter(range(vocab)),
+        "illegal": lambda: RandomDrafter([0, 1, 2, vocab - 1]),
+    }.get(name, lambda: drafter(name, executor.limits.slots))()
+    return Engine(executor, made, policy, tokenizer, TreeGrammars(vocab), EngineOptions())
+
+
+def constrained(case: str, kind: str, id="r", **options) -> Request:
+    """A request under a grammar. Greedy toy text would write `aaaa` for ever, so it is capped."""
+    ends = TOKENIZERS[kind].eos_ids
+    grammar = compiled(CASES[case][0], kind)
+    prompt = TOKENIZERS[kind].encode(f"{case} {id}: ")
+    return ask(id, prompt, 250, stop_tokens=ends, grammar=grammar, **options)
+
+
+def heard(ear, id="r", index=0):
+    return ear.tokens(id, index), ear.text(id, index), ear.last(id, index).finish
+
+
+@cache
+def plain(case: str, kind: str, sampling: str):
+    return heard(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", DRAFTERS[1:])
+def test_speculation_changes_no_token(name, case, kind, sampling):
+    tokens, text, finish = plain(case, kind, sampling)
+    if finish == Finish.STOP:
+        assert CASES[case][1](text), text
+    ear = run(engine(name, kind), constrained(case, kind, **SAMPLINGS[sampling]))
+    assert heard(ear) == (tokens, text, finish)
+    stats = ear.last().stats
+    assert stats is None or stats.steps <= len(tokens), "a step without progress"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c != "nested"])
+def test_constrained_text_is_valid_for_many_seeds(case):
+    made = engine("random", "bytes", slots=8, max_nodes=96, pages=800)
+    requests = [constrained(case, "bytes", str(seed), seed=seed, n=2) for seed in range(12)]
+    requests = [replace(r, sampling=replace(r.sampling, temperature=20.0)) for r in requests]
+    ear = run(made, *requests, check=False)
+    texts = {ear.text(str(seed), index) for seed in range(12) for index in (0, 1)}
+    assert all(CASES[case][1](text) for text in texts)
+    assert len(texts) > 1
+    assert all(ear.last(str(s), i).finish == Finish.STOP for s in range(12) for i in (0, 1))
+
+
+@pytest.mark.parametrize("name", ["random", "erratic"])
+def test_together_with_other_parameters(name):
+    options = {
+        "temperature": 0.9,
+        "seed": 3,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((ord("h"), 3.0),),
+        "top_k": 40,
+        "logprobs": 2,
+        "n": 2,
+        "min_tokens": 5,
+        "stop": ('"kind"',),
+    }
+    wanted = run(engine("none", "bytes"), constrained("json", "bytes", **options))
+    found = run(engine(name, "bytes"), constrained("json", "bytes", **options))
+    for index in (0, 1):
+        assert heard(found, index=index) == heard(wanted, index=index)
+        assert wanted.text(index=index).startswith("{") and '"kind"' not in wanted.text(index=index)
+        mine, theirs = (
+            [r for d in ear.of(index=index) for r in d.logprobs] for ear in (found, wanted)
+        )
+        assert mine == theirs and len(mine) == len(wanted.tokens(index=index))
+
+
+def test_mixed_and_preempted_batches_change_nothing():
+    kinds = list(CASES)
+    requests = [
+        constrained(kinds[i % 5], "bytes", str(i), temperature=0.8, seed=i) for i in range(8)
+    ]
+    free = [ask(f"free {i}", f"free {i}", 20) for i in range(4)]
+    alone = [heard(run(engine("none", "bytes"), r), r.id) for r in requests]
+    made = engine("random", "bytes", pages=60, slots=6, max_nodes=40, context=200)
+    requests = [replace(r, stopping=replace(r.stopping, max_tokens=150)) for r in requests]
+    mixed = [r for two in zip(requests, free + free, strict=True) for r in two]
+    mixed = list({r.id: r for r in mixed}.values())
+    ear = run(made, *mixed)
+    assert made.stats().preemptions > 0, "the pool was meant to be too small"
+    for request, wanted in zip(requests, alone, strict=True):
+        assert heard(ear, request.id)[1] == wanted[1][:150]
+    for request in free:
+        ear.expect(request)
+
+
+def test_forced_text_needs_fewer_steps():
+    """Names of properties are written without asking the model one by one."""
+    request = constrained("json", "bytes", temperature=0.8, seed=1)
+    ear = run(engine("ngram", "bytes", nodes=16, depth=16), request)
+    assert ear.last().stats.steps < 0.5 * len(ear.tokens())
+
+
+def test_a_pattern_that_nothing_follows_ends_at_once():
+    ear = run(engine("random", "bytes"), replace(constrained("city", "bytes"), id="x"))
+    assert ear.text("x") in ("Paris", "Amsterdam")
+    assert ear.tokens("x") == list(ear.text("x").encode()), "nothing after the end, not even eos"
+    assert ear.last("x").finish == Finish.STOP
+
+
+def test_min_tokens_beyond_the_end_does_not_break_a_complete_text():
+    for name in ("none", "random"):
+        ear = run(engine(name, "bytes"), constrained("city", "bytes", min_tokens=50))
+        assert heard(ear)[1:] == (heard(ear)[1], Finish.STOP)
+        assert ear.text() in ("Paris", "Amsterdam")
+
+
+def test_ignored_end_of_text_still_ends_the_grammar():
+    grammar = compiled(Grammar.regex("a+"))
+    request = ask("r", "x", 60, stop_tokens=(), grammar=grammar, temperature=3.0, seed=5)
+    for name in ("none", "random"):
+        ear = run(engine(name, "bytes"), request)
+        assert set(ear.text()) == {"a"}
+        assert ear.last().finish in (Finish.STOP, Finish.LENGTH)
+
+
+def test_the_paris_request_with_only_illegal_guesses_moves_one_token_a_step():
+    made = engine("illegal", "bytes", nodes=1, depth=1)
+    ear = run(made, constrained("letters", "bytes"))
+    stats = ear.last().stats
+    assert stats.accepted == 0 and stats.guesses == 0, "illegal guesses cost nothing"
+    assert stats.steps == len(ear.tokens())
+
+
+def test_json_stays_json_under_spaces():
+    """A model in love with spaces cannot write them for ever."""
+    grammar = compiled(Grammar.json_schema({"type": "array", "items": {"type": "null"}}))
+    bias = ((32, 50.0), (10, 40.0))
+    request = ask("r", "x", 400, grammar=grammar, temperature=1.0, seed=2, logit_bias=bias)
+    ear = run(engine("none", "bytes", context=500), request)
+    gaps = re.findall(r"\s+", ear.text())
+    assert gaps and max(map(len, gaps)) <= 42
+    if ear.last().finish == Finish.STOP:
+        json.loads(ear.text())

@@ -1,0 +1,260 @@
+"""Masks over trees against one fresh matcher per node, and drafts that a grammar guides."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Matcher
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.errors import EngineError, RequestError
+from forerun.spec.sampling import unpack
+from forerun.spec.tree import Draft, batch
+from tests.constrain.tools import BYTES, PERSON, compiled, members, random_draft
+
+VOCAB = 300  # padded: the tokenizer has 259 ids
+CITY = Grammar.regex("(Paris|Amsterdam)")
+GRAMMARS = {
+    "city": CITY,
+    "letters": Grammar.regex("[a-c]{2,9}"),
+    "json": Grammar.json_schema(PERSON),
+    "nested": Grammar.grammar('root ::= "a" root "b" | "c"'),
+}
+
+
+def chain(*tokens: int) -> Draft:
+    count = len(tokens)
+    return Draft(
+        np.array(tokens, np.int32),
+        np.arange(-1, count - 1, dtype=np.int32),
+        np.full(count, 0.5, np.float32),
+    )
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        out.append((*(out[parent] if parent >= 0 else ()), token))
+    return set(out)
+
+
+def guide(grammars: TreeGrammars, draft: Draft, nodes: int, depth: int) -> Draft:
+    numbers = [np.array([n], np.int32) for n in (0, nodes, depth)]
+    return grammars.guide(numbers[0], [draft], *numbers[1:])[0]
+
+
+def opened(grammar: Grammar, output: str = "") -> TreeGrammars:
+    grammars = TreeGrammars(VOCAB)
+    grammars.open(0, compiled(grammar), ids(output))
+    return grammars
+
+
+def fresh(grammar: Grammar, tokens) -> Matcher | None:
+    """The slow twin: a new matcher for every node; None where the path is illegal."""
+    matcher = Matcher(compiled(grammar))
+    return matcher if all(matcher.advance(token) for token in tokens) else None
+
+
+def some_output(grammar: Grammar, random: Random, most: int = 25) -> list[int]:
+    matcher, out = Matcher(compiled(grammar)), []
+    for _ in range(random.randrange(most)):
+        token = random.choice(members(matcher.mask()))
+        if token in BYTES.eos_ids or not matcher.advance(token) or matcher.complete:
+            break
+        out.append(token)
+    return out
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_every_node_has_the_mask_of_its_own_path(name):
+    grammar, random = GRAMMARS[name], Random(1)
+    for _ in range(60):
+        output = some_output(grammar, random)
+        legal = fresh(grammar, output).mask()
+        tokens = [*members(legal)[:4], *ids('ab" :P'), 0, 257, 299]
+        draft = random_draft(random, tokens, 12, 5)
+        trees = batch([np.array([1, 2], np.int32), np.array([3], np.int32)], [draft, Draft()])
+        grammars = TreeGrammars(VOCAB)
+        grammars.open(5, compiled(grammar), output)
+        masks = grammars.masks(np.array([5, 6], np.int32), trees)
+        assert masks.row[0] == -1, "a known token needs no mask"
+        assert masks.row[-1] == -1, "nor does an unconstrained row"
+        for node, path in zip(range(1, 14), [(), *in_order(draft)], strict=False):
+            matcher = fresh(grammar, [*output, *path])
+            if matcher is None or matcher.complete:
+                assert masks.row[node] == -1
+                continue
+            wanted = set(members(matcher.mask()))
+            assert set(np.flatnonzero(unpack(masks.bits[masks.row[node]], VOCAB))) == wanted
+        assert len({row.tobytes() for row in masks.bits}) == len(masks.bits), "equal masks twice"
+
+
+def in_order(draft: Draft) -> list[tuple[int, ...]]:
+    out: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        out.append((*(out[parent] if parent >= 0 else ()), token))
+    return out
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_guided_drafts_hold_what_is_legal_and_what_is_forced(name):
+    grammar, random = GRAMMARS[name], Random(2)
+    for _ in range(60):
+        output = some_output(grammar, random)
+        tokens = [*members(fresh(grammar, output).mask())[:4], *ids('ab" :P'), 0, 257, 299]
+        draft = random_draft(random, tokens, 12, 5)
+        grammars = TreeGrammars(VOCAB)
+        grammars.open(0, compiled(grammar), output)
+        guided = guide(grammars, draft, 64, 8)
+        legal = {path for path in paths(draft) if goes_on(grammar, output, path)}
+        assert legal <= paths(guided), "a legal guess was lost"
+        for path in paths(guided):
+            assert goes_on(grammar, output, path), "an illegal guess stayed"
+            before = fresh(grammar, [*output, *path[:-1]])
+            assert path in legal or before.forced()[:1] == [path[-1]], "invented"
+        assert np.all(guided.parents < np.arange(len(guided)))
+        assert max(map(len, paths(guided)), default=0) <= 8
+        few = guide(grammars, draft, 3, 2)
+        assert len(few) <= 3 and max(map(len, paths(few)), default=0) <= 2
+        assert paths(few) <= paths(guided)
+        assert (fresh(grammar, output).mask()) == mask_of(grammars), "guiding moved the matcher"
+
+
+def goes_on(grammar: Grammar, output, path) -> bool:
+    """Legal, and nothing before the last token completed the text."""
+    before = fresh(grammar, [*output, *path[:-1]])
+    return before is not None and not before.complete and before.advance(path[-1])
+
+
+def mask_of(grammars: TreeGrammars) -> bytes:
+    masks = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [Draft()]))
+    return masks.bits[masks.row[0]].tobytes()[: len(Matcher(compiled(CITY)).mask())]
+
+
+def test_forced_text_is_drafted_for_free():
+    grammars = opened(CITY, "P")
+    assert guide(grammars, Draft(), 8, 8).tokens.tolist() == ids("aris")
+    assert guide(grammars, Draft(), 8, 2).tokens.tolist() == ids("ar")
+    assert guide(grammars, Draft(), 3, 8).tokens.tolist() == ids("ari")
+    assert len(guide(grammars, Draft(), 0, 0)) == 0
+
+
+def test_the_draft_goes_on_where_it_agrees_with_what_is_forced():
+    grammars = opened(Grammar.regex("ab(c|d)e[f-h]"), "")
+    guided = guide(grammars, chain(*ids("abceg")), 8, 8)
+    assert guided.tokens.tolist() == ids("abceg")
+    guided = guide(grammars, chain(*ids("abxe")), 8, 8)
+    assert guided.tokens.tolist() == ids("ab")
+
+
+def test_likely_paths_win_a_small_budget():
+    grammars = opened(Grammar.regex("[a-e][a-e]"), "")
+    draft = Draft(
+        np.array(ids("abcde"), np.int32),
+        np.array([-1, -1, 0, 0, 1], np.int32),
+        np.array([0.3, 0.6, 0.2, 0.1, 0.5], np.float32),
+    )
+    assert paths(guide(grammars, draft, 2, 2)) == {(98,), (98, 101)}
+
+
+def test_drafts_without_scores_keep_their_order():
+    grammars = opened(Grammar.regex("[a-z]+"), "")
+    draft = Draft(
+        np.array(ids("abcd"), np.int32),
+        np.array([-1, -1, 0, 1], np.int32),
+        np.zeros(4, np.float32),
+    )
+    assert paths(guide(grammars, draft, 3, 3)) == {(97,), (98,), (97, 99)}
+
+
+def test_a_complete_text_ends_the_draft_and_the_commit():
+    grammars = opened(CITY, "Pari")
+    assert guide(grammars, chain(ord("s"), 257, 97), 8, 8).tokens.tolist() == [ord("s")]
+    assert grammars.commit(0, [ord("s"), 257, 97]) == 1
+    grammars.close(0)
+    grammars.open(0, compiled(CITY), ids("Par"))
+    assert grammars.commit(0, ids("i")) is None
+    assert grammars.commit(0, ids("s")) == 1
+
+
+def test_ids_that_the_tokenizer_does_not_have_never_reach_the_matcher():
+    grammars = opened(Grammar.regex("[a-z]+"), "a")
+    assert len(guide(grammars, chain(299, 97), 8, 8)) == 0
+    bits = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [chain(299, 97)]))
+    assert bits.row.tolist() == [0, -1, -1]
+    assert not unpack(bits.bits[0], VOCAB)[259:].any()
+    assert grammars.errors() == {}
+    for token in (-1, 259, 10**9):
+        with pytest.raises(EngineError, match=f"token {token} does not fit"):
+            grammars.commit(0, [token])
+        assert grammars.commit(0, ids("b")) is None, "the matcher survives"
+
+
+def test_special_tokens_stay_out_of_strings():
+    grammars = opened(Grammar.json_schema({"type": "string"}), '"x')
+    masks = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [Draft()]))
+    legal = set(np.flatnonzero(unpack(masks.bits[0], VOCAB)))
+    assert legal and not legal & set(BYTES.special_ids)
+
+
+def test_the_constraint_begins_after_its_marker_wherever_it_falls():
+    grammar = CITY.after(ids("</t>"))
+    grammars = TreeGrammars(VOCAB)
+    grammars.open(0, compiled(grammar), ids("hm"))
+    draft = chain(*ids("<</t>Px"))
+    guided = guide(grammars, draft, 16, 16)
+    assert guided.tokens.tolist() == ids("<</t>Paris"), "forced text replaces the illegal guess"
+    masks = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [guided]))
+    assert masks.row[:5].tolist() == [-1] * 5, "free while it reasons"
+    assert set(np.flatnonzero(unpack(masks.bits[masks.row[5]], VOCAB))) == set(ids("PA"))
+    assert grammars.commit(0, ids("<</t>P")) is None
+    assert guide(grammars, Draft(), 8, 8).tokens.tolist() == ids("aris")
+    assert grammars.commit(0, ids("aris?")) == 4
+
+
+def test_a_marker_that_overlaps_itself_is_found():
+    grammars = TreeGrammars(VOCAB)
+    grammars.open(0, compiled(CITY.after(ids("aab"))), ids("aaa"))
+    assert grammars.commit(0, ids("b")) is None
+    assert guide(grammars, chain(ord("x"), ord("y")), 4, 4).tokens.tolist() == []
+
+
+def test_only_constrained_rows_pay():
+    grammars = opened(CITY)
+    slots = np.array([3, 4], np.int32)
+    drafts = [chain(1, 2), chain(3)]
+    numbers = np.array([4, 4], np.int32)
+    assert grammars.guide(slots, drafts, numbers, numbers) == drafts
+    known = np.array([1], np.int32)
+    assert grammars.masks(slots, batch([known, known], drafts)) is None
+
+
+def test_a_failed_matcher_is_reported_once_and_alone():
+    grammars = TreeGrammars(VOCAB)
+    for slot in (0, 1):
+        grammars.open(slot, compiled(CITY), [])
+    broken = grammars._matchers[0]._matcher
+    broken.consume_token(0)  # Break it from inside, as a limit would.
+    known = np.array([1], np.int32)
+    slots = np.array([0, 1], np.int32)
+    numbers = np.array([4, 4], np.int32)
+    drafts = grammars.guide(slots, [chain(*ids("Pa")), chain(*ids("Pa"))], numbers, numbers)
+    assert drafts[1].tokens.tolist() == ids("Pari")
+    masks = grammars.masks(slots, batch([known, known], drafts))
+    assert masks.row[-1] >= 0
+    failed = grammars.errors()
+    assert list(failed) == [0] and "gave up" in failed[0]
+    assert grammars.errors() == {}
+    with pytest.raises(EngineError, match="gave up"):
+        grammars.commit(0, ids("P"))
+    assert grammars.commit(1, ids("P")) is None
+
+
+def test_what_is_not_compiled_is_refused():
+    with pytest.raises(RequestError, match="must be compiled"):
+        TreeGrammars(VOCAB).open(0, "(a|b)", [])
