@@ -1,63 +1,56 @@
-// Attention over places, in two passes.
+// Attention of one node over places, in two passes.
 //
 // A place is where one position's key or value lies: the pool's slots, then this step's scratch.
 // A node's list of places in the order of positions is all that attention knows, so pages, trees
 // and chunks cannot change a bit: each score is one fixed sum, the largest is exact, weights are
 // added lane by position mod 8, and values are added in the order of positions.
+//
+// Up to three query heads that share a key/value head go together, so that every half is turned
+// to float32 once for all of them and twelve sums are under way at a time.
 
 namespace {
 
 using forerun::Attend;
 using forerun::kPositions;
-using forerun::Sight;
 
-// Eight positions' rows as float32[8][size]; absent ones are zero.
-FORERUN_INLINE void widen(const uint16_t* plane, const int32_t* places, int count, int size,
-                          float* rows) {
-    for (int p = 0; p < kPositions; p++, rows += size) {
-        if (p >= count) {
-            memset(rows, 0, sizeof(float) * size);
-            continue;
-        }
-        const uint16_t* from = plane + (int64_t)places[p] * size;
-        for (int e = 0; e < size; e += 8) store8(rows + e, load_half8(from + e));
+__attribute__((noinline)) static const int32_t* last_places(const Attend& job, int first,
+                                                            int32_t* buffer) {
+    for (int i = 0; i < kPositions; i++) {
+        const int p = first + i < job.sight.length() ? first + i : job.sight.length() - 1;
+        buffer[i] = p < job.sight.trunk ? job.trunk[p] : job.sight.path[p - job.sight.trunk];
     }
+    return buffer;
 }
 
-// Scores of one query against eight rows.
-FORERUN_INLINE F8 scores8(const float* query, const float* rows, int size) {
-    F8 dot[8];
-    for (int p = 0; p < 8; p++) dot[p] = splat8(0.0f);
-    for (int e = 0; e < size; e += 8) {
-        const F8 q = load8(query + e);
-#pragma GCC unroll 8
-        for (int p = 0; p < 8; p++) dot[p] = fma8(q, load8(rows + p * size + e), dot[p]);
-    }
-    return sum8_each(dot);
+// Places of positions [first, first + 8). What is beyond the end repeats the last place: its
+// score is not used and its weight is zero.
+FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int32_t* buffer) {
+    if (first + kPositions <= job.sight.trunk) return job.trunk + first;
+    return last_places(job, first, buffer);
 }
 
-// out[size] += weights[8] . rows[8][size], position after position; four vectors at a time.
-FORERUN_INLINE void add_values(const float* weights, const float* rows, int size, float* out) {
-    int e = 0;
-    for (; e + 32 <= size; e += 32) {
-        F8 a = load8(out + e), b = load8(out + e + 8);
-        F8 c = load8(out + e + 16), d = load8(out + e + 24);
-#pragma GCC unroll 8
-        for (int p = 0; p < 8; p++) {
-            const F8 weight = splat8(weights[p]);
-            const float* row = rows + p * size + e;
-            a = fma8(weight, load8(row), a);
-            b = fma8(weight, load8(row + 8), b);
-            c = fma8(weight, load8(row + 16), c);
-            d = fma8(weight, load8(row + 24), d);
+// scores[q * stride + position] of Q heads. Size is the head size where it is known, else 0.
+template <int Size, int Q>
+FORERUN_INLINE void score(const Attend& job, int head, float* scores, int64_t stride) {
+    const int size = Size ? Size : job.size;
+    const float* queries = job.queries + head * size;
+    int32_t buffer[kPositions];
+    for (int first = 0; first < job.sight.length(); first += kPositions) {
+        const int32_t* places = places_at(job, first, buffer);
+        F8 dots[Q][8];
+        for (int p = 0; p < kPositions; p++) {
+            const uint16_t* row = job.keys + (int64_t)places[p] * size;
+            F8 dot[Q];
+            for (int q = 0; q < Q; q++) dot[q] = splat8(0.0f);
+            for (int e = 0; e < size; e += 8) {
+                const F8 key = load_half8(row + e);
+                for (int q = 0; q < Q; q++) {
+                    dot[q] = fma8(load8(queries + q * size + e), key, dot[q]);
+                }
+            }
+            for (int q = 0; q < Q; q++) dots[q][p] = dot[q];
         }
-        store8(out + e, a), store8(out + e + 8, b);
-        store8(out + e + 16, c), store8(out + e + 24, d);
-    }
-    for (; e < size; e += 8) {
-        F8 a = load8(out + e);
-        for (int p = 0; p < 8; p++) a = fma8(splat8(weights[p]), load8(rows + p * size + e), a);
-        store8(out + e, a);
+        for (int q = 0; q < Q; q++) store8(scores + q * stride + first, sum8_each(dots[q]));
     }
 }
 
@@ -79,69 +72,69 @@ FORERUN_INLINE float weigh(float* scores, int length) {
     return sum8(total);
 }
 
-// Places of positions [first, first + 8) as one node sees them; returns how many there are.
-FORERUN_INLINE int places_of(const Attend& job, const Sight& sight, int first, int32_t* places) {
-    int count = 0;
-    for (int p = first; p < first + kPositions && p < sight.length(); p++) {
-        places[count++] = p < sight.trunk ? job.trunk[p] : sight.path[p - sight.trunk];
+// Numbers [e, e + 8 * Eights) of Q heads' output.
+template <int Size, int Q, int Eights>
+FORERUN_INLINE void mix(const Attend& job, int head, int e, const float* weights, int64_t stride,
+                        const float (&totals)[Q]) {
+    const int size = Size ? Size : job.size;
+    int32_t buffer[kPositions];
+    F8 sum[Q][Eights];
+    for (int q = 0; q < Q; q++) {
+        for (int i = 0; i < Eights; i++) sum[q][i] = splat8(0.0f);
     }
-    return count;
+    for (int first = 0; first < job.sight.length(); first += kPositions) {
+        const int32_t* places = places_at(job, first, buffer);
+        for (int p = 0; p < kPositions; p++) {
+            const uint16_t* row = job.values + (int64_t)places[p] * size + e;
+            F8 weight[Q];
+            for (int q = 0; q < Q; q++) weight[q] = splat8(weights[q * stride + first + p]);
+            for (int i = 0; i < Eights; i++) {
+                const F8 value = load_half8(row + 8 * i);
+                for (int q = 0; q < Q; q++) sum[q][i] = fma8(weight[q], value, sum[q][i]);
+            }
+        }
+    }
+    for (int q = 0; q < Q; q++) {
+        float* out = job.out + (head + q) * size + e;
+        for (int i = 0; i < Eights; i++) store8(out + 8 * i, div8(sum[q][i], splat8(totals[q])));
+    }
 }
 
-// Runs visit(node range, first position, float rows) over every block of positions: blocks that
-// lie in the trunk of all nodes once for all, the rest node by node.
-template <class Visit>
-FORERUN_INLINE void over_positions(const Attend& job, const uint16_t* plane, float* rows,
-                                   Visit visit) {
-    int shared = job.sights[0].trunk;
-    for (int n = 1; n < job.nodes; n++) {
-        shared = job.sights[n].trunk < shared ? job.sights[n].trunk : shared;
-    }
-    shared = shared / kPositions * kPositions;
-    for (int p = 0; p < shared; p += kPositions) {
-        widen(plane, job.trunk + p, kPositions, job.size, rows);
-        visit(0, job.nodes, p);
-    }
-    for (int n = 0; n < job.nodes; n++) {
-        for (int p = shared; p < job.sights[n].length(); p += kPositions) {
-            int32_t places[kPositions];
-            const int count = places_of(job, job.sights[n], p, places);
-            widen(plane, places, count, job.size, rows);
-            visit(n, n + 1, p);
+template <int Size, int Q>
+FORERUN_INLINE void heads_together(const Attend& job, int head) {
+    const int size = Size ? Size : job.size, length = job.sight.length();
+    const int64_t stride = forerun::padded_positions(length);
+    score<Size, Q>(job, head, job.scratch, stride);
+    float totals[Q];
+    for (int q = 0; q < Q; q++) totals[q] = weigh(job.scratch + q * stride, length);
+    int e = 0;
+    for (; e + 32 <= size; e += 32) mix<Size, Q, 4>(job, head, e, job.scratch, stride, totals);
+    for (; e < size; e += 8) mix<Size, Q, 1>(job, head, e, job.scratch, stride, totals);
+}
+
+template <int Size>
+static void attend_sized(const Attend& job) {
+    int head = 0;
+    while (head < job.heads) {
+        const int left = job.heads - head;
+        if (left == 1) {
+            heads_together<Size, 1>(job, head);
+            head += 1;
+        } else if (left == 2 || left == 4) {
+            heads_together<Size, 2>(job, head);
+            head += 2;
+        } else {
+            heads_together<Size, 3>(job, head);
+            head += 3;
         }
     }
 }
 
 static void attend(const Attend& job) {
-    int longest = 0;
-    for (int n = 0; n < job.nodes; n++) {
-        longest = job.sights[n].length() > longest ? job.sights[n].length() : longest;
-    }
-    const int64_t padded = (longest + kPositions - 1) / kPositions * kPositions;
-    const int size = job.size, heads = job.heads;
-    float* const rows = job.scratch;
-    float* const scores = rows + kPositions * size;
-    float* const sums = scores + job.nodes * heads * (padded + size);
-    float* const mixed = scores + job.nodes * heads * padded;
-
-    over_positions(job, job.keys, rows, [&](int first, int last, int p) {
-        for (int q = first * heads; q < last * heads; q++) {
-            const float* query = job.queries + q / heads * job.query_stride + q % heads * size;
-            store8(scores + q * padded + p, scores8(query, rows, size));
-        }
-    });
-    for (int q = 0; q < job.nodes * heads; q++) {
-        sums[q] = weigh(scores + q * padded, job.sights[q / heads].length());
-    }
-    memset(mixed, 0, sizeof(float) * job.nodes * heads * size);
-    over_positions(job, job.values, rows, [&](int first, int last, int p) {
-        for (int q = first * heads; q < last * heads; q++) {
-            add_values(scores + q * padded + p, rows, size, mixed + (int64_t)q * size);
-        }
-    });
-    for (int q = 0; q < job.nodes * heads; q++) {
-        float* out = job.out + q / heads * job.out_stride + q % heads * size;
-        for (int e = 0; e < size; e++) out[e] = mixed[(int64_t)q * size + e] / sums[q];
+    switch (job.size) {
+        case 64: return attend_sized<64>(job);
+        case 128: return attend_sized<128>(job);
+        default: return attend_sized<0>(job);
     }
 }
 

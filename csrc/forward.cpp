@@ -81,10 +81,10 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
              (int)qkv_width(), false, thread);
     pool.barrier();
     const Share rotated(nodes, thread, pool.threads());
-    for (int n = rotated.first; n < rotated.last; n++) rotate_and_store(step, layer, n);
+    for (int n = rotated.first; n < rotated.last; n++) rotate_and_store(layer, n);
     pool.barrier();
     for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
-        attend(step, layer, u, thread);
+        attend(layer, units_[u], thread);
     }
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
@@ -117,7 +117,7 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     pool.barrier();
 }
 
-void Model::rotate_and_store(const Step&, int layer, int node) {
+void Model::rotate_and_store(int layer, int node) {
     const Layer& at = layers_[layer];
     const int size = sizes.head_size, half = size / 2;
     const float* cosine = &cosine_[(size_t)node * half];
@@ -137,23 +137,22 @@ void Model::rotate_and_store(const Step&, int layer, int node) {
     }
 }
 
-void Model::attend(const Step&, int layer, int index, int thread) {
-    const Unit& unit = units_[index];
+void Model::attend(int layer, const Unit& unit, int thread) {
     const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
+    const int64_t first_query = (int64_t)unit.head * shared * size;
     Attend job;
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, 1, unit.head);
     job.trunk = &trunks_[trunk_at_[unit.row]];
-    job.sights = &sights_[unit.first];
-    job.nodes = unit.last - unit.first;
     job.heads = shared;
     job.size = size;
-    job.query_stride = qkv_width();
-    job.queries = &qkv_[unit.first * job.query_stride + (int64_t)unit.head * shared * size];
-    job.out_stride = (int64_t)sizes.heads * size;
-    job.out = &mixed_[unit.first * job.out_stride + (int64_t)unit.head * shared * size];
     job.scratch = scratch_[thread].data();
-    kernels->attend(job);
+    for (int n = unit.first; n < unit.last; n++) {
+        job.sight = sights_[n];
+        job.queries = &qkv_[n * qkv_width() + first_query];
+        job.out = &mixed_[(int64_t)n * sizes.heads * size + first_query];
+        kernels->attend(job);
+    }
 }
 
 // All matrix products of a step of `rows` rows that all want logits, and nothing between them: what

@@ -22,30 +22,27 @@ struct Sight {
     FORERUN_MEMBER int length() const { return trunk + tail; }
 };
 
-// Attention of a few nodes of one sequence under one key/value head of one layer.
+// Attention of one node under one key/value head of one layer.
 struct Attend {
     const uint16_t* keys;    // half[places][size]
     const uint16_t* values;  // half[places][size]
     const int32_t* trunk;    // place of every position of the sequence, prefix and known chain
-    const Sight* sights;     // [nodes]
-    int32_t nodes;
-    int32_t heads;           // query heads that share the key/value head
-    int32_t size;            // head size, a multiple of 8
-    const float* queries;    // node n, head h: queries[n * query_stride + h * size], already scaled
-    int64_t query_stride;
-    float* out;              // node n, head h: out[n * out_stride + h * size]
-    int64_t out_stride;
-    float* scratch;          // attend_scratch() floats
+    Sight sight;
+    int32_t heads;         // query heads that share the key/value head
+    int32_t size;          // head size, a multiple of 8
+    const float* queries;  // [heads][size], already scaled
+    float* out;            // [heads][size]
+    float* scratch;        // attend_scratch() floats
 };
 
-// Rows of a block of positions that are turned to float32 at once.
-constexpr int kPositions = 8;
+constexpr int kPositions = 8;  // positions that attention takes at a time
 
-// Floats of scratch `attend` needs for queries = nodes * heads, each seeing at most `length`.
-static inline int64_t attend_scratch(int64_t queries, int64_t length, int64_t size) {
-    const int64_t padded = (length + kPositions - 1) / kPositions * kPositions;
-    return queries * (padded + size + 1) + kPositions * size + 64;
+static inline int64_t padded_positions(int64_t length) {
+    return (length + kPositions - 1) / kPositions * kPositions;
 }
+
+// Floats of scratch for a node that sees `length` positions: scores of three heads.
+static inline int64_t attend_scratch(int64_t length) { return 3 * padded_positions(length); }
 
 struct Kernels {
     const char* name;

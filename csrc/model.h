@@ -50,7 +50,7 @@ private:
     size_t bytes_ = 0;
 };
 
-// Some nodes of one row under one key/value head: what a thread takes on at a time.
+// Attention of some nodes of one row under one key/value head: what a thread takes at a time.
 struct Unit {
     int32_t row, first, last, head;
 };
@@ -83,15 +83,15 @@ private:
     std::string check(const Step& step) const;
     void prepare(const Step& step);
     void list_places(const Step& step, int row);
-    void list_units(const Step& step, int row, int thread_count);
+    void list_units(const Step& step, int row);
 
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
     void attention_layer(const Step& step, int layer, int thread);
     void ffn_layer(const Step& step, int layer, int thread);
     void head(const Step& step, int thread);
-    void rotate_and_store(const Step& step, int layer, int node);
-    void attend(const Step& step, int layer, int unit, int thread);
+    void rotate_and_store(int layer, int node);
+    void attend(int layer, const Unit& unit, int thread);
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
                   const Group* x, int rows, int stride, bool add, int thread);
 
@@ -100,7 +100,6 @@ private:
     }
     uint16_t* plane(int layer, int kind, int head) const;
     int64_t qkv_width() const;
-    void allocate();
 
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
@@ -117,7 +116,7 @@ private:
     std::vector<int64_t> trunk_at_;  // where a row's begin
     std::vector<int32_t> paths_;     // places of the guesses on the way to each guess
     std::vector<Sight> sights_;      // [nodes]
-    std::vector<int32_t> position_, row_of_;
+    std::vector<int32_t> position_;  // [nodes]
     std::vector<Unit> units_;
     std::atomic<int> next_unit_{0};
 

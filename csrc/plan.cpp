@@ -6,9 +6,7 @@
 namespace forerun {
 namespace {
 
-// Floats of attention scores that a thread keeps at once: they should stay in its own cache.
-constexpr int64_t kScores = 1 << 16;
-constexpr int kMostNodes = 16;  // nodes that share what is read of keys and values
+constexpr int kMostNodes = 8;  // nodes of a row that one thread attends to in turn
 
 bool within(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
@@ -71,23 +69,17 @@ void Model::prepare(const Step& step) {
     }
     paths_.clear();
     paths_.reserve(guesses);
-    int64_t scratch = 0;
     for (int b = 0; b < step.rows; b++) {
         list_places(step, b);
-        list_units(step, b, pool.threads());
+        list_units(step, b);
     }
-    const int shared = sizes.heads / sizes.kv_heads;
-    for (const Unit& unit : units_) {
-        int longest = 0;
-        for (int n = unit.first; n < unit.last; n++) {
-            longest = sights_[n].length() > longest ? sights_[n].length() : longest;
-        }
-        const int64_t queries = (int64_t)(unit.last - unit.first) * shared;
-        const int64_t needed = attend_scratch(queries, longest, sizes.head_size);
-        scratch = needed > scratch ? needed : scratch;
+    int longest = 0;
+    for (int n = 0; n < step.nodes; n++) {
+        longest = position_[n] + 1 > longest ? position_[n] + 1 : longest;
     }
+    const size_t needed = (size_t)attend_scratch(longest);
     for (std::vector<float>& floats : scratch_) {
-        if ((int64_t)floats.size() < scratch) floats.resize(scratch);
+        if (floats.size() < needed) floats.resize(needed);
     }
 }
 
@@ -105,7 +97,6 @@ void Model::list_places(const Step& step, int row) {
     for (int n = first; n <= root; n++) trunks_.push_back(scratch + n);
     for (int n = first; n < step.start[row + 1]; n++) {
         position_[n] = kv_len + step.depth[n];
-        row_of_[n] = row;
         if (n <= root) {
             sights_[n] = {position_[n] + 1, 0, nullptr};
             continue;
@@ -121,14 +112,12 @@ void Model::list_places(const Step& step, int row) {
 }
 
 // Cut the row's nodes into pieces for attention.
-void Model::list_units(const Step& step, int row, int) {
+void Model::list_units(const Step& step, int row) {
     const int first = step.start[row], end = step.start[row + 1];
-    const int64_t longest = sights_[end - 1].length() + 1;
-    const int64_t fit = kScores / (longest * (sizes.heads / sizes.kv_heads));
-    const int count = (int)(fit < 1 ? 1 : fit > kMostNodes ? kMostNodes : fit);
-    for (int n = first; n < end; n += count) {
-        const int last = n + count < end ? n + count : end;
-        for (int head = 0; head < sizes.kv_heads; head++) units_.push_back({row, n, last, head});
+    for (int head = 0; head < sizes.kv_heads; head++) {
+        for (int n = first; n < end; n += kMostNodes) {
+            units_.push_back({row, n, n + kMostNodes < end ? n + kMostNodes : end, head});
+        }
     }
 }
 
