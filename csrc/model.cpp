@@ -51,7 +51,7 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     hidden_q_.resize(columns * groups(given.hidden));
     mixed_q_.resize(columns * groups(mixed));
     ffn_q_.resize(columns * groups(given.ffn));
-    scratch_.resize(pool.threads());
+    scratch_.resize(pool.most());
 }
 
 Matrix* Model::matrix(int layer, int which) {

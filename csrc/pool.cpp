@@ -1,5 +1,9 @@
 #include "pool.h"
 
+#include <time.h>
+
+#include <algorithm>
+#include <cfenv>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -7,7 +11,18 @@
 namespace forerun {
 namespace {
 
-constexpr int kSpins = 4000;  // about 40 microseconds, then yield
+constexpr int kSpins = 4000;         // some 50 to 100 microseconds, then yield
+constexpr double kWindow = 0.02;     // seconds of runs between decisions
+constexpr double kCrowded = 0.15;    // share of time off a core that is too much
+constexpr double kCalm = 0.05;       // share that is nothing
+constexpr double kShortest = 0.5;    // seconds of calm before a thread more is tried,
+constexpr double kLongest = 16.0;    // doubled when that failed, up to this
+
+double seconds(clockid_t clock) {
+    timespec now;
+    clock_gettime(clock, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -33,8 +48,26 @@ private:
 
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
-    for (int id = 1; id < threads_; id++) workers_.emplace_back([this, id] { loop(id); });
+void Crowd::observe(double wall, double lost) {
+    wall_ += wall;
+    lost_ += lost;
+    if (wall_ < kWindow) return;
+    const double share = lost_ / wall_;
+    calm_ = share < kCalm ? calm_ + wall_ : 0;
+    wall_ = lost_ = 0;
+    if (share > kCrowded && active_ > 1) {
+        patience_ = probing_ ? std::min(2 * patience_, kLongest) : kShortest;
+        probing_ = false;
+        active_--;
+    } else if (calm_ > patience_ && active_ < most_) {
+        probing_ = true;
+        calm_ = 0;
+        active_++;
+    }
+}
+
+Pool::Pool(int most) : most_(most < 1 ? 1 : most), crowd_(most_), lost_(most_) {
+    for (int id = 1; id < most_; id++) workers_.emplace_back([this, id] { loop(id); });
 }
 
 Pool::~Pool() {
@@ -46,24 +79,34 @@ Pool::~Pool() {
     for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::run(const std::function<void(int)>& work) {
-    PlainFloats plain;
-    if (threads_ > 1) {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            work_ = &work;
-            turn_++;
-        }
-        wake_.notify_all();
-    }
-    work(0);
+void Pool::work_as(int id, const std::function<void(int)>& work) {
+    const double wall = seconds(CLOCK_MONOTONIC), busy = seconds(CLOCK_THREAD_CPUTIME_ID);
+    work(id);
+    lost_[id] = (seconds(CLOCK_MONOTONIC) - wall) - (seconds(CLOCK_THREAD_CPUTIME_ID) - busy);
     barrier();
 }
 
+void Pool::run(const std::function<void(int)>& work) {
+    PlainFloats plain;
+    if (most_ == 1) return work(0);
+    const double begin = seconds(CLOCK_MONOTONIC);
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        work_ = &work;
+        threads_ = crowd_.active();
+        turn_++;
+    }
+    if (threads_ > 1) wake_.notify_all();
+    work_as(0, work);
+    const double lost = *std::max_element(lost_.begin(), lost_.begin() + threads_);
+    crowd_.observe(seconds(CLOCK_MONOTONIC) - begin, lost);
+}
+
 void Pool::barrier() {
-    if (threads_ == 1) return;
+    const int all = threads_;  // read before arriving: afterwards the run may be over
+    if (all == 1) return;
     const uint32_t phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
         arrived_.store(0, std::memory_order_relaxed);
         phase_.store(phase + 1, std::memory_order_release);
         return;
@@ -84,13 +127,12 @@ void Pool::loop(int id) {
         const std::function<void(int)>* work;
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [&] { return stop_ || turn_ != seen; });
+            wake_.wait(lock, [&] { return stop_ || (turn_ != seen && id < threads_); });
             if (stop_) return;
             seen = turn_;
             work = work_;
         }
-        (*work)(id);
-        barrier();
+        work_as(id, *work);
     }
 }
 

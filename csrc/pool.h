@@ -1,8 +1,8 @@
 // A few threads that run one function together and sleep in between.
 #pragma once
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
@@ -10,28 +10,57 @@
 
 namespace forerun {
 
-// `run(work)` calls work(0) on the caller and work(1..threads-1) on the pool's own threads, all at
-// the same time, and returns when all have returned. Inside, `barrier()` waits for everyone: it
+// How many threads are worth using while other processes want the same cores.
+//
+// Threads that meet at barriers run at the pace of the slowest: one that has lost its core to
+// somebody else holds up all. So when some thread is kept off its core for a good part of the
+// time, one thread less takes part; after a calm while, one more is tried. Results never depend
+// on the number.
+class Crowd {
+public:
+    explicit Crowd(int most) : most_(most), active_(most) {}
+    int active() const { return active_; }
+
+    // A run took `wall` seconds, and the thread that fared worst was off its core for `lost`.
+    void observe(double wall, double lost);
+
+private:
+    const int most_;
+    int active_;
+    double wall_ = 0, lost_ = 0;  // of the runs since the last decision, seconds
+    double calm_ = 0;             // seconds of undisturbed runs since then
+    double patience_ = 0.5;       // how many of them before one thread more is tried
+    bool probing_ = false;        // the last change was one more
+};
+
+// `run(work)` calls work(0) on the caller and work(1..threads() - 1) on the pool's own threads, all
+// at the same time, and returns when all have returned. Inside, `barrier()` waits for everyone: it
 // spins, since the wait is usually below a microsecond, and yields when it is not.
 class Pool {
 public:
-    explicit Pool(int threads);
+    explicit Pool(int most);
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
-    int threads() const { return threads_; }
+    int most() const { return most_; }
+    int threads() const { return threads_; }  // of the current run
     void run(const std::function<void(int)>& work);
     void barrier();
 
 private:
     void loop(int id);
+    void work_as(int id, const std::function<void(int)>& work);
 
-    const int threads_;
+    const int most_;
+    Crowd crowd_;
     std::vector<std::thread> workers_;
+    std::vector<double> lost_;  // [most] seconds off its core of each thread, last run
     std::mutex mutex_;
     std::condition_variable wake_;
+    // Of the current run; written with the mutex held, before anyone takes part.
     const std::function<void(int)>* work_ = nullptr;
+    int threads_ = 1;
     uint64_t turn_ = 0;  // how many runs have begun
     bool stop_ = false;
     // On cache lines of their own: one is written by all, the other read by all.
