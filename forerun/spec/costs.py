@@ -1,0 +1,93 @@
+"""What a step costs: measured at start-up, corrected by every step that is run since."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+
+from forerun.types import AnyArray
+
+FOLLOW = 0.1
+"""Share of a step's error that is put down to the machine being slower or faster just now."""
+REFIT = 0.02
+"""Share of it that is put down to its number of nodes having been measured wrongly."""
+CLIP = 0.3
+"""Errors count up to this (a factor of 1.35): that a step was interrupted is no news."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured milliseconds of a step.
+
+    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
+               beyond them the last slope continues
+    verify_ms  time to verify that many nodes with little context
+    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
+    draft_ms   what proposing one guess costs
+    host_ms    what a step costs whatever it holds
+    """
+
+    nodes: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    attend_ms: float = 0.0
+    draft_ms: float = 0.0
+    host_ms: float = 0.0
+
+    def verify(self, nodes: AnyArray) -> AnyArray:
+        """Milliseconds to verify so many nodes; same shape as `nodes`."""
+        slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
+        beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
+        ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
+        return ms
+
+
+class LiveCosts:
+    """Measured costs that follow the machine.
+
+    What was measured while the machine had other work must not mislead for ever. The measured
+    times are multiplied by two corrections that steps teach: one for all counts of nodes,
+    which follows quickly, and one per count, which follows slowly. Choices depend on ratios
+    between counts only, so the first keeps a slower machine from looking like a dearer guess.
+    """
+
+    def __init__(self, measured: StepCosts) -> None:
+        self.measured = measured
+        # Logarithms of the corrections: of all counts, and of each in measured.nodes.
+        self._pace = 0.0
+        self._each = [0.0] * len(measured.nodes)
+
+    def step_ms(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
+        """Milliseconds of a step, drafting not counted; the arguments' shape.
+
+        nodes   known tokens and guesses
+        cached  cached tokens that they see, summed over the nodes
+        """
+        costs = self.measured
+        base = costs.host_ms + costs.verify(nodes) + costs.attend_ms * cached / 1000.0
+        ms: AnyArray = np.exp(self._pace + np.interp(nodes, costs.nodes, self._each)) * base
+        return ms
+
+    def learn(self, nodes: int, cached: int, ms: float) -> None:
+        """A step of so many nodes took so long. See `step_ms` for the arguments."""
+        believed = float(self.step_ms(np.array(nodes), np.array(cached)))
+        error = max(-CLIP, min(CLIP, log(max(ms, 1e-6) / max(believed, 1e-6))))
+        counts = self.measured.nodes
+        self._pace += FOLLOW * error
+        above = min(bisect_left(counts, nodes), len(counts) - 1)
+        below = max(above - 1, 0) if nodes < counts[above] else above
+        # The measured counts on both sides share what was learnt, the nearer one more.
+        share = (nodes - counts[below]) / (counts[above] - counts[below]) if above > below else 1.0
+        self._each[above] += REFIT * share * error
+        self._each[below] += REFIT * (1.0 - share) * error
+
+    def describe(self) -> dict[str, float]:
+        """Milliseconds by number of nodes, as believed now, with little context."""
+        nodes = np.array(self.measured.nodes)
+        now = self.step_ms(nodes, np.zeros(len(nodes)))
+        return {str(count): round(ms, 3) for count, ms in zip(nodes, now.tolist(), strict=True)}
+
+    @property
+    def slowdown(self) -> float:
+        """How much slower steps are now than they were measured; 1 = as measured."""
+        return exp(self._pace)
