@@ -19,6 +19,7 @@ from forerun.config import EngineConfig
 from forerun.constrain.grammars import NoGrammars
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
+from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.costs import measure_costs
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
@@ -27,7 +28,9 @@ from forerun.engine.request import Delta, Request
 from forerun.errors import ConfigError, ModelError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
-from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy, StepCosts
+from forerun.spec.costs import StepCosts
+from forerun.spec.policy import FixedPolicy, Policy
+from forerun.spec.select import SelectivePolicy
 from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
@@ -138,7 +141,8 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     drafter = NgramDrafter(target.memory.limits.slots)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
-        return drafter, AdaptivePolicy(target.costs, config.draft_nodes, depth)
+        chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
+        return SelectedDrafter(drafter, chooser), chooser
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 

@@ -13,7 +13,7 @@ from forerun.config import AskConfig, EngineConfig
 from forerun.engine.request import Speculation
 from forerun.errors import RequestError
 from forerun.flags import configured
-from forerun.spec.policy import StepCosts
+from forerun.spec.costs import StepCosts
 from forerun.types import Ints
 
 

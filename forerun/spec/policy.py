@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from forerun.spec.costs import StepCosts
 from forerun.types import AnyArray, Ints
 
 DECAY = 0.95
@@ -76,32 +77,6 @@ class FixedPolicy:
 
     def close(self, slot: int) -> None:
         """Nothing to forget."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Measured milliseconds of a step.
-
-    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
-               beyond them the last slope continues
-    verify_ms  time to verify that many nodes with little context
-    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
-    draft_ms   what proposing one guess costs
-    host_ms    what a step costs whatever it holds
-    """
-
-    nodes: tuple[int, ...]
-    verify_ms: tuple[float, ...]
-    attend_ms: float = 0.0
-    draft_ms: float = 0.0
-    host_ms: float = 0.0
-
-    def verify(self, nodes: AnyArray) -> AnyArray:
-        """Milliseconds to verify so many nodes; same shape as `nodes`."""
-        slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
-        beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
-        ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
-        return ms
 
 
 class AdaptivePolicy:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.spec.policy import AdaptivePolicy, FixedPolicy, StepCosts
+from forerun.spec.costs import StepCosts
+from forerun.spec.policy import AdaptivePolicy, FixedPolicy
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (5.1, 5.6, 6.6, 9.7, 18.2, 70.9), host_ms=1.0)
