@@ -16,7 +16,10 @@ from typing import Any, Self
 
 from forerun.completion import Completion, complete, make_request, stream
 from forerun.config import EngineConfig
-from forerun.constrain.grammars import NoGrammars
+from forerun.constrain.compile import Compiler
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Compiled
+from forerun.constrain.tree_mask import TreeGrammars
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
@@ -25,7 +28,7 @@ from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.engine.request import Delta, Request
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
 from forerun.spec.costs import StepCosts
@@ -47,9 +50,10 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Target:
     """A loaded model with its executor; engines with different drafters may share it in turn.
 
-    config   with every None and "auto" replaced by what was chosen
-    chat     None where the model brings no chat template
-    costs    measured at start-up; None where the policy does not need them
+    config    with every None and "auto" replaced by what was chosen
+    chat      None where the model brings no chat template
+    costs     measured at start-up; None where the policy does not need them
+    compiler  of grammars; None where the model has no end-of-text token, so no text could end
     """
 
     executor: Executor
@@ -59,9 +63,24 @@ class Target:
     config: EngineConfig
     memory: MemoryPlan
     costs: StepCosts | None
+    compiler: Compiler | None
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """A grammar as requests carry it. May block for seconds.
+
+        Raises RequestError naming the field and the place at fault, BusyError.
+        """
+        if self.compiler is None:
+            raise RequestError(
+                f"{self.name} declares no end-of-text token: a constrained text could not end.",
+                grammar.field,
+            )
+        return self.compiler.compile(grammar)
 
     def close(self) -> None:
         """Release the executor's threads and memory. Idempotent."""
+        if self.compiler is not None:
+            self.compiler.close()
         self.executor.shutdown()
 
 
@@ -102,7 +121,8 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     """
     drafter, policy = _drafting(config, target)
     options = EngineOptions(max_waiting=config.max_waiting)
-    return Engine(target.executor, drafter, policy, target.tokenizer, NoGrammars(), options)
+    grammars = TreeGrammars(target.memory.limits.vocab)
+    return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options)
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -170,6 +190,7 @@ def _open_toy(config: EngineConfig) -> Target:
         config=config,
         memory=memory,
         costs=_costs(config, executor),
+        compiler=_compiler(tokenizer),
     )
 
 
@@ -203,6 +224,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         config=config,
         memory=memory,
         costs=_costs(config, executor),
+        compiler=_compiler(model.tokenizer),
     )
 
 
@@ -262,6 +284,10 @@ def _resolved(
     )
 
 
+def _compiler(tokenizer: Tokenizer) -> Compiler | None:
+    return Compiler(tokenizer) if tokenizer.eos_ids else None
+
+
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, tokenizer) if source else None
 
@@ -283,7 +309,8 @@ class LLM:
 
     Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
     are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
-    include_stop, ignore_eos; unknown ones raise RequestError. Temperature is 0 unless given.
+    include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar` that the text
+    must follow; unknown ones raise RequestError. Temperature is 0 unless given.
     """
 
     def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
@@ -329,6 +356,8 @@ class LLM:
         return encode_chat(self.loaded, messages)
 
     def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
+        if options.get("grammar") is not None:
+            options = options | {"grammar": self.loaded.target.compile(options["grammar"])}
         return make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
 
 

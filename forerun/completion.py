@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forerun.constrain.matcher import Compiled
 from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import (
     Delta,
@@ -88,6 +89,7 @@ def make_request(
     n: int = 1,
     ignore_eos: bool = False,
     speculation: Speculation | None = None,
+    grammar: Compiled | None = None,
     **options: Any,
 ) -> Request:
     """A request from keyword options: every field of `Sampling`, plus stop and include_stop.
@@ -116,6 +118,7 @@ def make_request(
         ),
         n=n,
         speculation=speculation or Speculation(stats=True),
+        grammar=grammar,
     )
 
 
