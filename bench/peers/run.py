@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.catalog import open_model
 from protocol import Load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from forerun.catalog import open_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
