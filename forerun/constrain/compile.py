@@ -17,6 +17,8 @@ from forerun.constrain.schema import locate
 from forerun.errors import BusyError, EngineError, ModelError, RequestError
 from forerun.text.tokenizer import Tokenizer
 
+WORKER = [sys.executable, "-m", "forerun.constrain.worker"]
+
 MAX_WAITING = 64
 """Grammars that may wait for the compiling process; more are refused for the moment."""
 
@@ -182,11 +184,10 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self.close()
-            command = [sys.executable, "-m", "forerun.constrain.worker"]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
             try:
                 self._process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=null, text=True
+                    WORKER, stdin=pipe, stdout=pipe, stderr=null, text=True
                 )
             except OSError as error:
                 raise EngineError(f"no process to compile grammars in: {error}") from error

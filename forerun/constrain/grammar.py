@@ -5,8 +5,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import inf
 from typing import Any, Self
 
+from forerun.constrain.schema import schemas
 from forerun.errors import RequestError
 
 MAX_SOURCE = 256 * 1024
@@ -14,6 +16,9 @@ MAX_SOURCE = 256 * 1024
 
 MAX_NESTING = 100
 """Brackets, or levels of a schema, inside one another."""
+
+MAX_FORCED = 10_000
+"""Characters of the shortest text that a pattern matches."""
 
 
 class Kind(StrEnum):
@@ -29,7 +34,7 @@ class Grammar:
     """A constraint on the text, not yet compiled; equal values compile to one grammar.
 
     source   a JSON schema as JSON text; a regular expression that the whole text must match
-             (Rust syntax: no look-around, no back-references); or a grammar in Lark or GBNF
+             (no look-around, no back-references); or a grammar in Lark or GBNF
     lenient  of a schema: keywords that cannot be honoured are ignored instead of refused
     start    token ids: the constraint begins after they appear in the output (the end of
              reasoning); empty = at once
@@ -51,6 +56,8 @@ class Grammar:
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{field} must be a JSON schema: an object", field)
         _check_depth(schema, field)
+        schema = {} if schema is True else schema
+        _check_patterns(schema, field)
         try:
             source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -69,15 +76,14 @@ class Grammar:
         Raises RequestError that points at a bracket without its partner.
         """
         grammar = cls(Kind.REGEX, pattern, False, (), field)._checked()
-        check_brackets(pattern, field)
-        return grammar
+        return replace(grammar, source=portable(pattern, field))
 
     @classmethod
     def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
         """Text that is one of `choices`."""
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"{field} must be a list of at least one non-empty string", field)
-        pattern = "|".join(map(_escaped, dict.fromkeys(choices)))
+        pattern = "|".join("".join(map(_escaped, text)) for text in dict.fromkeys(choices))
         return cls(Kind.REGEX, pattern, False, (), field)._checked()
 
     @classmethod
@@ -105,64 +111,107 @@ class Grammar:
         return self
 
 
-def check_brackets(pattern: str, field: str) -> None:
-    """Raise RequestError pointing at the first bracket of a regex that has no partner."""
-    opened: list[int] = []
+def portable(pattern: str, field: str) -> str:
+    """The pattern with character classes as Python and JavaScript read them: `[`, `&&`, `--` and
+    `~~` in a class are plain characters there, set operations in Rust.
+
+    Raises RequestError pointing at the first bracket that has no partner, or at a repetition
+    that makes every text longer than MAX_FORCED: such a text is forced on every step anew.
+    """
+    out: list[str] = []
+    lengths = _Lengths()
     stray: int | None = None
     index = 0
     while index < len(pattern):
-        character = pattern[index]
-        if character == "\\":
-            index += 1
-            if index == len(pattern):
-                raise _at(pattern, index - 1, field, "'\\' escapes nothing")
-        elif character == "[":
-            index = _class_end(pattern, index, field)
-        elif character == "{":
-            index = _braces_end(pattern, index)
-        elif character == "(":
-            opened.append(index)
-            if len(opened) > MAX_NESTING:
-                raise _at(pattern, index, field, f"more than {MAX_NESTING} groups inside another")
-        elif character == ")":
-            if not opened:
-                raise _at(pattern, index, field, "')' closes nothing")
-            opened.pop()
-        elif character in "}]" and opened and stray is None:
+        end = _unit_end(pattern, index, field)
+        unit = pattern[index:end]
+        if unit == ")" and not lengths.opened:
+            raise _at(pattern, index, field, "')' closes nothing")
+        lengths.add(unit, index)
+        if len(lengths.opened) > MAX_NESTING:
+            raise _at(pattern, index, field, f"more than {MAX_NESTING} groups inside another")
+        if lengths.shortest > MAX_FORCED:
+            raise _at(pattern, index, field, f"every text has more than {MAX_FORCED} characters")
+        if unit in ("}", "]") and stray is None and lengths.opened:
             stray = index
+        out.append(_portable_class(unit) if unit[0] == "[" else unit)
+        index = end
+    if lengths.opened and stray is not None and stray > lengths.opened[-1]:
+        raise _at(pattern, stray, field, f"{pattern[stray]!r} where ')' was expected")
+    if lengths.opened:
+        raise _at(pattern, lengths.opened[-1], field, "'(' is never closed")
+    return "".join(out)
+
+
+class _Lengths:
+    """Open groups of a pattern, and the length of the shortest text matching what was read.
+
+    opened   where the open groups begin
+    A frame per group: length of the branch so far, of the shortest branch before it, and of the
+    last item (which a repetition multiplies).
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self._frames: list[list[float]] = [[0, inf, 0]]
+
+    @property
+    def shortest(self) -> float:
+        """Length of the shortest text of the branch being read, inner groups only."""
+        return self._frames[-1][0]
+
+    def add(self, unit: str, place: int) -> None:
+        """Read the next unit of the pattern."""
+        branch, best, last = frame = self._frames[-1]
+        if unit == "(":
+            self.opened.append(place)
+            self._frames.append([0, inf, 0])
+        elif unit == ")":
+            self.opened.pop()
+            self._frames.pop()
+            self._frames[-1][2] = min(branch, best)
+            self._frames[-1][0] += min(branch, best)
+        elif unit == "|":
+            frame[:] = [0, min(branch, best), 0]
+        elif unit in ("*", "?") or (unit[0] == "{" and len(unit) > 1):
+            times = 0 if unit in ("*", "?") else int(re.split("[,}]", unit[1:])[0] or 0)
+            frame[0] += last * (times - 1)
+            frame[2] = last * times
+        elif unit != "+":
+            frame[0], frame[2] = branch + 1, 1
+
+
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
+_REPETITION = re.compile(r"\{\d*,?\d*\}")
+
+
+def _unit_end(pattern: str, start: int, field: str) -> int:
+    """Where the escape, class, repetition or single character at `start` ends."""
+    if pattern[start] == "\\":
+        if start + 1 == len(pattern):
+            raise _at(pattern, start, field, "'\\' escapes nothing")
+        return start + 2
+    if pattern[start] == "[":
+        match = _CLASS.match(pattern, start)
+        if match is None:
+            raise _at(pattern, start, field, "'[' is never closed")
+        return match.end()
+    match = _REPETITION.match(pattern, start)
+    return match.end() if match else start + 1
+
+
+def _portable_class(text: str) -> str:
+    """A character class in which no character means a set operation."""
+    head = "[^" if text.startswith("[^") else "["
+    atoms = re.findall(r"\\.|\[:\w+:\]|.", text[len(head) : -1], re.DOTALL)
+    out, index = head, 0
+    while index < len(atoms):
+        out += _escaped(atoms[index])
+        if atoms[index + 1 : index + 2] == ["-"] and index + 2 < len(atoms):
+            out += "-" + _escaped(atoms[index + 2])
+            index += 2
         index += 1
-    if opened:
-        if stray is not None and stray > opened[-1]:
-            message = f"{pattern[stray]!r} where ')' was expected"
-            raise _at(pattern, stray, field, message)
-        raise _at(pattern, opened[-1], field, "'(' is never closed")
-
-
-def _class_end(pattern: str, start: int, field: str) -> int:
-    """Index of the `]` that closes a character class; a nested class counts."""
-    depth, index = 0, start
-    while index < len(pattern):
-        character = pattern[index]
-        if character == "\\":
-            index += 1
-        elif character == "[":
-            depth += 1
-            while pattern[index + 1 : index + 2] == "^":
-                index += 1
-            if pattern[index + 1 : index + 2] == "]":
-                index += 1
-        elif character == "]":
-            depth -= 1
-            if depth == 0:
-                return index
-        index += 1
-    raise _at(pattern, start, field, "'[' is never closed")
-
-
-def _braces_end(pattern: str, start: int) -> int:
-    """Index of the `}` of a repetition; the brace itself where it is none."""
-    match = re.compile(r"\{[^{}()\[\]|]*\}").match(pattern, start)
-    return match.end() - 1 if match else start
+    return out + "]"
 
 
 def _at(text: str, index: int, field: str, message: str) -> RequestError:
@@ -176,9 +225,19 @@ def _at(text: str, index: int, field: str, message: str) -> RequestError:
     )
 
 
-def _escaped(text: str) -> str:
-    """A regex for exactly this text."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)
+def _escaped(atom: str) -> str:
+    """A regex for exactly this character; longer atoms are regexes already."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", atom) if len(atom) == 1 else atom
+
+
+def _check_patterns(schema: Any, field: str) -> None:
+    """Raise RequestError naming the path of a `pattern` that `portable` would refuse."""
+    for path, inner in schemas(schema):
+        if isinstance(inner.get("pattern"), str):
+            try:
+                portable(inner["pattern"], f"{path}.pattern" if path else "pattern")
+            except RequestError as error:
+                raise RequestError(f"{field}: {error}", field) from error
 
 
 def _check_depth(value: Any, field: str) -> None:

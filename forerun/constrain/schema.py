@@ -48,7 +48,7 @@ def locate(source: str, message: str) -> str | None:
                 return f"{path}.{key}" if path else key
     for path, schema in found:
         for key, value in schema.items():
-            if isinstance(value, str) and value and value in message:
+            if isinstance(value, str) and value.lstrip("#") and value.lstrip("#") in message:
                 return f"{path}.{key}" if path else key
     return None
 

@@ -1,0 +1,166 @@
+"""What grammars accept, and what is said about those that cannot be used."""
+
+import json
+import re
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.constrain.grammar import MAX_SOURCE, Grammar, portable
+from forerun.constrain.schema import locate, schemas
+from forerun.errors import RequestError
+from tests.constrain.tools import PERSON, compiled, fits
+
+LIST_OF_LISTS = {
+    "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}},
+    "$ref": "#/$defs/t",
+}
+SAM = '{"first_name": "Sam", "age": 50, "kind": "hobbit"}'
+NUMBERS = {"type": "array", "items": {"type": "integer"}}
+TREE = 'start: "x" item*\nitem: /[0-9]/ | "(" item ")"'
+
+VECTORS = [
+    (Grammar.regex("(Paris|Amsterdam)"), ["Paris", "Amsterdam"], ["", "Pari", "Paris ", "paris"]),
+    (Grammar.regex(r"\d{2}/[a-c]+\n?"), ["12/abc", "34/a\n"], ["1/a", "12/", "12/d"]),
+    (Grammar.regex("é+|日本"), ["é", "éé", "日本"], ["e", "日"]),
+    (Grammar.regex(r"[^]x]|[[\]&&]"), ["a", "[", "&", "]"], ["x", "aa"]),
+    (Grammar.choice(["a.b", "(c", "d e", "/", "a"]), ["a.b", "(c", "d e", "/", "a"], ["axb"]),
+    (Grammar.choice(["é\n", '"', "\\", "{2}", "#~&-"]), ["é\n", '"', "\\", "#~&-"], ["22"]),
+    (Grammar.json_object(), ["{}", '{"a": [1, {"b": null}]}', '{\n  "a": 1\n}'], ["[]", "1", "{"]),
+    (
+        Grammar.json_schema(PERSON),
+        [SAM, SAM.replace(" ", ""), SAM.replace(" ", "\n        ")],
+        [
+            SAM.replace("50", "151"),
+            '{"age": 1}',
+            SAM[:-1],
+            SAM + SAM,
+            SAM.replace("Sam", "Samwise"),
+        ],
+    ),
+    (Grammar.json_schema(True), ["1", "null", '"x"', "[]", "{}"], ["x", ""]),
+    (Grammar.json_schema(LIST_OF_LISTS), ["[]", "[[], [[]]]"], ["[1]", "[[]"]),
+    (Grammar.json_schema(NUMBERS), ["[1, 2]", "[1,\n  2]"], ["[1,   2]", "[1,\n\n2]"]),
+    (Grammar.grammar('root ::= "a" root "b" | "c"'), ["c", "acb", "aacbb"], ["ac", "ab", "acbb"]),
+    (Grammar.grammar(TREE), ["x", "x1(2)", "x((3))"], ["x(", "1"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize(("grammar", "good", "bad"), VECTORS)
+def test_what_is_accepted(grammar, good, bad, kind):
+    for text in good:
+        assert fits(grammar, text, kind), text
+    for text in bad:
+        assert not fits(grammar, text, kind), text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), st.text(max_size=6))
+def test_choices_are_taken_literally(choices, other):
+    grammar = Grammar.choice(choices)
+    assert all(fits(grammar, text) for text in choices)
+    assert fits(grammar, other) == (other in choices)
+
+
+CLASSES = st.lists(st.sampled_from(list("ab[&-~]^x\\")), min_size=1, max_size=6).map("".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CLASSES, st.sampled_from(list("ab[&-~]^x\\")))
+def test_character_classes_mean_what_they_mean_in_python(inside, text):
+    pattern = f"[{inside}]"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            expected = bool(re.fullmatch(pattern, text))
+        grammar = Grammar.regex(pattern)
+        compiled(grammar)
+    except (re.error, RequestError):
+        return
+    if not re.search(r"\\[abx]", inside):  # \a, \b and \x have other meanings
+        assert fits(grammar, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "said"),
+    [
+        ("(Paris|Amsterdam}", 16, "'}' where ')' was expected"),
+        ("a(b(c)", 1, "'(' is never closed"),
+        ("ab)", 2, "')' closes nothing"),
+        ("x[a-", 1, "'[' is never closed"),
+        ("(a[b)]", 0, "'(' is never closed"),
+        ("a\\", 1, "'\\' escapes nothing"),
+        ("(" * 60_000, 100, "more than 100 groups"),
+        ("a{1000000000}", 1, "every text has more than 10000 characters"),
+        ("x|((ab){200}|c{9000}){60}", 21, "every text has more than 10000 characters"),
+    ],
+)
+def test_unbalanced_patterns_point_at_the_bracket(pattern, place, said):
+    with pytest.raises(RequestError) as error:
+        Grammar.regex(pattern, "structured_outputs.regex")
+    assert error.value.field == "structured_outputs.regex"
+    message = str(error.value)
+    assert said in message and f"at character {place}\n" in message
+    shown, caret = message.splitlines()[-2:]
+    assert shown[caret.index("^")] == pattern[place]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a}", "]", "a{2,3}b", r"\(\[", "[(]", "[)(]", "[]()]", "(?:a|b)+", "[[:alpha:]]"]
+)
+def test_balanced_patterns_pass(pattern):
+    assert portable(pattern, "f")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Grammar.json_schema(3), "must be a JSON schema"),
+        (lambda: Grammar.json_schema(deep(5000)), "nested deeper than 100"),
+        (lambda: Grammar.json_schema({"const": float("nan")}), "is not JSON"),
+        (lambda: Grammar.json_schema({"const": {1, 2}}), "is not JSON"),
+        (lambda: Grammar.regex("a" * (MAX_SOURCE + 1)), f"at most {MAX_SOURCE}"),
+        (lambda: Grammar.regex(""), "non-empty string"),
+        (
+            lambda: Grammar.json_schema({"items": {"pattern": "(a}"}}),
+            "grammar: items.pattern is not",
+        ),
+        (lambda: Grammar.regex("a\ud800"), "lone surrogate"),
+        (lambda: Grammar.choice([]), "at least one non-empty string"),
+        (lambda: Grammar.choice(["a", ""]), "at least one non-empty string"),
+        (lambda: Grammar.grammar("start: " + "(" * 5000), "nests brackets deeper"),
+    ],
+)
+def test_unusable_sources_are_explained_at_once(make, said):
+    with pytest.raises(RequestError, match=said) as error:
+        make()
+    assert error.value.field == "grammar"
+
+
+def deep(levels):
+    schema: dict = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+def test_every_schema_inside_a_schema_is_found():
+    schema = {
+        "properties": {"not": {"type": "string"}, "b": {"items": [{"not": {}}, True]}},
+        "anyOf": [{"enum": ["not"]}],
+        "additionalProperties": {"const": {"not": 1}},
+    }
+    assert [path for path, _ in schemas(schema)] == [
+        "",
+        "properties.not",
+        "properties.b",
+        "properties.b.items[0]",
+        "properties.b.items[0].not",
+        "anyOf[0]",
+        "additionalProperties",
+    ]
+    message = 'Unimplemented keys: ["not"]'
+    assert locate(json.dumps(schema), message) == "properties.b.items[0].not"
