@@ -30,7 +30,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 1; }
+int forerun_abi() { return 2; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -42,6 +42,30 @@ const char* forerun_kernels(const char* name) {
 
 int64_t forerun_packed_bytes(int source, int channels, int inputs) {
     return (int64_t)packed_bytes((Source)source, channels, inputs);
+}
+
+// One product: `count` rows of x, float32[count][inputs], through a matrix of a file's bytes into
+// out, float32[count][channels]. For tests and measurements; a model's own products are in a step.
+int forerun_multiply(const char* name, int source, const uint8_t* rows, int channels, int inputs,
+                     const float* x, int count, float* out) {
+    return guarded([&]() -> std::string {
+        const Kernels* kernels = choose_kernels(name);
+        if (!kernels) return "no such kernels";
+        Matrix w;
+        w.format = packed_format((Source)source);
+        w.channels = channels;
+        w.inputs = inputs;
+        std::vector<uint8_t> tiles(packed_bytes((Source)source, channels, inputs));
+        pack((Source)source, rows, channels, inputs, 0, w.blocks(), tiles.data());
+        w.tiles = tiles.data();
+        std::vector<Group> groups((size_t)(count + kLanes - 1) / kLanes * w.groups());
+        for (int row = 0; row < count; row++) {
+            kernels->quantise(x + (size_t)row * inputs, inputs,
+                              &groups[(size_t)(row / kLanes) * w.groups()], row % kLanes);
+        }
+        kernels->product(w, groups.data(), count, 0, w.blocks(), {out, channels, false});
+        return "";
+    });
 }
 
 Model* forerun_open(const Sizes* sizes, const float* frequencies, int64_t weight_bytes,
@@ -112,6 +136,12 @@ int forerun_products(Model* model, int rows, float* logits) {
         model->products(rows, logits);
         return "";
     });
+}
+
+// See Kernels::choose.
+int forerun_choose(const Model* model, const float* logits, float temperature, uint64_t seed,
+                   uint32_t position) {
+    return model->kernels->choose(logits, model->sizes.vocab, temperature, seed, position);
 }
 
 int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int count) {

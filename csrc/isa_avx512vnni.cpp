@@ -1,5 +1,6 @@
 // The AVX2 kernels with AVX-512's dot products on 256-bit vectors (Ice Lake, Zen 4 and later).
 #if defined(__x86_64__)
+#include <cmath>
 #include <cstring>
 
 #include "half.h"
@@ -9,9 +10,9 @@
 #include "matmul.inl"
 #include "rows.inl"
 #include "attention.inl"
+#include "sample.inl"
 
 namespace forerun {
-const Kernels kAvx512Vnni = {"avx512-vnni", product, quantise,  norm_quantise, silu_quantise,
-                             rotate,        to_halves, attend};
+const Kernels kAvx512Vnni = {"avx512-vnni", FORERUN_KERNELS};
 }  // namespace forerun
 #endif

@@ -1,5 +1,6 @@
 // The AVX2 kernels with AVX-VNNI's dot products (Intel since 2021, AMD Zen 5).
 #if defined(__x86_64__)
+#include <cmath>
 #include <cstring>
 
 #include "half.h"
@@ -9,9 +10,9 @@
 #include "matmul.inl"
 #include "rows.inl"
 #include "attention.inl"
+#include "sample.inl"
 
 namespace forerun {
-const Kernels kAvxVnni = {"avx-vnni", product, quantise,  norm_quantise, silu_quantise,
-                          rotate,     to_halves, attend};
+const Kernels kAvxVnni = {"avx-vnni", FORERUN_KERNELS};
 }  // namespace forerun
 #endif

@@ -4,8 +4,8 @@
 #include "matmul.inl"
 #include "rows.inl"
 #include "attention.inl"
+#include "sample.inl"
 
 namespace forerun {
-const Kernels kPortable = {"portable", product, quantise,  norm_quantise, silu_quantise,
-                           rotate,     to_halves, attend};
+const Kernels kPortable = {"portable", FORERUN_KERNELS};
 }  // namespace forerun

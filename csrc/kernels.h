@@ -67,7 +67,16 @@ struct Kernels {
     void (*to_halves)(const float* x, int count, uint16_t* out);
 
     void (*attend)(const Attend& job);
+
+    // The token that forerun.spec chooses from raw logits at one output position under a plain
+    // request (temperature 0 = greedy), or -1 where some logit is not finite.
+    int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
+                      uint32_t position);
 };
+
+// What an isa_*.cpp puts into its table after the name.
+#define FORERUN_KERNELS \
+    product, quantise, norm_quantise, silu_quantise, rotate, to_halves, attend, choose
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)

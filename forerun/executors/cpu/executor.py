@@ -15,20 +15,21 @@ from forerun.executors.cpu.weights import Packer
 from forerun.executors.host import HostAccepted, HostSampler
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """float32[scored, V] and which row belongs to which flat node (-1 = none)."""
+    """logits float32[scored,V]; row_of int32[M] says where a flat node's row is (-1 = none)."""
 
-    values: Floats
+    logits: Floats
     row_of: Ints
 
     def __call__(self, node: int) -> Floats:
         """float32[V] of one flat node."""
-        row: Floats = self.values[self.row_of[node]]
+        row: Floats = self.logits[self.row_of[node]]
         return row
 
 
@@ -63,7 +64,7 @@ class CpuExecutor:
             raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
         self._threads = threads or default_threads()
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
-        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._sampler = HostSampler(limits.slots, limits.vocab, self._choose)
         self._model: int | None = None
         packer = Packer(self._library, checkpoint)
         self._weight_bytes = packer.planned_bytes()
@@ -74,6 +75,7 @@ class CpuExecutor:
             self.shutdown()
             raise
         self._logits = np.empty((0, limits.vocab), np.float32)
+        self._scores = Logits(self._logits, np.zeros(0, np.int32))
 
     def _open(self) -> int:
         arch, limits = self._arch, self.limits
@@ -150,7 +152,20 @@ class CpuExecutor:
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
         row_of = np.full(len(trees.tokens), -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
-        return Logits(self._logits, row_of)
+        self._scores = Logits(self._logits[: len(scored)], row_of)
+        return self._scores
+
+    def _choose(self, node: int, sampling: Sampling, position: int) -> int | None:
+        """The native twin of spec.accept.choose for plain requests; None = ask the spec."""
+        logits = self._scores(node)
+        token: int = self._library.forerun_choose(
+            self._alive(),
+            logits.ctypes.data,
+            sampling.temperature,
+            sampling.seed & 0xFFFFFFFFFFFFFFFF,
+            position,
+        )
+        return token if token >= 0 else None
 
     def products(self, rows: int) -> None:
         """The matrix products of a step of `rows` rows alone, on meaningless numbers.

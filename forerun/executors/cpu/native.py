@@ -1,12 +1,22 @@
 """The compiled core (csrc/) through ctypes: its structures, its calls, and whether it is there."""
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import lru_cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 1
+ABI = 2
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -47,6 +57,11 @@ _CALLS = {
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
+    "forerun_choose": (c_int, [c_void_p, c_void_p, c_float, c_uint64, c_uint32]),
+    "forerun_multiply": (
+        c_int,
+        [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
+    ),
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 

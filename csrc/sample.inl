@@ -1,0 +1,117 @@
+// The target's choice at a node when nothing but the temperature shapes it: what
+// forerun/spec/noise.py and accept.py define, found without computing all of the noise.
+
+namespace {
+
+constexpr int kTokens = 32;           // tokens considered at a time: eight counters of Philox
+constexpr float kMostNoise = 22.9f;   // above the noise of any 32-bit word
+
+// Philox-4x32-10 of eight counters (first + i, position, 0, 0): word[k][i] is word k of counter i.
+FORERUN_INLINE void philox(uint32_t first, uint32_t position, uint64_t seed, uint32_t (&word)[4][8]) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    for (int i = 0; i < 8; i++) {
+        word[0][i] = first + (uint32_t)i;
+        word[1][i] = position;
+        word[2][i] = word[3][i] = 0;
+    }
+    for (int turn = 0; turn < 10; turn++) {
+        for (int i = 0; i < 8; i++) {
+            const uint64_t a = (uint64_t)word[0][i] * 0xD2511F53u;
+            const uint64_t b = (uint64_t)word[2][i] * 0xCD9E8D57u;
+            word[0][i] = (uint32_t)(b >> 32) ^ word[1][i] ^ key0;
+            word[2][i] = (uint32_t)(a >> 32) ^ word[3][i] ^ key1;
+            word[1][i] = (uint32_t)b;
+            word[3][i] = (uint32_t)a;
+        }
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+}
+
+FORERUN_INLINE float gumbel(uint32_t word) {
+    return (float)-log(-log(((double)word + 0.5) * 0x1p-32));
+}
+
+// A request's noise at one position, and the best of the tokens considered so far.
+struct Draw {
+    float temperature;
+    uint64_t seed;
+    uint32_t position;
+    float score;
+    int32_t token;
+};
+
+FORERUN_INLINE float largest_lane(F8 a) {
+    float lanes[8], most;
+    store8(lanes, a);
+    most = lanes[0];
+    for (int i = 1; i < 8; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// Considers tokens [first, first + 32). With u = (x + 1/2) / 2^32 the noise -log(-log u) is below
+// -log(1 - u), so a token can win only where 2^32 (1 - u) = ~x + 1/2 is at most
+// 2^32 e^(z - best): this spares both logarithms for all but a few. The factor and the addend
+// are larger than any rounding.
+static void consider(const float* logits, int count, int first, Draw& draw) {
+    const int present = count - first < kTokens ? count - first : kTokens;
+    float z[kTokens], bounds[kTokens];
+    for (int i = present; i < kTokens; i++) z[i] = logits[first];
+    memcpy(z, logits + first, sizeof(float) * present);
+    F8 heated[4];
+    for (int k = 0; k < 4; k++) {
+        heated[k] = div8(load8(z + 8 * k), splat8(draw.temperature));
+        store8(z + 8 * k, heated[k]);
+    }
+    const F8 most = max8(max8(heated[0], heated[1]), max8(heated[2], heated[3]));
+    if (largest_lane(most) + kMostNoise < draw.score) return;
+    for (int k = 0; k < 4; k++) {
+        const F8 bound = exp8(sub8(heated[k], splat8(draw.score)));
+        store8(bounds + 8 * k, fma8(bound, splat8(4.2992e9f), splat8(2.0f)));
+    }
+    uint32_t word[4][8];
+    philox((uint32_t)first / 4, draw.position, draw.seed, word);
+    for (int i = 0; i < present; i++) {
+        const uint32_t x = word[i % 4][i / 4];
+        if ((float)~x > bounds[i]) continue;
+        const float score = z[i] + gumbel(x);
+        if (score > draw.score || (score == draw.score && first + i < draw.token)) {
+            draw.score = score;
+            draw.token = first + i;
+        }
+    }
+}
+
+// The first token with the largest logit, or -1 where some logit is not finite.
+static int32_t greedy(const float* logits, int count) {
+    F8 most = splat8(logits[0]), trouble = splat8(0.0f);
+    int i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const F8 x = load8(logits + i);
+        most = max8(x, most);
+        trouble = add8(trouble, sub8(x, x));  // zero, or NaN for ever
+    }
+    float largest = largest_lane(most), rest = sum8(trouble);
+    for (int k = i; k < count; k++) {
+        largest = logits[k] > largest ? logits[k] : largest;
+        rest += logits[k] - logits[k];
+    }
+    if (rest != 0.0f) return -1;
+    for (i = 0; logits[i] != largest; i++) {
+    }
+    return i;
+}
+
+static int32_t choose(const float* logits, int count, float temperature, uint64_t seed,
+                      uint32_t position) {
+    const int32_t best = greedy(logits, count);
+    if (best < 0 || temperature == 0.0f) return best;
+    uint32_t word[4][8];
+    philox((uint32_t)best / 4, position, seed, word);
+    const float score = logits[best] / temperature + gumbel(word[best % 4][0]);
+    Draw draw = {temperature, seed, position, score, best};
+    for (int first = 0; first < count; first += kTokens) consider(logits, count, first, draw);
+    return draw.token;
+}
+
+}  // namespace
