@@ -46,9 +46,6 @@ class TorchExecutor:
     chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
     of rows and their last bits may depend on the batch; `describe()` says which it is.
 
-    A guess whose keys or values are not finite may spoil its own row, which then ends with an
-    error, but no other.
-
     features  layers whose entering residual stream `verify` hands out (transformers'
               hidden_states indices; L = after the last layer)
 

@@ -56,7 +56,13 @@ class PagedCache:
         return self._scratch + nodes.astype(np.int64)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Put the step's keys and values [M,G,E] of one layer into scratch."""
+        """Put the step's keys and values [M,G,E] of one layer into scratch.
+
+        What is not finite is moved into the key: a mask hides a NaN there from the nodes that
+        must not see it, while among values zero times NaN would spoil them.
+        """
+        keys = keys + (keys * 0 + values * 0).sum(-1, keepdim=True)
+        values = values.nan_to_num(0, 0, 0)
         place = self._kv[layer, :, :, self._scratch : self._scratch + len(keys)]
         place[0], place[1] = keys.transpose(0, 1), values.transpose(0, 1)
 

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+import torch
+
+from forerun.catalog import open_model
+from forerun.executors.torch import TorchExecutor
+from forerun.models.folder import FolderCheckpoint
+from tests.models import tiny
+from tests.parity.driver import limits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Small products only: more threads would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Checkpoints of small random models, by the arguments of tiny.model."""
+    made = {}
+
+    def build(family="llama", **changes):
+        key = repr((family, sorted(changes.items())))
+        if key not in made:
+            changes = {"max_position_embeddings": 512} | changes
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = FolderCheckpoint(tiny.save_folder(tiny.model(family, **changes), folder))
+        return made[key]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    return open_model("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def default_executor(default_model):
+    vocab = default_model.architecture.vocab
+    made = TorchExecutor(default_model.checkpoint, limits(vocab, pages=48))
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(0)

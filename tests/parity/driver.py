@@ -1,0 +1,130 @@
+"""An executor driven by hand: sequences, shuffled pages, any chunks and any trees.
+
+with Driver(executor) as driver:
+    driver.open(0, tokens, sampling)
+    result = driver.step([Row(0, known=5), Row(1, draft=tree)])
+    result.logits(row, node)
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.executors.torch import TorchExecutor
+from forerun.spec.sampling import Sampling
+from forerun.spec.tree import Draft, TreeBatch, batch
+
+EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
+"""Greedy, and the logits of every node are computed."""
+
+
+@dataclass
+class Row:
+    """What one sequence does in a step. known None = all its tokens not yet cached."""
+
+    slot: int
+    known: int | None = None
+    draft: Draft = field(default_factory=Draft)
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    kv_len: int
+    pages: list[int]
+
+
+@dataclass
+class Result:
+    plan: Plan
+    trees: TreeBatch
+    scores: object
+    outcome: Outcome
+
+    def logits(self, row: int, node: int) -> torch.Tensor:
+        """float32[V] of node `node` of row `row`, counted from the row's first."""
+        return self.scores.logits[self.scores.row_of[self.trees.start[row] + node]]
+
+    def emitted(self, row: int) -> list[int]:
+        return self.outcome.tokens[row, : self.outcome.n_tokens[row]].tolist()
+
+
+class Driver:
+    def __init__(self, executor: TorchExecutor, seed: int = 0) -> None:
+        self.executor, self.limits = executor, executor.limits
+        self._random = np.random.default_rng(seed)
+        self._free = self._random.permutation(self.limits.pages).tolist()
+        self.sequences: dict[int, Sequence] = {}
+
+    def __enter__(self) -> "Driver":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for slot in list(self.sequences):
+            self.close(slot)
+
+    def open(self, slot: int, tokens, sampling: Sampling = EVERYTHING, prompt_len=None) -> None:
+        tokens = np.asarray(tokens, np.int32)
+        prompt_len = len(tokens) if prompt_len is None else prompt_len
+        self.executor.open(Opening(slot, tokens, prompt_len, sampling))
+        self.sequences[slot] = Sequence(tokens.tolist(), 0, [])
+
+    def close(self, slot: int) -> None:
+        self.executor.close(slot)
+        self._free += self.sequences.pop(slot).pages
+        self._random.shuffle(self._free)
+
+    def plan(self, rows: list[Row]) -> tuple[Plan, TreeBatch]:
+        size, chosen = self.limits.page_size, [self.sequences[row.slot] for row in rows]
+        known = []
+        for row, sequence in zip(rows, chosen, strict=True):
+            left = sequence.tokens[sequence.kv_len :]
+            known.append(np.array(left[: row.known or len(left)], np.int32))
+            wanted = sequence.kv_len + len(known[-1]) + len(row.draft)
+            while len(sequence.pages) * size < wanted:
+                sequence.pages.append(self._free.pop())
+        table = np.full((len(rows), max(len(s.pages) for s in chosen)), -1, np.int32)
+        for line, sequence in zip(table, chosen, strict=True):
+            line[: len(sequence.pages)] = sequence.pages
+        ends = [s.kv_len + len(k) == len(s.tokens) for s, k in zip(chosen, known, strict=True)]
+        guesses = np.array([len(row.draft) for row in rows], np.int32)
+        plan = Plan(
+            slots=np.array([row.slot for row in rows], np.int32),
+            kv_len=np.array([s.kv_len for s in chosen], np.int32),
+            known=tuple(known),
+            samples=np.array(ends),
+            max_nodes=guesses,
+            max_depth=guesses,
+            page_table=table,
+            constrained=np.zeros(len(rows), np.bool_),
+        )
+        return plan, batch(known, [row.draft for row in rows])
+
+    def step(self, rows: list[Row]) -> Result:
+        plan, trees = self.plan(rows)
+        scores = self.executor.verify(plan, trees)
+        accepted = self.executor.accept(plan, trees, scores, None)
+        outcome = self.executor.commit(plan, trees, scores, accepted)
+        result = Result(plan, trees, scores, outcome)
+        for index, row in enumerate(rows):
+            sequence = self.sequences[row.slot]
+            sequence.kv_len += outcome.committed(plan, index)
+            sequence.tokens += result.emitted(index)
+        return result
+
+
+def limits(vocab: int, **changes: int) -> ExecutorLimits:
+    numbers = {"page_size": 16, "pages": 96, "slots": 4, "max_nodes": 384, "context": 512}
+    return ExecutorLimits(**numbers | changes, vocab=vocab)
+
+
+def as_draft(tokens, parents) -> Draft:
+    tokens, parents = np.array(tokens, np.int32), np.array(parents, np.int32)
+    return Draft(tokens, parents, np.zeros(len(tokens), np.float32))
+
+
+def chain_draft(tokens) -> Draft:
+    return as_draft(tokens, np.arange(len(tokens)) - 1)

@@ -1,0 +1,139 @@
+"""Attention over chains and blocks is the reference attention of spec/verify.py."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
+from forerun.executors.torch.kv import PagedCache
+from forerun.models.arch import Architecture, Rope
+from forerun.spec import verify
+from forerun.spec.tree import batch
+from tests.parity.driver import limits
+from tests.spec.worlds import as_draft, drafts, paths, plan_of
+
+SIZE = 16
+
+
+def architecture(heads, groups):
+    return Architecture(
+        family="llama",
+        layers=1,
+        hidden=8,
+        heads=heads,
+        kv_heads=groups,
+        head_size=SIZE,
+        ffn=8,
+        vocab=8,
+        context=1024,
+        norm_eps=1e-5,
+        rope=Rope(1e4),
+    )
+
+
+class Pages:
+    """A cache of one layer with random prefixes in shuffled pages."""
+
+    def __init__(self, kv_len, trees, heads, groups, page_size, seed):
+        self.random = np.random.default_rng(seed)
+        width = 600 // page_size + 1
+        self.cache = PagedCache(
+            architecture(heads, groups),
+            limits(8, page_size=page_size, pages=len(kv_len) * width),
+            torch.device("cpu"),
+            torch.float32,
+        )
+        self.plan = plan_of(list(range(len(kv_len))), kv_len, [[0]] * len(kv_len), [True])
+        table = self.random.permutation(len(kv_len) * width).reshape(len(kv_len), width)
+        object.__setattr__(self.plan, "page_table", table.astype(np.int32))
+        self.trees, self.groups = trees, groups
+        self.queries = self.normal(len(trees.tokens), heads)
+        self.keys, self.values = (self.normal(len(trees.tokens), groups) for _ in "kv")
+        self.prefixes = [self.prefix(row, length) for row, length in enumerate(kv_len)]
+        self.cache.write(0, torch.from_numpy(self.keys), torch.from_numpy(self.values))
+
+    def normal(self, count, heads):
+        return self.random.normal(size=(count, heads, SIZE)).astype(np.float32)
+
+    def prefix(self, row, length):
+        """Random keys and values [kv_len,G,E], put into the row's pages through scratch."""
+        pair = self.normal(length, self.groups), self.normal(length, self.groups)
+        positions = np.arange(length)
+        for part in np.array_split(positions, -(-length // 256) or 1):
+            self.cache.write(0, *(torch.from_numpy(array[part]) for array in pair))
+            slots = self.cache.slots(self.plan.page_table[row], part)
+            self.cache.commit(np.arange(len(part), dtype=np.int32), slots)
+        return pair
+
+    def ours(self):
+        blocks = key_blocks(self.plan, self.trees, self.cache, torch.device("cpu"))
+        return attend(torch.from_numpy(self.queries), *self.cache.of_layer(0), blocks).numpy()
+
+    def expected(self):
+        found = []
+        for row in range(self.plan.rows):
+            part = slice(self.trees.start[row], self.trees.start[row + 1])
+            mask = verify.ancestor_mask(self.trees, row)
+            tree = self.keys[part], self.values[part]
+            found.append(verify.attend(self.queries[part], self.prefixes[row], tree, mask))
+        return np.concatenate(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0, 1, 5, 127, 128, 130, 300]), st.integers(1, 20), drafts(12)),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(4, 4), (6, 2), (3, 1)]),
+    page_size=st.sampled_from([1, 16, 256]),
+    seed=st.integers(0, 99),
+)
+def test_attention_equals_the_reference(rows, heads, page_size, seed):
+    known = [np.zeros(count, np.int32) for _, count, _ in rows]
+    trees = batch(known, [draft for _, _, draft in rows])
+    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
+    np.testing.assert_allclose(pages.ours(), pages.expected(), atol=3e-6)
+
+
+def test_a_long_chunk_over_several_blocks():
+    trees = batch([np.zeros(3 * BLOCK - 50, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
+    pages = Pages([70], trees, 4, 2, 16, 0)
+    np.testing.assert_allclose(pages.ours(), pages.expected(), atol=3e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(drafts(12), st.integers(1, 4), drafts(3))
+def test_chains_are_paths_and_every_node_reads_once(draft, known, other):
+    trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [other, draft])
+    path_of = dict(paths(trees, 1))
+    read = []
+    for chain, readers in chains(trees, 1):
+        assert chain.tolist() == path_of[int(chain[-1])].tolist()
+        assert set(readers.tolist()) <= set(chain.tolist())
+        assert np.all(np.diff(readers) > 0)
+        read += readers.tolist()
+    assert sorted(read) == list(trees.nodes(1))
+
+
+@pytest.mark.parametrize("field", ["keys", "values"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
+    trees = batch(
+        [np.zeros(3, np.int32), np.zeros(1, np.int32)],
+        [as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), as_draft([], [])],
+    )
+    clean = Pages([5, 9], trees, 4, 2, 16, 0)
+    healthy = clean.ours()
+    getattr(clean, field)[5, 0, 3] = poison  # The first guess's first child: node 3 is its parent.
+    clean.cache.write(0, torch.from_numpy(clean.keys), torch.from_numpy(clean.values))
+    found = clean.ours()
+    spoilt = [5, 6]
+    others = [node for node in range(len(found)) if node not in spoilt]
+    np.testing.assert_array_equal(found[others], healthy[others])
+    # Heads 0 and 1 read key/value head 0.
+    assert np.isnan(found[spoilt][:, :2]).all()
+    np.testing.assert_array_equal(found[spoilt][:, 2:], healthy[spoilt][:, 2:])

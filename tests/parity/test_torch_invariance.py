@@ -1,0 +1,245 @@
+"""Same sequence, same bits: alone, in any batch, under any tree, in any chunks and pages.
+
+Texts are sampled once in the plainest way, one token at a time, and the logits of every
+position kept. Then random journeys through the same texts, prompt in chunks, output under trees
+that hold some of the truth, must meet the same bits at every node on the true path.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.layers import (
+    MOST_ROWS,
+    SIZES,
+    Linear,
+    invariant_sizes,
+    padded_rows,
+    rotation,
+    swiglu,
+)
+from forerun.spec.sampling import Sampling
+from forerun.spec.tree import Draft
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
+
+PROMPT, OUTPUT = 150, 40
+
+
+@dataclass
+class Text:
+    """tokens[:prompt] were given, the rest sampled; logits float32[T-1,V] of every position."""
+
+    tokens: list[int]
+    prompt: int
+    sampling: Sampling
+    logits: torch.Tensor
+
+
+def plain_text(executor, prompt, output, seed, chunk=1):
+    """The prompt `chunk` tokens at a time, then one token a step."""
+    sampling = Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0)
+    found = []
+    with Driver(executor, seed) as driver:
+        driver.open(0, prompt, sampling)
+        sequence = driver.sequences[0]
+        while sequence.kv_len < len(prompt) + output - 1:
+            result = driver.step([Row(0, known=chunk)])
+            found.append(result.scores.logits)
+        return Text(
+            sequence.tokens[: len(prompt) + output], len(prompt), sampling, torch.cat(found)
+        )
+
+
+def half_true_draft(random, following, vocab, most=14):
+    """A random bush in which a node is often the token that really comes there.
+
+    Returns the draft and, per node, its distance below the root if its path is true, else None.
+    """
+    tokens, parents, true_depth = [], [], []
+    for index in range(int(random.integers(0, most + 1))):
+        parent = int(random.integers(max(-1, index - 4), index))
+        above = 0 if parent < 0 else true_depth[parent]
+        true = following[above] if above is not None and above < len(following) else None
+        guess = true if true is not None and random.random() < 0.6 else random.integers(vocab)
+        tokens.append(int(guess))
+        parents.append(parent)
+        true_depth.append(above + 1 if tokens[-1] == true else None)
+    return as_draft(tokens, parents), true_depth
+
+
+class Journey:
+    """All texts at once, each advanced now and then, every node on a true path compared."""
+
+    def __init__(self, executor, texts, seed):
+        self.random = np.random.default_rng(seed)
+        self.driver = Driver(executor, seed)
+        self.texts, self.compared, self.accepted = texts, 0, 0
+        with self.driver:
+            for slot, text in enumerate(texts):
+                # Some texts resume after a preemption: part of the output is given.
+                given = text.prompt + int(self.random.choice([0, 0, 5]))
+                self.driver.open(slot, text.tokens[:given], text.sampling, text.prompt)
+            while running := self.unfinished():
+                count = int(self.random.integers(1, len(running) + 1))
+                self.step(self.random.choice(running, count, replace=False).tolist())
+
+    def unfinished(self):
+        return [
+            slot
+            for slot, sequence in self.driver.sequences.items()
+            if len(sequence.tokens) < len(self.texts[slot].tokens)
+        ]
+
+    def step(self, slots):
+        rows, truths, starts = [], [], []
+        for slot in slots:
+            text, sequence = self.texts[slot], self.driver.sequences[slot]
+            left = len(sequence.tokens) - sequence.kv_len
+            known = min(left, int(self.random.choice([1, 3, 16, 40, 80])))
+            draft, true_depth = Draft(), []
+            if known == left:
+                following = text.tokens[len(sequence.tokens) :]
+                draft, true_depth = half_true_draft(self.random, following, len(text.logits[0]))
+            rows.append(Row(slot, known, draft))
+            starts.append(sequence.kv_len)
+            truths.append([*range(known), *(d and known - 1 + d for d in true_depth)])
+        result = self.driver.step(rows)
+        for row, (slot, truth, start) in enumerate(zip(slots, truths, starts, strict=True)):
+            self.compare(
+                result, row, self.texts[slot], [t if t is None else start + t for t in truth]
+            )
+
+    def compare(self, result, row, text, position_of_node):
+        for node, position in enumerate(position_of_node):
+            if position is not None and position < len(text.logits):
+                assert torch.equal(result.logits(row, node), text.logits[position])
+                self.compared += 1
+        tokens = self.driver.sequences[int(result.plan.slots[row])].tokens
+        shared = min(len(tokens), len(text.tokens))
+        assert tokens[:shared] == text.tokens[:shared]
+        self.accepted += max(0, len(result.emitted(row)) - 1)
+
+
+@pytest.fixture(scope="module")
+def executors(checkpoint):
+    """One model per family that differs in its block, by page size."""
+    return {
+        (family, page_size): TorchExecutor(
+            checkpoint(family), limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size)
+        )
+        for family in ("llama", "qwen3")
+        for page_size in (1, 16, 256)
+    }
+
+
+@pytest.fixture(scope="module")
+def texts(executors):
+    random = np.random.default_rng(1)
+    lengths = (PROMPT, 7, 110, 60)
+    return {
+        family: [
+            plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n)
+            for n in lengths
+        ]
+        for family in ("llama", "qwen3")
+    }
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "qwen3"]),
+    page_size=st.sampled_from([1, 16, 256]),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 1 << 32),
+)
+def test_any_journey_meets_the_same_bits(executors, texts, family, page_size, rows, seed):
+    journey = Journey(executors[family, page_size], texts[family][:rows], seed)
+    assert journey.compared >= sum(len(text.logits) for text in texts[family][:rows])
+
+
+def test_journeys_accept_guesses(executors, texts):
+    """The journeys above would prove little if every tree were rejected."""
+    journey = Journey(executors["llama", 16], texts["llama"], 5)
+    assert journey.accepted > 20
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("chunk", [100, 256])
+def test_prefill_in_one_chunk_or_token_by_token(executors, page_size, chunk):
+    prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 300)
+    one = plain_text(executors["llama", 16], prompt, 1, 0).logits
+    many = plain_text(executors["llama", page_size], prompt, 1, 0, chunk).logits
+    assert torch.equal(one, many)
+
+
+def test_two_threads(executors):
+    prompt = np.random.default_rng(3).integers(0, tiny.VOCAB, 20)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        text = plain_text(executors["llama", 16], prompt, 10, 0)
+        assert Journey(executors["llama", 256], [text], 0).compared >= len(text.logits)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (33, 17), (320, 64), (960, 576), (576, 1536)])
+def test_a_rows_place_and_company_do_not_matter(shape):
+    weight, bias = torch.randn(shape), torch.randn(shape[0])
+    linear = Linear(weight, bias)
+    sizes = invariant_sizes([linear])
+    x = torch.randn(MOST_ROWS, shape[1])
+    expected = linear(x)
+    assert sizes[-1] == MOST_ROWS
+    for size in sizes:
+        chosen = torch.randperm(MOST_ROWS)[:size]
+        assert torch.equal(linear(x[chosen]), expected[chosen])
+    torch.testing.assert_close(expected, x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+
+
+def test_sizes_whose_bits_differ_are_not_used():
+    """As seen with MKL, whose products of one row differ in the last bits."""
+
+    class Moody(Linear):
+        def __call__(self, x):
+            return super().__call__(x) * (1 + 1e-6 * (len(x) in (1, 4)))
+
+    assert set(invariant_sizes([Moody(torch.randn(32, 16))])) == set(SIZES) - {1, 4}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 30])
+def test_elementwise_bits_do_not_depend_on_the_place(rows):
+    gate, up = torch.randn(2, 31, 1001) * 4
+    positions = torch.arange(31) * 271
+    frequencies = torch.rand(13)
+    whole = swiglu(gate, up), *rotation(positions, frequencies, 1.1)
+    parts = swiglu(gate[:rows], up[:rows]), *rotation(positions[:rows], frequencies, 1.1)
+    for all_rows, some in zip(whole, parts, strict=True):
+        assert torch.equal(all_rows[:rows], some)
+    torch.testing.assert_close(whole[0], torch.nn.functional.silu(gate) * up)
+
+
+def test_padded_rows():
+    assert [padded_rows(n, SIZES) for n in (0, 1, 3, 5, 100, 128, 129, 300)] == [
+        *(0, 1, 4, 8, 128, 128, 129, 320)
+    ]
+    assert [padded_rows(n, (8, MOST_ROWS)) for n in (1, 9, 130)] == [8, 128, 136]
+    assert [padded_rows(n, ()) for n in (0, 3, 300)] == [0, 3, 300]
+
+
+@pytest.mark.model
+def test_the_default_model(default_model, default_executor):
+    random = np.random.default_rng(4)
+    vocab = default_model.architecture.vocab
+    texts = [
+        plain_text(default_executor, random.integers(0, vocab, n), 10, n, chunk)
+        for n, chunk in ((125, 125), (9, 1))
+    ]
+    journey = Journey(default_executor, texts, 0)
+    assert journey.compared >= sum(len(text.logits) for text in texts)
