@@ -2,19 +2,17 @@
 
     config -> open_target -> Target (executor, tokenizer, memory plan)
                     Target + config -> make_engine -> Engine
-    load = both; LLM = load for people
+    load = both
 
 The executors are imported by the functions that choose them: neither is needed for the other.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from forerun.completion import Completion, complete, make_request, stream
 from forerun.config import EngineConfig
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -27,7 +25,6 @@ from forerun.engine.costs import measure_costs
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
 from forerun.engine.loop import Engine, EngineOptions
-from forerun.engine.request import Delta, Request
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
@@ -201,7 +198,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress)
     config = _choose_executor(config)
     arch = model.architecture
-    native, width = config.executor == "cpu", _ITEM_BYTES[config.dtype]
+    native, width = config.executor == "cpu", _ITEM_BYTES.get(config.dtype, 0)
     numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
     needs = Needs(
         context=arch.context,
@@ -234,8 +231,9 @@ def _choose_executor(config: EngineConfig) -> EngineConfig:
 
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
-        missing = cpu.available() if config.device == "cpu" and dtype == "auto" else None
-        executor = "cpu" if config.device == "cpu" and dtype == "auto" and not missing else "torch"
+        wanted = config.device == "cpu" and dtype in ("auto", "file")
+        missing = cpu.available() if wanted else None
+        executor = "cpu" if wanted and not missing else "torch"
         if missing:
             warnings.warn(
                 f"The native CPU core is not available ({missing}); using torch, which is "
@@ -244,6 +242,7 @@ def _choose_executor(config: EngineConfig) -> EngineConfig:
             )
     if dtype == "auto":
         dtype = "bfloat16" if config.device != "cpu" else "float32"
+        dtype = "file" if executor == "cpu" else dtype
     return replace(config, executor=executor, dtype=dtype)
 
 
@@ -259,6 +258,10 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
             f"The torch executor needs torch, which cannot be imported ({error}). "
             "Install it with: pip install 'forerun[torch]'"
         ) from error
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)
     return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype)
 
 
@@ -299,66 +302,6 @@ def _size(path: Path) -> int:
         if path.is_file()
         else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
     )
-
-
-class LLM:
-    """Forerun for Python programs.
-
-        with LLM("smollm2-135m") as llm:
-            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
-
-    Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
-    are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
-    include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar` that the text
-    must follow; unknown ones raise RequestError. Temperature is 0 unless given.
-    """
-
-    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
-        self.loaded = load(EngineConfig(model=model, **config))
-
-    def __enter__(self) -> Self:
-        """Nothing more to do: the model is loaded."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Release the model."""
-        self.close()
-
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
-        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        requests = [self._request(self._plain(text), options) for text in texts]
-        return [item for choices in complete(self.loaded.engine, requests) for item in choices]
-
-    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: messages with `role` and `content`. The first choice."""
-        request = self._request(self._turns(messages), options)
-        return complete(self.loaded.engine, [request])[0][0]
-
-    def stream(self, prompt: str | Sequence[dict[str, Any]], **options: Any) -> Iterator[Delta]:
-        """Like `generate` of one text, or `chat` of messages, but delta by delta."""
-        tokens = self._plain(prompt) if isinstance(prompt, str) else self._turns(prompt)
-        return stream(self.loaded.engine, self._request(tokens, options))
-
-    def close(self) -> None:
-        """Release the model. Idempotent."""
-        self.loaded.close()
-
-    def _plain(self, text: str) -> Ints:
-        return self.loaded.tokenizer.encode(text, bos=True)
-
-    def _turns(self, messages: Sequence[dict[str, Any]]) -> Ints:
-        return encode_chat(self.loaded, messages)
-
-    def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
-        if options.get("grammar") is not None:
-            options = options | {"grammar": self.loaded.target.compile(options["grammar"])}
-        return make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:

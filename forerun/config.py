@@ -64,8 +64,9 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "torch number format; auto is float32 on cpu and bfloat16 on cuda",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "numbers: as the model's file has them (native core), or a torch format; auto is file, "
+        "or with torch float32 on cpu and bfloat16 on cuda",
+        choices=("auto", "file", "float32", "bfloat16", "float16"),
     )
     threads: int | None = option(
         None, "compute threads (default: one per physical core)", low=1, high=1024
@@ -104,6 +105,12 @@ class EngineConfig:
         if self.device != "cpu" and self.executor not in ("auto", "torch"):
             raise ConfigError(
                 f"device {self.device} needs the torch executor, but executor is {self.executor}."
+            )
+        chosen = self.executor in ("cpu", "torch") and self.dtype != "auto"
+        if chosen and (self.dtype == "file") != (self.executor == "cpu"):
+            raise ConfigError(
+                f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
+                "core computes with the file's own numbers, torch with a torch format."
             )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")

@@ -6,13 +6,14 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from forerun.api import LLM, encode_chat, load, make_engine, open_target
+from forerun.api import encode_chat, load, make_engine, open_target
 from forerun.bench.prove import Trial, prove
 from forerun.bench.workload import read_prompts, spread
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.executors import cpu
+from forerun.llm import LLM
 from tests.cli.toys import toy_loaded, toy_target
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
@@ -65,7 +66,7 @@ def test_a_model_without_a_chat_template_says_what_to_do():
 
 def test_the_toy_needs_no_torch():
     program = (
-        "import sys; from forerun.api import LLM\n"
+        "import sys; from forerun.llm import LLM\n"
         "with LLM('toy', kv_tokens=1024) as llm: llm.generate('Hi', max_tokens=3)\n"
         "print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"
     )
@@ -105,7 +106,7 @@ def test_the_default_model_is_proved_on_a_few_prompts(default_model):
 @pytest.mark.model
 def test_the_default_model_is_small_in_memory_and_knows_paris():
     program = (
-        "from forerun.api import LLM; from forerun.machine import memory_used\n"
+        "from forerun.llm import LLM; from forerun.machine import memory_used\n"
         "with LLM() as llm:\n"
         "    done = llm.generate(['The sky is'] * 16, max_tokens=32, temperature=1.0)\n"
         "    (answer,) = llm.generate('The capital of France is', max_tokens=4)\n"

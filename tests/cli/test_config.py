@@ -22,6 +22,8 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (EngineConfig, {"device": "tpu"}, "cuda"),
         (EngineConfig, {"device": "cuda", "executor": "cpu"}, "torch executor"),
         (EngineConfig, {"model": "toy", "executor": "torch"}, "toy"),
+        (EngineConfig, {"executor": "cpu", "dtype": "bfloat16"}, "dtype bfloat16"),
+        (EngineConfig, {"executor": "torch", "dtype": "file"}, "dtype file"),
         (EngineConfig, {"model": "smollm2-135m", "executor": "toy"}, "toy"),
         (EngineConfig, {"temperature": 1}, None),
         (ServeSettings, {"port": 70000}, "port"),
