@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.eagle import EagleHead, rotation
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.layers import rotation
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 
 from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.executors.host import HostAccepted, HostRow
 from forerun.executors.torch import TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from forerun.spec.sampling import Sampling
@@ -178,6 +179,20 @@ def test_narrow_dtypes_run_and_say_that_bits_may_depend_on_the_batch(
             found.append(driver.step([Row(0)]).scores.logits)
     assert narrow.describe()["batch_invariant"] is False
     assert 0 < (found[0] - found[1]).std() < error * found[1].std()
+
+
+def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
+    """The meta device has shapes and no numbers: a tensor left on the CPU is an error there."""
+    away = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), "meta", "bfloat16", (1, 2))
+    with Driver(away) as driver:
+        driver.open(0, prompt)
+        plan, trees = driver.plan([Row(0, draft=as_draft([5, 6, 7], [-1, -1, 1]))])
+        scores = away.verify(plan, trees)
+        assert scores.logits.device.type == "meta"
+        assert scores.logits.shape == (33, tiny.VOCAB)
+        assert [stream.shape for stream in scores.features] == [(33, 64)] * 2
+        chain = np.arange(30, dtype=np.int32)
+        away.commit(plan, trees, scores, HostAccepted((HostRow(chain),)))
 
 
 def test_what_it_refuses(checkpoint, executor, prompt):

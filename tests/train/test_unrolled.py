@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.executors.torch.eagle import EagleHead, rotation
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.layers import rotation
 from forerun.models.drafts import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss, unrolled
