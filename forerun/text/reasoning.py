@@ -1,0 +1,116 @@
+"""Models that think aloud first: `<think> ... </think>`, then the answer.
+
+Whether the thinking has begun, is over, or is up to the model is told by the end of the prompt:
+templates of some models open it, others close it at once when it is not wanted.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
+"""Ends of reasoning known from chat templates."""
+
+TAIL = 64
+"""Characters at the end of a prompt that are looked at."""
+
+
+class Stage(StrEnum):
+    """Where in its answer a model is."""
+
+    UNDECIDED = "undecided"
+    THINKING = "thinking"
+    ANSWERING = "answering"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The texts around the reasoning."""
+
+    opener: str
+    closer: str
+
+    @classmethod
+    def of(cls, closer: str) -> Self:
+        """The pair of a closer: its opener is the same text without the slash."""
+        return cls(closer.replace("/", "", 1), closer)
+
+    @classmethod
+    def found_in(cls, template: str | None) -> Self | None:
+        """The pair that a chat template speaks of; None where it speaks of none."""
+        known = (closer for closer in CLOSERS if closer in (template or ""))
+        closer = next(known, None)
+        return None if closer is None else cls.of(closer)
+
+    def stage(self, prompt_tail: str) -> Stage:
+        """Where a model is that continues a prompt with this end."""
+        tail = prompt_tail.rstrip()
+        if tail.endswith(self.opener):
+            return Stage.THINKING
+        return Stage.ANSWERING if tail.endswith(self.closer) else Stage.UNDECIDED
+
+
+class ReasoningReader:
+    """Splits the text of one answer into reasoning and answer, however it is cut.
+
+    White space next to the marks belongs to neither.
+    """
+
+    def __init__(self, marks: Marks, stage: Stage) -> None:
+        self._marks = marks
+        self._stage = stage
+        self._held = ""
+        self._bare = True
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, answer) that `text` makes certain."""
+        if self._stage == Stage.ANSWERING and not self._bare:
+            return "", text
+        self._held += text
+        if self._stage == Stage.UNDECIDED:
+            self._decide()
+        reasoning = self._thought() if self._stage == Stage.THINKING else ""
+        return reasoning, self._answer() if self._stage == Stage.ANSWERING else ""
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, once no text will follow."""
+        held, self._held = self._held, ""
+        if self._stage == Stage.THINKING:
+            return held.rstrip(), ""
+        return "", held
+
+    def _decide(self) -> None:
+        """Thinking if the text begins with the opener, answering once it cannot."""
+        begun, opener = self._held.lstrip(), self._marks.opener
+        if begun.startswith(opener):
+            self._stage, self._held = Stage.THINKING, begun[len(opener) :]
+        elif not opener.startswith(begun):
+            self._stage, self._bare = Stage.ANSWERING, False
+
+    def _thought(self) -> str:
+        """Move reasoning out; hold back white space and what may begin the closer."""
+        text = self._held.lstrip() if self._bare else self._held
+        at = text.find(self._marks.closer)
+        if at >= 0:
+            self._stage, self._bare = Stage.ANSWERING, True
+            self._held = text[at + len(self._marks.closer) :]
+            return text[:at].rstrip()
+        cut = len(text[: len(text) - overlap(text, self._marks.closer)].rstrip())
+        self._held = text[cut:]
+        self._bare = self._bare and not cut
+        return text[:cut]
+
+    def _answer(self) -> str:
+        text, self._held = self._held, ""
+        if self._bare:
+            text = text.lstrip()
+            self._bare = not text
+        return text
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest proper beginning of `mark` that `text` ends with."""
+    for size in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:size]):
+            return size
+    return 0

@@ -1,0 +1,187 @@
+"""Tool calls and reasoning, read from text that is cut at every place."""
+
+import json
+from itertools import combinations, pairwise
+
+import pytest
+
+from forerun.text.reasoning import Marks, ReasoningReader, Stage
+from forerun.text.tool_prompt import told_in_text
+from forerun.text.tools import FORMATS, GLM, HERMES, LLAMA3, MISTRAL, ToolReader, format_of
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+OSLO = '{"city": "Os\\"lo} </tool_call", "days": [1, {"a": "]"}]}'
+
+
+def pieces(text, cuts):
+    edges = [0, *cuts, len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+def listened(reader, parts):
+    """Content and calls, put together as a client does."""
+    content, calls = "", []
+    for said in [*map(reader.push, parts), reader.finish()]:
+        content += said.content
+        for piece in said.calls:
+            if piece.name is not None:
+                assert piece.index == len(calls), "a call begins with its name, in order"
+                calls.append([piece.name, ""])
+            assert piece.index == len(calls) - 1
+            calls[piece.index][1] += piece.arguments
+    return content, calls
+
+
+VECTORS = [
+    (HERMES, "no call", "no call", []),
+    (HERMES, "a < b <tool_cal", "a < b <tool_cal", []),
+    (
+        HERMES,
+        f'Let me see.\n<tool_call>\n{{"name": "weather", "arguments": {OSLO} }}\n</tool_call>',
+        "Let me see.",
+        [["weather", OSLO]],
+    ),
+    (
+        HERMES,
+        '<tool_call>[{"name":"now","arguments":{}},\n{"name": "now", "arguments": {}}]'
+        "</tool_call>\n"
+        '<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call>\nDone. ',
+        "\nDone.",
+        [["now", "{}"], ["now", "{}"], ["x", '{"a": 1}']],
+    ),
+    (HERMES, '<tool_call>{"name": "now", "arguments": {"a', "", [["now", '{"a']]),
+    (HERMES, "x <tool_call>nonsense</tool_call> y", "x <tool_call>nonsense</tool_call> y", []),
+    (HERMES, '<tool_call>{"nam', '<tool_call>{"nam', []),
+    (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [["now", '{"a": 1}']],
+    ),
+    (LLAMA3, f'\n {{"name": "weather", "parameters": {OSLO}}}', "", [["weather", OSLO]]),
+    (
+        LLAMA3,
+        '{"name": "now", "parameters": {}}; {"name": "now", "parameters": {"a": []}}',
+        "",
+        [["now", "{}"], ["now", '{"a": []}']],
+    ),
+    (
+        LLAMA3,
+        'It is {"name": "now", "parameters": {}}',
+        'It is {"name": "now", "parameters": {}}',
+        [],
+    ),
+    (LLAMA3, '{"colour": "red"} is JSON', '{"colour": "red"} is JSON', []),
+    (
+        MISTRAL,
+        f'Sure. [TOOL_CALLS] [{{"name": "weather", "arguments": {OSLO}}}, '
+        '{"name": "now", "arguments": {}}]',
+        "Sure.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
+        GLM,
+        "Hm\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n"
+        "<arg_key>days</arg_key><arg_value> 3 </arg_value>\n</tool_call>\n"
+        "<tool_call>now</tool_call>",
+        "Hm",
+        [["weather", '{"city": "12", "days": 3}'], ["now", "{}"]],
+    ),
+    (
+        GLM,
+        '<tool_call>x\n<arg_key>a</arg_key>\n<arg_value>b "c"\n<</arg_value>\n</tool_call>',
+        "",
+        [["x", '{"a": "b \\"c\\"\\n<"}']],
+    ),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "calls"), VECTORS)
+def test_any_cut_gives_the_same_calls(format, text, content, calls):
+    cuts = [(), range(1, len(text)), *((i,) for i in range(1, len(text)))]
+    cuts += list(combinations(range(1, len(text), 3), 2))[:800]
+    for cut in cuts:
+        found = listened(ToolReader(format, TOOLS), pieces(text, cut))
+        assert found == (content, calls), cut
+
+
+def test_arguments_come_while_they_are_written():
+    reader = ToolReader(HERMES, TOOLS)
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Paris", "days": 3}}</tool_call>'
+    said = [reader.push(character) for character in text]
+    telling = [index for index, one in enumerate(said) if one.calls]
+    assert len(telling) > 20, "in pieces, not at the end"
+    first = said[telling[0]].calls[0]
+    assert (first.name, first.arguments) == ("weather", "")
+    assert text[: telling[0]].endswith('"weather"')
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n not in ("hermes",)])
+def test_the_template_shows_the_format(name):
+    shown = {
+        "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
+        "mistral": "{{ '[TOOL_CALLS]' }}",
+        "llama3": "{% if tools %} Environment: ipython ... dictionary of parameters",
+    }
+    assert format_of(shown[name]).name == name
+    assert format_of("{% if tools %}<tool_call>") == HERMES == format_of("plain")
+
+
+def test_templates_without_tools_are_told_in_text():
+    call = {"function": {"name": "now", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "noon"},
+    ]
+    told = told_in_text(messages, TOOLS)
+    assert told[0]["role"] == "system" and json.dumps(TOOLS[0]) in told[0]["content"]
+    reader = ToolReader(HERMES, TOOLS)
+    assert listened(reader, [told[2]["content"]]) == ("", [["now", '{"a": 1}']])
+    assert told[3] == {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
+    system = [{"role": "system", "content": "Be brief."}, *messages]
+    assert told_in_text(system, TOOLS)[0]["content"].startswith("Be brief.\n\nYou can call")
+
+
+THINK = Marks.of("</think>")
+ALOUD = [
+    (Stage.UNDECIDED, "<think>\nHm. <b> </thin\n</think>\n\nYes.\n", "Hm. <b> </thin", "Yes.\n"),
+    (Stage.UNDECIDED, "\n<think></think>Yes", "", "Yes"),
+    (Stage.UNDECIDED, "<th> Yes", "", "<th> Yes"),
+    (Stage.UNDECIDED, "<thin", "", "<thin"),
+    (Stage.THINKING, "\nHm.</think>{}", "Hm.", "{}"),
+    (Stage.THINKING, "Hm, it </", "Hm, it </", ""),
+    (Stage.THINKING, "Hm. \n", "Hm.", ""),
+    (Stage.ANSWERING, "\nYes", "", "Yes"),
+    (Stage.ANSWERING, "a </think> b", "", "a </think> b"),
+]
+
+
+@pytest.mark.parametrize(("stage", "text", "reasoning", "answer"), ALOUD)
+def test_any_cut_gives_the_same_reasoning(stage, text, reasoning, answer):
+    cuts = [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]
+    for cut in cuts:
+        reader = ReasoningReader(THINK, stage)
+        said = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert tuple(map("".join, zip(*said, strict=True))) == (reasoning, answer), cut
+
+
+def test_marks_and_stages_are_found():
+    assert Marks.found_in("... '</think>' in content ...") == THINK
+    assert Marks.found_in("no thoughts") is None and Marks.found_in(None) is None
+    assert Marks.found_in("[/THINK]").opener == "[THINK]"
+    assert THINK.stage("assistant\n<think>\n") == Stage.THINKING
+    assert THINK.stage("<think>\n\n</think>\n\n") == Stage.ANSWERING
+    assert THINK.stage("assistant\n") == Stage.UNDECIDED
