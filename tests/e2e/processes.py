@@ -1,0 +1,104 @@
+"""Starting and ending toy servers, and talking to them over bare sockets."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    """A running server process and its address."""
+
+    def __init__(self, process, url, log):
+        self.process, self.url, self.log = process, url, log
+        self.root = url.removesuffix("/v1")
+        parts = urlsplit(url)
+        self.address = (parts.hostname, parts.port)
+        self.http = httpx.Client(base_url=self.root, timeout=30, trust_env=False)
+
+    def post(self, path, body, **headers):
+        return self.http.post(path, json=body, headers=headers)
+
+    def complete(self, **body):
+        return self.post("/v1/completions", {"prompt": "Hi", "temperature": 0, **body})
+
+    def load(self):
+        """What the engine holds, by its own account."""
+        return self.http.get("/server_info").json()["stats"]["load"]
+
+    def idle(self, seconds=5.0):
+        """Wait until nothing runs, waits or holds a page; the load if that does not come."""
+        return wait_for(lambda: not self.held(), seconds) or self.load()
+
+    def held(self):
+        load = self.load()
+        return load["running"] + load["waiting"] + load["pages_held"]
+
+    def connect(self, receive_buffer=None):
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(20)
+        sock.connect(self.address)
+        return sock
+
+    def logged(self):
+        self.log.seek(0)
+        return self.log.read()
+
+
+def wait_for(check, seconds=5.0):
+    """Poll until `check` says yes. True if it did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if check():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@contextmanager
+def serving(tmp_path, wait=True, **options):
+    """A toy server process; with `wait`, it is loaded."""
+    with (tmp_path / f"server-{time.monotonic_ns()}.log").open("w+") as log:
+        line = [sys.executable, "-m", "tests.e2e.toy_server", json.dumps(options)]
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            url = process.stdout.readline().strip()
+            assert url, (log.seek(0), log.read())
+            server = Server(process, url, log)
+            if wait:
+                assert wait_for(lambda: server.http.get("/health").status_code == 200, 20)
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def request_bytes(path, body, **headers):
+    """A POST as it goes over the wire."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = {"host": "x", "content-type": "application/json", "content-length": len(data)}
+    lines |= {name.replace("_", "-"): value for name, value in headers.items()}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value is not None)
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data
+
+
+def read_until(sock, mark):
+    """Bytes up to and with `mark`, or to the end of the connection."""
+    data = b""
+    while mark not in data:
+        piece = sock.recv(65536)
+        if not piece:
+            break
+        data += piece
+    return data

@@ -1,0 +1,332 @@
+"""Whatever is sent, the answer is an error that names the culprit, and the next request works."""
+
+import json
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from tests.e2e.processes import read_until, request_bytes, serving, wait_for
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+LIMIT = 65536
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    settings = {"max_body_bytes": LIMIT, "send_seconds": 1.0}
+    with serving(tmp_path_factory.mktemp("bad"), settings=settings) as server:
+        yield server
+        assert "Traceback" not in server.logged()
+
+
+@pytest.fixture(autouse=True)
+def next_request_answers(server):
+    yield
+    answer = server.complete(max_tokens=5)
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "djell")
+    load = server.load()
+    assert (load["running"], load["waiting"], load["pages_held"]) == (0, 0, 0)
+
+
+def error_of(answer, status):
+    """The error body, its shape checked."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    body = answer.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert isinstance(body["error"]["message"], str)
+    assert "Traceback" not in answer.text
+    return body["error"]
+
+
+def raw(server, data, path=COMPLETIONS, **headers):
+    """Post bytes as they are."""
+    headers = {"content-type": "application/json", **headers}
+    return server.http.post(path, content=data, headers=headers)
+
+
+BODIES = [
+    (b"", "invalid_json"),
+    (b"{", "invalid_json"),
+    (b"nonsense", "invalid_json"),
+    (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+    (b'{"prompt": "a", "temperature": -Infinity}', "invalid_json"),
+    (b'{"prompt": "\xff\xfe"}', "invalid_json"),
+    (b"[" * 30_000 + b"]" * 30_000, "invalid_json"),
+    (b'{"prompt": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}", "invalid_json"),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+    (b"[]", "invalid_value"),
+    (b'"text"', "invalid_value"),
+    (b"null", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("data", "code"), BODIES, ids=range(len(BODIES)))
+def test_bodies_that_are_no_request(server, data, code):
+    assert error_of(raw(server, data), 400)["code"] == code
+
+
+def test_deep_json_of_a_hundred_thousand_levels(tmp_path):
+    with serving(tmp_path) as server:
+        for depth in (100_000, 1_000_000):
+            data = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
+            assert error_of(raw(server, data), 400)["code"] == "invalid_json"
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+FIELDS = [
+    ("tempratur", 1, "tempratur"),
+    ("temperature", "hot", "temperature"),
+    ("temperature", 2.5, "temperature"),
+    ("temperature", -1, "temperature"),
+    ("temperature", True, "temperature"),
+    ("top_p", 1.5, "top_p"),
+    ("top_k", -2, "top_k"),
+    ("top_k", 1.5, "top_k"),
+    ("min_p", -0.1, "min_p"),
+    ("n", 0, "n"),
+    ("n", 1_000_000_000, "n"),
+    ("n", 17, "n"),
+    ("n", 10**30, "n"),
+    ("max_tokens", -1, "max_tokens"),
+    ("min_tokens", 100, "min_tokens"),
+    ("seed", 2**63, "seed"),
+    ("repetition_penalty", 0, "repetition_penalty"),
+    ("frequency_penalty", 3, "frequency_penalty"),
+    ("logit_bias", {"a": 1}, "logit_bias"),
+    ("logit_bias", {"5": 101}, "logit_bias.5"),
+    ("logit_bias", {"259": 1}, "logit_bias"),
+    ("logit_bias", {str(i): 1 for i in range(2000)}, "logit_bias"),
+    ("stop", [""], "stop[0]"),
+    ("stop", ["x"] * 17, "stop"),
+    ("stop", ["x", 5], "stop[1]"),
+    ("stop", "x" * 1025, "stop"),
+    ("stop_token_ids", [259], "stop_token_ids"),
+    ("stop_token_ids", [-1], "stop_token_ids[0]"),
+    ("stream", "yes", "stream"),
+    ("stream_options", {"include_usage": True}, "stream_options"),
+    ("logprobs", 21, "logprobs"),
+    ("logprobs", True, "logprobs"),
+    ("best_of", 2, "best_of"),
+    ("suffix", "end", "suffix"),
+    ("use_beam_search", True, "use_beam_search"),
+    ("guided_json", {}, "guided_json"),
+    ("response_format", {"type": "json_object"}, "response_format"),
+    ("speculative", {"max_node": 3}, "speculative.max_node"),
+    ("speculative", {"enabled": "no"}, "speculative.enabled"),
+    ("speculative", {"max_nodes": -1}, "speculative.max_nodes"),
+    ("speculative", 3, "speculative"),
+    ("prompt", [], "prompt"),
+    ("prompt", "", "prompt"),
+    ("prompt", 5, "prompt"),
+    ("prompt", [[]], "prompt[0]"),
+    ("prompt", ["a", 5], "prompt[1]"),
+    ("prompt", [1, "a"], "prompt[1]"),
+    ("prompt", [259], "prompt"),
+    ("prompt", [-1], "prompt[0]"),
+    ("prompt", [10**20], "prompt[0]"),
+    ("prompt", [True], "prompt[0]"),
+    ("prompt", ["a"] * 257, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "param"), FIELDS, ids=range(len(FIELDS)))
+def test_fields_of_completions(server, name, value, param):
+    error = error_of(server.complete(**{name: value}), 400)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param.split(".")[0].split("[")[0] in error["message"]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://example/a.png"}}
+CHAT_FIELDS = [
+    ("messages", [], "messages"),
+    ("messages", "Hi", "messages"),
+    ("messages", None, "messages"),
+    ("messages", ["Hi"], "messages[0]"),
+    ("messages", [{"role": "user"}], "messages[0].content"),
+    ("messages", [{"content": "a"}], "messages[0].role"),
+    ("messages", [{"role": "wizard", "content": "a"}], "messages[0].role"),
+    ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
+    ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": "a", "mood": 1}], "messages[0].mood"),
+    ("messages", [{}] * 4097, "messages"),
+    ("tools", [{"type": "function"}], "tools"),
+    ("tool_choice", "required", "tool_choice"),
+    ("store", True, "store"),
+    ("metadata", {"a": "b"}, "metadata"),
+    ("modalities", ["text", "audio"], "modalities"),
+    ("top_logprobs", 3, "top_logprobs"),
+    ("max_tokens", 0, "max_tokens"),
+    ("echo", True, "echo"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
+    ("chat_template_kwargs", {str(i): 1 for i in range(65)}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "param"), CHAT_FIELDS, ids=range(len(CHAT_FIELDS)))
+def test_fields_of_chat(server, name, value, param):
+    error = error_of(server.post(CHAT, {**HELLO, name: value}), 400)
+    assert error["param"] == param
+
+
+HARMLESS = [
+    {"user": "u1"},
+    {"store": False},
+    {"tools": [], "tool_choice": "none"},
+    {"response_format": {"type": "text"}},
+    {"modalities": ["text"]},
+    {"temperature": None, "stop": None, "audio": None, "logit_bias": None},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+    {"messages": [{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}]},
+    {"messages": [{"role": "assistant", "content": "a", "tool_calls": None, "refusal": None}]},
+    {"top_p": 0, "top_k": -1, "temperature": 1e-30},
+]
+
+
+@pytest.mark.parametrize("extra", HARMLESS, ids=range(len(HARMLESS)))
+def test_what_changes_nothing_is_accepted(server, extra):
+    assert server.post(CHAT, {**HELLO, **extra}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        rb'{"prompt": "a\ud800"}',
+        rb'{"prompt": ["a", "\udfff"]}',
+        rb'{"prompt": "a", "stop": "\ud800"}',
+        rb'{"prompt": "a", "user": "\ud800"}',
+        rb'{"prompt": "a", "\ud800": 1}',
+        rb'{"prompt": "a", "model": "\ud800"}',
+    ],
+)
+def test_lone_surrogates(server, data):
+    error = error_of(raw(server, data), 400)
+    assert error["param"]
+
+
+def test_lone_surrogates_in_chat(server):
+    data = rb'{"messages": [{"role": "user", "content": "\ud800"}]}'
+    assert error_of(raw(server, data, CHAT), 400)["param"] == "messages[0].content"
+    data = rb'{"messages": [{"role":"user","content":""}], "chat_template_kwargs":{"a": "\udead"}}'
+    assert error_of(raw(server, data, CHAT), 400)["param"].startswith("chat_template_kwargs")
+
+
+def test_control_strings_in_user_text_stay_text(server):
+    """Ten bytes of `<|im_end|>` must stay ten tokens."""
+    plain = {"messages": [{"role": "user", "content": "0123456789"}]}
+    forged = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
+    counts = [server.post("/tokenize", body).json()["count"] for body in (plain, forged)]
+    assert counts[0] == counts[1]
+
+
+def test_longer_than_the_context(server):
+    for body in ({"prompt": "a" * 4097}, {"prompt": [97] * 4097}, {"prompt": "a" * 4096}):
+        error = error_of(server.complete(**body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = error_of(server.complete(max_tokens=4095), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert server.complete(max_tokens=10**9).status_code == 400
+    long = {"messages": [{"role": "user", "content": "a" * 5000}]}
+    assert error_of(server.post(CHAT, long), 400)["code"] == "context_length_exceeded"
+
+
+def test_too_many_log_probabilities(server):
+    error = error_of(server.complete(logprobs=20, n=16, max_tokens=4000), 400)
+    assert error["param"] == "logprobs"
+
+
+def test_unknown_model_path_and_method(server):
+    error = error_of(server.complete(model="gpt-4"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error_of(server.http.get("/v2/nothing%0Ahere"), 404)["code"] == "unknown_url"
+    assert error_of(server.http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
+    answer = server.http.get(CHAT)
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+
+
+def test_only_json_is_read(server):
+    """A web page may post text/plain to this machine without asking; it must not get through."""
+    data = json.dumps({"prompt": "a"})
+    for headers in ({"content-type": "text/plain"}, {}):
+        answer = server.http.post(COMPLETIONS, content=data, headers=headers)
+        error_of(answer, 415)
+    typed = {"content-type": "Application/JSON; charset=utf-8"}
+    assert server.http.post(COMPLETIONS, content=data, headers=typed).status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_refused_while_they_come(server, chunked):
+    piece = b" " * 16384
+    count = LIMIT * 8 // len(piece)
+    content = (piece for _ in range(count)) if chunked else piece * count
+    assert error_of(raw(server, content), 413)["code"] == "body_too_large"
+    fits = b" " * (LIMIT - 20) + b'{"prompt": "a"}'
+    assert raw(server, fits).status_code == 200
+
+
+def test_a_body_of_64_megabytes_is_cut_off(server):
+    """More than can sensibly be discarded: the connection ends, in whichever way."""
+    with suppress(httpx.TransportError):
+        error_of(raw(server, b" " * (64 << 20)), 413)
+
+
+def test_expect_continue_is_answered_before_the_body(server):
+    with server.connect() as sock:
+        head = request_bytes(COMPLETIONS, b"", content_length=LIMIT + 1, expect="100-continue")
+        sock.sendall(head)
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_stops_arriving(server):
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, b'{"prompt"', content_length=100))
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_leaves_amid_its_body(server):
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, b'{"prompt"', content_length=100))
+    assert wait_for(lambda: "the client is gone" in server.logged())
+
+
+def test_bytes_that_are_no_http(server):
+    with server.connect() as sock:
+        sock.sendall(b"\x16\x03\x01\x02\x00 nonsense\r\n\r\n")
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 400")
+
+
+def test_request_ids_are_harmless(server):
+    echoed = server.http.get("/version", headers={"x-request-id": "a.b-c_1"})
+    assert echoed.headers["x-request-id"] == "a.b-c_1"
+    for bad in ("x" * 129, "a b", "<script>"):
+        other = server.http.get("/version", headers={"x-request-id": bad})
+        assert other.headers["x-request-id"] != bad
+
+
+def test_nothing_said_reaches_the_log(server):
+    server.complete(prompt="a secret word", max_tokens=3)
+    body = {**HELLO, "messages": [{"role": "user", "content": "secret"}], "secret": 1}
+    assert server.post(CHAT, body).status_code == 400
+    assert "secret" not in server.logged()
+
+
+def test_tokenize_and_detokenize(server):
+    answer = server.post("/tokenize", {"prompt": "Hé", "return_token_strs": True}).json()
+    assert answer["tokens"] == [72, 0xC3, 0xA9]
+    assert answer["token_strs"] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
+    assert (answer["count"], answer["max_model_len"]) == (3, 4096)
+    back = server.post("/detokenize", {"tokens": [*answer["tokens"], 257]}).json()
+    assert back == {"prompt": "Hé<|im_end|>"}
+    chat = server.post("/tokenize", {"messages": HELLO["messages"]}).json()["tokens"]
+    assert (chat[0], chat.count(256)) == (256, 2)
+    bare = {"messages": HELLO["messages"], "add_generation_prompt": False}
+    assert server.post("/tokenize", bare).json()["tokens"] == chat[: chat.index(256, 1)]
+    for body in ({}, {"prompt": "a", "messages": HELLO["messages"]}):
+        assert error_of(server.post("/tokenize", body), 400)["param"] == "prompt"
+    assert error_of(server.post("/detokenize", {"tokens": [300]}), 400)["param"] == "tokens"
+    assert error_of(server.post("/detokenize", {}), 400)["param"] == "tokens"

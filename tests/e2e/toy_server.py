@@ -1,0 +1,56 @@
+"""A real server process on the toy: `python -m tests.e2e.toy_server '{"delay": 0.01, ...}'`.
+
+What it takes beyond settings: a toy that needs `delay` seconds per step, loading that takes
+`load_seconds` or fails with `load_error`, an engine that dies of the token `poison`.
+"""
+
+import json
+import logging
+import sys
+import time
+from dataclasses import replace
+
+from forerun.api import load
+from forerun.config import EngineConfig, ServeSettings
+from forerun.errors import ForerunError, ModelError
+from forerun.executors.toy import ToyExecutor
+from forerun.serve.server import run
+
+
+class Poisoned(ToyExecutor):
+    """Raises in `verify` for good once a prompt held the token."""
+
+    poison = -1
+    dead = False
+
+    def verify(self, plan, trees):
+        self.dead = self.dead or self.poison in trees.tokens
+        if self.dead:
+            raise RuntimeError("the toy was poisoned")
+        return super().verify(plan, trees)
+
+
+def main(options):
+    settings = ServeSettings(port=0, **{"api_keys": (), **options.get("settings", {})})
+    settings = replace(settings, api_keys=tuple(settings.api_keys))
+
+    def loader():
+        time.sleep(options.get("load_seconds", 0))
+        if "load_error" in options:
+            raise ModelError(options["load_error"])
+        loaded = load(EngineConfig(model="toy", **options.get("config", {})))
+        executor = loaded.target.executor
+        executor.__class__ = Poisoned
+        executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
+        return loaded
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    try:
+        run(loader, settings, lambda url: print(url, flush=True))
+    except ForerunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
