@@ -119,6 +119,8 @@ def test_control_c_ends_with_130_and_without_a_traceback():
         [*FORERUN, "run", "Hi", *TOY, "--context", "4000",
          "--max-tokens", "3900", "--ignore-eos", "--speculation", "off"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # Tests may run in the background of a shell, where SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
