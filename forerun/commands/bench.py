@@ -56,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configured(EngineConfig, arguments)
     if arguments.launch:
         with launched(config) as url:
-            levels, facts = _measure(Endpoint(url, config.model), sweep, ask, config)
+            endpoint = Endpoint(url, find_model(url, "", None))
+            levels, facts = _measure(endpoint, sweep, ask, config)
     else:
         wanted = config.model if config.model != EngineConfig().model else None
         name = find_model(arguments.url, arguments.api_key, wanted)
