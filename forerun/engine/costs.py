@@ -13,8 +13,9 @@ from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, batch
 from forerun.types import Ints
 
-NODES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
-"""Node counts that are timed, as far as limits and SECONDS allow. At least the first two are."""
+NODES = (1, 2, 64, 8, 4, 16, 32, 3, 6)
+"""Node counts that are timed, as far as limits allow; the most telling come first, because no
+further one is begun after SECONDS."""
 
 PER_ROW = 8
 """Nodes of one row at most; more nodes mean more rows, as they would in service."""
@@ -25,40 +26,54 @@ CACHED = 256
 WORDS = 250
 """Token ids used are below this, which every vocabulary holds."""
 
-REPEATS = 3
-SECONDS = 0.4
-"""No further count is begun after this long."""
+REPEATS = 8
+"""A count is timed so often at most."""
+PAIRS = 4
+"""Steps with and without cached tokens that are compared."""
+SECONDS = 0.5
+"""All counts get the same share of this, but at least one step each."""
 
 
 def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
-    """Time steps of growing size. All slots must be closed, and are closed again afterwards.
+    """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
 
-    The least of a few repeats counts (long steps need none): a machine with other work is slower
-    now and then, never faster. Guesses are wrong on purpose, so that nothing but the root's token
-    is kept. Raises ConfigError where the executor is too small to time two nodes.
+    The least of a few repeats counts: a machine with other work is slower now and then, never
+    faster. They are taken in turns, so that a slow moment hits no size alone. Guesses are wrong
+    on purpose, so that nothing but the root's token is kept. Raises ConfigError where the
+    executor is too small to time two nodes.
     """
-    limits, begun = executor.limits, perf_counter()
+    limits = executor.limits
     possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError("max-step-nodes or context is too small to measure what a guess costs.")
     # The first step also pays for what is built lazily; it is not counted.
     _time_step(executor, _steps(limits, 1))
-    counts: list[int] = []
-    times: list[float] = []
-    for nodes in possible:
-        if len(counts) >= 2 and perf_counter() - begun > SECONDS:
-            break
-        counts.append(nodes)
-        step, repeats = _steps(limits, nodes), REPEATS if nodes <= PER_ROW else 1
-        times.append(min(_time_step(executor, step) for _ in range(repeats)))
+    times = _time_in_turns(executor, possible)
+    counts = sorted(times)
     # A bigger step is never cheaper: what says otherwise is noise.
-    steady = 1000.0 * np.maximum.accumulate(times)
+    steady = 1000.0 * np.maximum.accumulate([min(times[nodes]) for nodes in counts])
     return StepCosts(
         nodes=tuple(counts),
         verify_ms=tuple(steady.tolist()),
         attend_ms=_attention_ms(executor),
         draft_ms=1000.0 * _time_guess(drafter, limits),
     )
+
+
+def _time_in_turns(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
+    """Seconds of steps by their number of nodes, at least two of `possible`."""
+    steps = {nodes: _steps(executor.limits, nodes) for nodes in possible}
+    times: dict[int, list[float]] = {}
+    for _ in range(REPEATS):
+        for nodes, step in steps.items():
+            taken = times.get(nodes, [])
+            everything = sum(map(sum, times.values()))
+            if taken and sum(taken) > SECONDS / len(steps):
+                continue
+            if len(times) >= 2 and not taken and everything > SECONDS:
+                continue
+            times[nodes] = [*taken, _time_step(executor, step)]
+    return times
 
 
 def _fits(limits: ExecutorLimits, nodes: int) -> bool:
@@ -68,20 +83,20 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
 
 
 def _attention_ms(executor: Executor) -> float:
-    """What a node pays for 1,000 cached tokens: two nodes behind CACHED of them and behind none,
-    timed in turn so that both meet the same machine.
+    """What a node pays for 1,000 cached tokens: nodes behind CACHED of them and behind none, timed
+    in turn so that both meet the same machine.
     """
     limits = executor.limits
     cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
         _time_step(executor, _Step(limits, [chunk % WORDS], 0, start, samples=False))
-    root = [np.zeros(1, np.int32)]
-    far, near = _Step(limits, root, 1, cached), _Step(limits, root, 1)
+    root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.max_nodes)
+    far, near = _Step(limits, root, nodes - 1, cached), _Step(limits, root, nodes - 1)
     # The far step first: the near one overwrites the start of the cache, not its length.
-    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(2 * REPEATS)]
+    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(PAIRS)]
     extra = min(pair[0] for pair in pairs) - min(pair[1] for pair in pairs)
-    return max(0.0, 1e6 * extra / (2 * cached))
+    return max(0.0, 1e6 * extra / (nodes * cached))
 
 
 class _Step:
