@@ -1,10 +1,22 @@
 """Limits on grammars, shared by the compiling process and the server."""
 
+from typing import Any
+
 import llguidance
 
 WHITESPACE = r"( {0,2}|\r?\n[ \t]{0,40})"
 """Between JSON tokens: at most two spaces, or a line break and its indentation. Without a bound
 a model may write spaces until max_tokens."""
+
+
+def json_options(lenient: bool) -> dict[str, Any]:
+    """How llguidance is to read a JSON schema."""
+    return {
+        "whitespace_pattern": WHITESPACE,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
+    }
+
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=12_000,

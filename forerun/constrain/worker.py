@@ -12,7 +12,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from forerun.constrain.limits import LIMITS, MEMORY, WHITESPACE
+from forerun.constrain.limits import LIMITS, MEMORY, json_options
 
 
 def translate(kind: str, source: str, lenient: bool) -> str:
@@ -21,11 +21,7 @@ def translate(kind: str, source: str, lenient: bool) -> str:
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "json_schema":
-        options: Any = {
-            "whitespace_pattern": WHITESPACE,
-            "lenient": lenient,
-            "coerce_one_of": lenient,
-        }
+        options: Any = json_options(lenient)
         return str(matcher.grammar_from_json_schema(source, overrides=options))
     if "::=" not in source:
         return str(matcher.grammar_from_lark(source))

@@ -1,0 +1,211 @@
+"""Grammars of answers with tool calls: free text up to a call, then nothing but a call.
+
+Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence of that text,
+`%json` stands for the texts of a schema.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.limits import json_options
+from forerun.constrain.matcher import Compiled
+from forerun.errors import BusyError, RequestError
+from forerun.text.tools import GLM, LLAMA3, MISTRAL, ToolFormat
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function that may be called. arguments: a grammar of kind JSON_SCHEMA."""
+
+    name: str
+    arguments: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """What an answer may be.
+
+    required  calls and nothing else
+    several   more than one call
+    special   id of the opener, where it is a control token of the model's
+    """
+
+    required: bool
+    several: bool
+    special: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A part of a text that follows a schema: begin, JSON, end."""
+
+    begin: str
+    content: Grammar
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A grammar and what it was put together from, so that an error can name the part."""
+
+    grammar: Grammar
+    parts: tuple[Grammar, ...] = ()
+
+    def compiled(self, compile: Callable[[Grammar], Compiled]) -> Compiled:
+        """The whole, compiled. Raises RequestError that names the part at fault, BusyError."""
+        try:
+            return compile(self.grammar)
+        except BusyError:
+            raise
+        except RequestError:
+            for part in self.parts:
+                compile(part)
+            raise
+
+    def after(self, start: Sequence[int]) -> "Rules":
+        """The same, beginning after the token ids `start`."""
+        return Rules(self.grammar.after(start), self.parts)
+
+
+def tool_rules(
+    format: ToolFormat,
+    tools: Sequence[Signature],
+    calling: Calling,
+    answer: Grammar | None = None,
+) -> Rules:
+    """Answers with calls of `tools`; the others are free text, or texts of the schema `answer`."""
+    lines = [f"call: {_either('call', len(tools))}"]
+    for index, tool in enumerate(tools):
+        lines += _call(format, index, tool)
+    special = calling.special is not None
+    opener = f"<[{calling.special}]>" if special else _literal(format.opener)
+    lines += _around(format, calling, opener, answer)
+    parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
+    return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
+
+
+def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules:
+    """Free text in which every trigger begins a tag (SGLang's structural tags).
+
+    Raises RequestError where a tag does not begin with a trigger.
+    """
+    heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    lines: list[str] = []
+    for index, tag in enumerate(tags):
+        trigger = next((t for t in triggers if tag.begin.startswith(t)), None)
+        if trigger is None:
+            raise RequestError(f"{field}: {tag.begin!r} begins with none of the triggers", field)
+        heads[trigger].append(f"tag_{index}")
+        rest, end = _literal(tag.begin[len(trigger) :]), _literal(tag.end)
+        lines += [f"tag_{index}: {rest} json_{index} {end}", f"json_{index}: {_json(tag.content)}"]
+    used = [(trigger, names) for trigger, names in heads.items() if names]
+    for place, (trigger, names) in enumerate(used):
+        lines.append(f"part_{place}: head_{place} ({' | '.join(names)})")
+        lines.append(f"head_{place}[suffix={_literal(trigger)}]: {ANY_TEXT}")
+    lines.append(f"start: ({_either('part', len(used))})* TAIL")
+    lines.append(f"TAIL: {_without([trigger for trigger, _ in used])}")
+    parts = tuple(tag.content for tag in tags)
+    return Rules(Grammar.grammar("\n".join(lines), field), parts)
+
+
+def _around(format: ToolFormat, calling: Calling, opener: str, answer: Grammar | None) -> list[str]:
+    """The rules from `start` down to the calls."""
+    again = {MISTRAL: '", "', LLAMA3: '"; "'}.get(format, f'"\\n" {opener}')
+    calls = f"call ({again} call)*" if calling.several else "call"
+    if format is MISTRAL:
+        calls = f'{opener} " "? "[" {calls} "]"'
+    elif format is not LLAMA3:
+        calls = f"{opener} {calls}"
+    lines = [f"calls: {calls}"]
+    if calling.required:
+        return [*lines, "start: calls"]
+    if answer is not None:
+        return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
+    if format is LLAMA3:
+        return [*lines, "start: TEXT | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
+    if calling.special is not None:
+        return [*lines, "start: TEXT calls?", f"TEXT: {ANY_TEXT}"]
+    many = "*" if calling.several else "?"
+    # A list of calls is opened once, other calls one by one, with text between them.
+    rest = calls.removeprefix(f"{opener} ") if format is MISTRAL else "call"
+    head = f"head[suffix={opener}]: {ANY_TEXT}"
+    return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {_without([format.opener])}"]
+
+
+def _call(format: ToolFormat, index: int, tool: Signature) -> list[str]:
+    """The rules of one call, from behind the opener to its closer."""
+    if format is GLM:
+        pairs, rules = _glm_pairs(index, json.loads(tool.arguments.source), tool.arguments)
+        head = _literal(f"{tool.name}\n")
+        return [f"call_{index}: {head} {pairs} {_literal(format.closer)}", *rules]
+    begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+    end = "}"
+    if format.closer == "</tool_call>":
+        begin, end = "\n" + begin, end + "\n" + format.closer
+    rule = f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}"
+    return [rule, f"json_{index}: {_json(tool.arguments)}"]
+
+
+def _glm_pairs(index: int, schema: dict[str, Any], grammar: Grammar) -> tuple[str, list[str]]:
+    """Key and value in tags, for each property in order; strings without their quotes."""
+    properties, rules, pairs = schema.get("properties") or {}, [], []
+    for place, (key, value) in enumerate(properties.items()):
+        name = f"value_{index}_{place}"
+        rules.append(_glm_value(name, value, schema, grammar))
+        begin = f"<arg_key>{key}</arg_key>\n<arg_value>"
+        optional = "" if key in schema.get("required", ()) else "?"
+        pairs.append(f"({_literal(begin)} {name} {_literal(chr(10))}){optional}")
+    return " ".join(pairs), rules
+
+
+def _glm_value(name: str, value: Any, schema: dict[str, Any], grammar: Grammar) -> str:
+    """A rule for one value and its closing tag."""
+    closer = _literal("</arg_value>")
+    if isinstance(value, dict) and value.get("type") == "string":
+        if "enum" not in value:
+            return f"{name}[suffix={closer}]: {ANY_TEXT}"
+        words = " | ".join(_literal(word) for word in value["enum"] if word)
+        return f"{name}: ({words}) {closer}"
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    inner = {**shared, **value} if isinstance(value, dict) else value
+    part = Grammar.json_schema(inner, grammar.lenient, grammar.field)
+    return f"{name}: {name}_json {closer}\n{name}_json: {_json(part)}"
+
+
+def _content(answer: Grammar) -> str:
+    if answer.kind is not Kind.JSON_SCHEMA:
+        raise RequestError(
+            f"{answer.field} together with tools must be a JSON schema; for another grammar set "
+            "tool_choice to none or required.",
+            answer.field,
+        )
+    return _json(answer)
+
+
+def _json(grammar: Grammar) -> str:
+    """Texts of a schema."""
+    schema = {**json.loads(grammar.source), "x-guidance": json_options(grammar.lenient)}
+    return f"%json {_plain(schema)}"
+
+
+def _literal(text: str) -> str:
+    return _plain(text) if text else ""
+
+
+def _plain(value: Any) -> str:
+    """JSON in which nothing looks like GBNF."""
+    return json.dumps(value, ensure_ascii=False).replace("::=", "::\\u003d")
+
+
+def _without(texts: Sequence[str]) -> str:
+    """A terminal of any text in which none of `texts` occurs."""
+    return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {_literal(text)} {ANY_TEXT})" for text in texts)])
+
+
+def _either(name: str, count: int) -> str:
+    return " | ".join(f"{name}_{index}" for index in range(count))

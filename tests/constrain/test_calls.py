@@ -1,0 +1,143 @@
+"""Grammars of answers with tool calls: what a model may say, and that the reader understands it."""
+
+import json
+
+import pytest
+
+from forerun.constrain.calls import Calling, Rules, Signature, Tag, tag_rules, tool_rules
+from forerun.constrain.grammar import Grammar
+from forerun.errors import RequestError
+from forerun.text.tools import FORMATS, HERMES, ToolReader
+from tests.constrain.tools import compiler, fits
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"$ref": "#/$defs/city"},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
+}
+NOTE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "mood": {"type": "string", "enum": ["glad", "sad"]},
+        "at": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["text", "mood"],
+    "description": "A note ::= text",
+}
+TOOLS = [
+    Signature("weather", Grammar.json_schema(WEATHER, field="tools[0].function.parameters")),
+    Signature("note", Grammar.json_schema(NOTE, field="tools[1].function.parameters")),
+]
+SCHEMAS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "note", "parameters": NOTE}},
+]
+ROME = '{"city": "Rome", "days": 3}'
+WRITTEN = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>',
+    "llama3": f'{{"name": "weather", "parameters": {ROME}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}]',
+    "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
+    "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
+    "<arg_key>at</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>",
+}
+CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
+    "glm": [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})]
+}
+MORE = {
+    "hermes": WRITTEN["hermes"] + "\n" + WRITTEN["hermes"],
+    "llama3": WRITTEN["llama3"] + "; " + WRITTEN["llama3"],
+    "mistral": WRITTEN["mistral"][:-1]
+    + ", "
+    + WRITTEN["mistral"].partition("[{")[2].join("{ ")[:-1],
+    "glm": WRITTEN["glm"] + "\n" + WRITTEN["glm"],
+}
+MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
+BROKEN = {
+    name: text.replace("Rome", "Bonn").replace("sad", "odd") for name, text in WRITTEN.items()
+}
+
+
+def rules(name: str, required: bool, several: bool = True, answer=None) -> Grammar:
+    return tool_rules(FORMATS[name], TOOLS, Calling(required, several), answer).grammar
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_required_calls(name, kind):
+    assert fits(rules(name, True), WRITTEN[name], kind)
+    assert fits(rules(name, True), MORE[name], kind)
+    assert not fits(rules(name, True, several=False), MORE[name], kind)
+    for text in ("", "Hello", BROKEN[name], WRITTEN[name][:-1], "x" + WRITTEN[name]):
+        assert not fits(rules(name, True), text, kind), text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_in_free_text(name):
+    grammar = rules(name, False)
+    for text in ("", "Hello\n<tool_", "< [TOOL", WRITTEN[name], MORE[name]):
+        assert fits(grammar, text), text
+    assert not fits(grammar, BROKEN[name])
+    assert not fits(rules(name, False, several=False), MORE[name])
+    assert fits(grammar, "Let me see. " + WRITTEN[name])
+    if name != "llama3":
+        assert not fits(grammar, "Let me see. " + BROKEN[name])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_or_a_schema(name):
+    grammar = rules(name, False, answer=Grammar.json_schema({"type": "array"}))
+    assert fits(grammar, "[1]") and fits(grammar, WRITTEN[name])
+    assert not fits(grammar, "Hello")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_reader_understands_what_the_grammar_allows(name):
+    reader = ToolReader(FORMATS[name], SCHEMAS)
+    pieces = [*reader.push(WRITTEN[name]).calls, *reader.finish().calls]
+    text = "".join(piece.arguments for piece in pieces)
+    assert [(pieces[0].name, json.loads(text))] == CALLED[name]
+
+
+def test_other_grammars_do_not_mix_with_tools():
+    with pytest.raises(RequestError, match="together with tools") as error:
+        rules("hermes", False, answer=Grammar.regex("a", "structured_outputs.regex"))
+    assert error.value.field == "structured_outputs.regex"
+
+
+def test_an_error_names_the_tool():
+    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    field = "tools[1].function.parameters"
+    tools = [TOOLS[0], Signature("bad", Grammar.json_schema(bad, field=field))]
+    made = tool_rules(HERMES, tools, Calling(True, True))
+    with pytest.raises(RequestError, match=r"tools\[1\].*properties\.a\.not") as error:
+        made.compiled(compiler("bytes").compile)
+    assert error.value.field == field
+
+
+TAGS = [
+    Tag("<f=a>", Grammar.json_schema({"type": "integer"}), "</f>"),
+    Tag("<f=b>", Grammar.json_schema({"type": "null"}), "</f>"),
+    Tag("[[", Grammar.json_schema({"type": "boolean"}), "]]"),
+]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_structural_tags(kind):
+    grammar = tag_rules(TAGS, ["<f=", "[["], "structured_outputs.structural_tag").grammar
+    for text in ("", "a <f b", "x<f=a>12</f> y [[true]][z<f=b>null</f>"):
+        assert fits(grammar, text, kind), text
+    for text in ("x<f=a>null</f>", "<f=c>", "[[1]]", "<f=a>1", "[[true]][["):
+        assert not fits(grammar, text, kind), text
+
+
+def test_a_tag_without_its_trigger():
+    with pytest.raises(RequestError, match="none of the triggers"):
+        tag_rules(TAGS, ["<f="], "f")
+    assert isinstance(tag_rules(TAGS, ["<f=", "["], "f"), Rules)
