@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.config import EngineConfig
+from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
@@ -119,6 +120,8 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     drafter, policy = _drafting(config, target)
     options = EngineOptions(max_waiting=config.max_waiting)
     grammars = TreeGrammars(target.memory.limits.vocab)
+    if config.speculation != "off":
+        policy = ForcedBudgets(policy, grammars)
     return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options)
 
 

@@ -51,19 +51,23 @@ class TreeGrammars:
                 guided[row] = _guide(matcher, drafts[row], int(nodes[row]), int(depth[row]))
         return guided
 
+    def forced(self, slot: int) -> int:
+        """How many tokens are the only ones that can follow; 0 where no grammar holds the slot."""
+        matcher = self._matchers.get(slot)
+        return len(matcher.forced()) if matcher is not None else 0
+
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._matchers]
+        if not rows:
+            return None
         table = _MaskTable(self._words, len(trees.tokens))
-        constrained = False
-        for row, slot in enumerate(slots.tolist()):
-            matcher = self._matchers.get(slot)
-            if matcher is None:
-                continue
-            constrained = True
+        for row, slot in rows:
+            matcher = self._matchers[slot]
             _mask_row(matcher, trees, row, table)
             if matcher.error:
                 self._failed[slot] = f"the grammar's matcher gave up: {matcher.error}"
-        return table.masks() if constrained else None
+        return table.masks()
 
     def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
         """Advance over emitted tokens. See Grammars.commit.

@@ -5,8 +5,10 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
+from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.engine.executor import ExecutorLimits
@@ -176,3 +178,43 @@ def test_json_stays_json_under_spaces():
     assert gaps and max(map(len, gaps)) <= 42
     if ear.last().finish == Finish.STOP:
         json.loads(ear.text())
+
+
+@pytest.mark.parametrize("nodes", [0, 2])
+def test_forced_tokens_need_no_budget(nodes):
+    """A policy that would not guess, or too little, still takes what the grammar forces."""
+    vocab = BYTES.vocab_size
+    executor = ToyExecutor(ExecutorLimits(4, 400, 4, 64, 300, vocab))
+    grammars = TreeGrammars(vocab)
+    seen: list[tuple[int, int]] = []
+    inner = FixedPolicy(nodes, min(nodes, 2))
+    policy = ForcedBudgets(inner, grammars)
+    policy.observe = lambda slot, guesses, accepted: seen.append((guesses, accepted))
+    made = Engine(executor, RandomDrafter([0]), policy, BYTES, grammars, EngineOptions())
+    request = constrained("city", "bytes")
+    ear = run(made, request)
+    assert heard(ear) == plain("city", "bytes", "greedy")
+    assert ear.text() == "Amsterdam"
+    assert ear.last().stats.steps == 2, "one token chosen, the others forced in one step"
+    assert seen == [(8, 8)]
+
+
+def test_what_is_forced_teaches_the_policy_nothing():
+    seen = []
+
+    class Inner(FixedPolicy):
+        def observe(self, slot, guesses, accepted):
+            seen.append((slot, guesses, accepted))
+
+    class Forced:
+        def forced(self, slot):
+            return {1: 3}.get(slot, 0)
+
+    policy = ForcedBudgets(Inner(2, 2), Forced())
+    slots = np.array([0, 1], np.int32)
+    budgets = policy.budgets(slots, slots)
+    assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
+    policy.observe(0, 2, 1)
+    policy.observe(1, 3, 3)
+    policy.observe(1, 5, 4)
+    assert seen == [(0, 2, 1), (1, 2, 1)]
