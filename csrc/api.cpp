@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "draft.h"
 #include "model.h"
 
 using namespace forerun;
@@ -30,7 +31,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 2; }
+int forerun_abi() { return 3; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -149,6 +150,24 @@ int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int
         model->commit(nodes, slots, count);
         return "";
     });
+}
+
+// A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and
+// forerun_set_vector, its positions committed with forerun_commit, as any model's; the target's
+// steps keep the hidden states named by `taps` from now on.
+Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind,
+                          const int32_t* taps, const float* frequencies, int64_t weight_bytes) {
+    Model* draft = nullptr;
+    guarded([&]() -> std::string {
+        draft = new Draft(*model, *sizes, *kind, frequencies, (size_t)weight_bytes);
+        model->tap(taps, kind->features);
+        return "";
+    });
+    return draft;
+}
+
+int forerun_draft(Model* draft, const DraftStep* step) {
+    return guarded([&]() -> std::string { return static_cast<Draft*>(draft)->step(*step); });
 }
 
 }  // extern "C"

@@ -21,14 +21,15 @@ std::string Model::forward(const Step& step) {
 void Model::run(const Step& step, int thread) {
     embed(step, thread);
     for (int layer = 0; layer < sizes.layers; layer++) {
+        keep_taps(step, layer, thread);
         attention_layer(step, layer, thread);
         ffn_layer(step, layer, thread);
     }
+    keep_taps(step, sizes.layers, thread);
     if (step.scored) head(step, thread);
 }
 
-// Columns of four rows, so that no two threads write the same Group.
-static Share columns_of(int rows, int thread, int threads) {
+Share Model::columns_of(int rows, int thread, int threads) {
     Share share((rows + kLanes - 1) / kLanes, thread, threads);
     share.first *= kLanes;
     share.last = share.last * kLanes < rows ? share.last * kLanes : rows;
@@ -66,18 +67,40 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
     }
 }
 
+// What enters `layer` is kept where a draft head asked for it. No barrier: a thread copies the
+// columns that it reads itself.
+void Model::keep_taps(const Step& step, int layer, int thread) {
+    const size_t hidden = sizes.hidden, count = taps_.size();
+    const Share mine = columns_of(step.nodes, thread, pool.threads());
+    for (size_t tap = 0; tap < count; tap++) {
+        if (taps_[tap] != layer) continue;
+        for (size_t n = mine.first; n < (size_t)mine.last; n++) {
+            memcpy(&tapped_[(n * count + tap) * hidden], &stream_[n * hidden],
+                   sizeof(float) * hidden);
+        }
+    }
+}
+
 void Model::attention_layer(const Step& step, int layer, int thread) {
+    const int hidden = sizes.hidden, nodes = step.nodes;
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        kernels->norm_quantise(&stream_[(size_t)n * hidden], layers_[layer].attention_norm,
+                               sizes.norm_eps, hidden, column(hidden_q_.data(), n, hidden),
+                               n % kLanes);
+    }
+    pool.barrier();
+    mix(step, layer, hidden_q_.data(), thread);
+}
+
+// Attention of `layer` from its quantised input `x` to the residual stream.
+void Model::mix(const Step& step, int layer, const Group* x, int thread) {
     const Layer& at = layers_[layer];
     const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
     const int keys = sizes.kv_heads * sizes.head_size, nodes = step.nodes;
     const Share mine = columns_of(nodes, thread, pool.threads());
-    for (int n = mine.first; n < mine.last; n++) {
-        kernels->norm_quantise(&stream_[(size_t)n * hidden], at.attention_norm, sizes.norm_eps,
-                               hidden, column(hidden_q_.data(), n, hidden), n % kLanes);
-    }
-    pool.barrier();
     multiply({&at.query, &at.key, &at.value},
-             {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, hidden_q_.data(), nodes,
+             {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, x, nodes,
              (int)qkv_width(), false, thread);
     pool.barrier();
     const Share rotated(nodes, thread, pool.threads());
@@ -124,7 +147,7 @@ void Model::rotate_and_store(int layer, int node) {
     const float* sine = &sine_[(size_t)node * half];
     const float scale = 1.0f / std::sqrt((float)size);
     float* x = &qkv_[(size_t)node * qkv_width()];
-    const int64_t place = places_ - sizes.max_nodes + node;
+    const int64_t place = places_ - sizes.max_nodes + first_ + node;
     for (int head = 0; head < sizes.heads; head++, x += size) {
         kernels->rotate(x, at.query_norm, sizes.norm_eps, cosine, sine, half, scale);
     }

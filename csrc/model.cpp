@@ -25,10 +25,11 @@ Region::~Region() {
 }
 
 Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
-             const Kernels* chosen)
+             const Kernels* chosen, Pool* shared)
     : sizes(given),
       kernels(chosen),
-      pool(given.threads),
+      own_pool(shared ? nullptr : new Pool(given.threads)),
+      pool(shared ? *shared : *own_pool),
       layers_(given.layers),
       frequencies_(frequencies, frequencies + given.head_size / 2),
       weights_(weight_bytes, true),
@@ -68,6 +69,11 @@ const float** Model::vector(int layer, int which) {
     Layer& at = layers_[layer];
     const float** const all[] = {&at.attention_norm, &at.ffn_norm, &at.query_norm, &at.key_norm};
     return which < 0 || which >= 4 ? nullptr : all[which];
+}
+
+void Model::tap(const int32_t* layers, int count) {
+    taps_.assign(layers, layers + count);
+    tapped_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }
 
 uint8_t* Model::take(size_t bytes) {

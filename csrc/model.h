@@ -2,6 +2,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -57,11 +58,14 @@ struct Unit {
 
 class Model {
 public:
-    Model(const Sizes& sizes, const float* frequencies, size_t weight_bytes, const Kernels* kernels);
+    // `shared`: threads of another model to work with, or null for threads of its own.
+    Model(const Sizes& sizes, const float* frequencies, size_t weight_bytes,
+          const Kernels* kernels, Pool* shared = nullptr);
+    virtual ~Model() = default;
 
     // Which tensor a pointer is for; -1 layers are the model's own. Null where unknown.
-    Matrix* matrix(int layer, int which);
-    const float** vector(int layer, int which);
+    virtual Matrix* matrix(int layer, int which);
+    virtual const float** vector(int layer, int which);
 
     // Space for weights, in the order in which a step reads them. Null when it is used up.
     uint8_t* take(size_t bytes);
@@ -72,22 +76,33 @@ public:
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
 
+    // From now on every step keeps what enters these layers (`layers` itself: what leaves the
+    // last), for draft heads: float[node][tap][hidden], valid until the next step.
+    void tap(const int32_t* layers, int count);
+    const float* tapped(int node) const {
+        return &tapped_[(size_t)node * taps_.size() * sizes.hidden];
+    }
+
     // The products of a step alone, for measurements; logits float32[rows][vocab].
     void products(int rows, float* logits);
 
     const Sizes sizes;
     const Kernels* kernels;
-    Pool pool;
+    std::unique_ptr<Pool> own_pool;
+    Pool& pool;
 
-private:
+protected:
     std::string check(const Step& step) const;
     void prepare(const Step& step);
+    void size_scratch(int nodes);
     void list_places(const Step& step, int row);
     void list_units(const Step& step, int row);
 
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
+    void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
+    void mix(const Step& step, int layer, const Group* x, int thread);
     void ffn_layer(const Step& step, int layer, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
@@ -95,6 +110,8 @@ private:
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
                   const Group* x, int rows, int stride, bool add, int thread);
 
+    // Columns of four rows, so that no two threads write the same Group.
+    static Share columns_of(int rows, int thread, int threads);
     Group* column(Group* x, int row, int width) const {
         return x + (int64_t)(row / kLanes) * ((width + kGroup - 1) / kGroup);
     }
@@ -110,6 +127,10 @@ private:
     size_t used_ = 0;
     Region cache_;          // half[layers][2][kv_heads][places][head_size]
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
+    int64_t first_ = 0;     // of the latter, the one of the step's first node
+
+    std::vector<int32_t> taps_;
+    std::vector<float> tapped_;
 
     // Of the current step.
     std::vector<int32_t> trunks_;    // places of every row's positions, row after row

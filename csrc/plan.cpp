@@ -73,9 +73,14 @@ void Model::prepare(const Step& step) {
         list_places(step, b);
         list_units(step, b);
     }
+    size_scratch(step.nodes);
+}
+
+// Room for the scores of the node that sees most.
+void Model::size_scratch(int nodes) {
     int longest = 0;
-    for (int n = 0; n < step.nodes; n++) {
-        longest = position_[n] + 1 > longest ? position_[n] + 1 : longest;
+    for (int n = 0; n < nodes; n++) {
+        longest = sights_[n].length() > longest ? sights_[n].length() : longest;
     }
     const size_t needed = (size_t)attend_scratch(longest);
     for (std::vector<float>& floats : scratch_) {

@@ -66,6 +66,7 @@ class CpuExecutor:
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choose)
         self._model: int | None = None
+        self._drafts: list[int] = []
         packer = Packer(self._library, checkpoint)
         self._weight_bytes = packer.planned_bytes()
         self._model = self._open()
@@ -220,12 +221,23 @@ class CpuExecutor:
     def shutdown(self) -> None:
         """Release threads and memory. Idempotent."""
         model, self._model = self._model, None
+        drafts, self._drafts = self._drafts, []
+        for draft in drafts:
+            self._library.forerun_close(draft)
         if model is not None:
             self._library.forerun_close(model)
 
     def __del__(self) -> None:
         if getattr(self, "_model", None) is not None:
             self.shutdown()
+
+    def native_model(self) -> int:
+        """The compiled core's handle, for a draft head beside it (head.py)."""
+        return self._alive()
+
+    def adopt(self, draft: int) -> None:
+        """Close this native draft head together with the model whose threads it uses."""
+        self._drafts.append(draft)
 
     def _alive(self) -> int:
         if self._model is None:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 2
+ABI = 3
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -42,6 +42,35 @@ class Step(ctypes.Structure):
     )
 
 
+class HeadKind(ctypes.Structure):
+    """`HeadKind` of csrc/draft.h."""
+
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in (
+            "features",
+            "width",
+            "slots",
+            "first_kind",
+            "feature_norm",
+            "normed_residual",
+            "normed_feedback",
+        )
+    )
+
+
+class DraftStep(ctypes.Structure):
+    """`DraftStep` of csrc/draft.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rows", "nodes", "first", "extend", "page_width")),
+        ("scored", c_int32),
+        *((name, c_void_p) for name in ("tokens", "sources", "parents")),
+        *((name, c_void_p) for name in ("start", "kv_len", "pages", "slots")),
+        *((name, c_void_p) for name in ("scored_nodes", "logits")),
+    )
+
+
 _CALLS = {
     "forerun_abi": (c_int, []),
     "forerun_error": (c_char_p, []),
@@ -62,6 +91,11 @@ _CALLS = {
         c_int,
         [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
+    "forerun_open_draft": (
+        c_void_p,
+        [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],
+    ),
+    "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 

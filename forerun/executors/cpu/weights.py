@@ -96,10 +96,7 @@ class Packer:
             self._library.forerun_tie_head(model)
         for place in vectors(arch):
             values = self._floats(place.name)
-            code = self._library.forerun_set_vector(
-                model, place.layer, place.which, values.ctypes.data, len(values)
-            )
-            self._raise_for(code, place.name)
+            set_vector(self._library, model, (place.name, place.layer, place.which), values)
 
     def _stored_kind(self, place: Place) -> str:
         packed = self._checkpoint.packed(f"{place.name}.weight")
@@ -114,30 +111,62 @@ class Packer:
             kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
         else:
             kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
-        quantised = kind.startswith("Q")
-        if rows.nbytes * 32 != channels * inputs * _GROUP_BYTES[kind] or (
-            quantised and inputs % 32
-        ):
-            raise ModelError(
-                f"{name}: {rows.nbytes} bytes of {kind} do not make a [{channels}, {inputs}] matrix"
-            )
         has_bias = f"{place.name}.bias" in self._names
         bias = self._floats(f"{place.name}.bias") if has_bias else None
-        code = self._library.forerun_set_matrix(
-            model,
-            place.layer,
-            place.which,
-            _SOURCES[kind],
-            rows.ctypes.data,
-            channels,
-            inputs,
-            None if bias is None else bias.ctypes.data,
-        )
-        self._raise_for(code, name)
+        where = (place.name, place.layer, place.which)
+        set_matrix(self._library, model, where, kind, rows, bias, (channels, inputs))
 
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
 
-    def _raise_for(self, code: int, name: str) -> None:
-        if code:
-            raise ModelError(f"{name}: {self._library.forerun_error().decode()}")
+
+def set_matrix(
+    library: ctypes.CDLL,
+    model: int,
+    place: tuple[str, int, int],
+    kind: str,
+    rows: AnyArray,
+    bias: Floats | None = None,
+    shape: tuple[int, int] | None = None,
+) -> None:
+    """Pack one matrix into a native model, bias float32[channels] or None.
+
+    place is (name without `.weight`, layer, number); rows are stored as `kind` and make up
+    `shape` (default: their own). Raises ModelError naming the tensor.
+    """
+    name, layer, which = place
+    channels, inputs = shape or rows.shape
+    if rows.nbytes * 32 != channels * inputs * _GROUP_BYTES[kind] or (
+        kind.startswith("Q") and inputs % 32
+    ):
+        raise ModelError(
+            f"{name}.weight: {rows.nbytes} bytes of {kind} do not make a [{channels}, {inputs}] "
+            "matrix"
+        )
+    held = np.ascontiguousarray(rows)
+    code = library.forerun_set_matrix(
+        model,
+        layer,
+        which,
+        _SOURCES[kind],
+        held.ctypes.data,
+        channels,
+        inputs,
+        None if bias is None else bias.ctypes.data,
+    )
+    _raise_for(library, code, f"{name}.weight")
+
+
+def set_vector(
+    library: ctypes.CDLL, model: int, place: tuple[str, int, int], values: Floats
+) -> None:
+    """Copy one vector into a native model. Raises ModelError naming the tensor."""
+    name, layer, which = place
+    held = np.ascontiguousarray(values, "<f4")
+    code = library.forerun_set_vector(model, layer, which, held.ctypes.data, len(held))
+    _raise_for(library, code, name)
+
+
+def _raise_for(library: ctypes.CDLL, code: int, name: str) -> None:
+    if code:
+        raise ModelError(f"{name}: {library.forerun_error().decode()}")

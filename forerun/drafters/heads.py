@@ -1,0 +1,252 @@
+"""EAGLE-family drafting: a head that reads the target's features and guesses a tree.
+
+After every step the accepted tokens run through the head once more with the target's true
+features ("draft-extend"), so that its cache never holds anything guessed: forgetting this costs
+acceptance silently. From the last of them the tree grows level by level (spec/draft.py), all rows
+of a step in one pass per level.
+
+Positions (EAGLE, section 4.1): the draft's position q pairs feature f_q with token t_{q+1} and
+predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from forerun.engine.drafter import DrafterTraits
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.heads import HeadDevice, HeadPass
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.draft import Growth
+from forerun.spec.noise import gumbel
+from forerun.spec.sampling import Sampling
+from forerun.spec.tree import Draft, TreeBatch
+from forerun.types import AnyArray, Floats, Ints
+
+CANDIDATES = 64
+"""Children by probability that noise may reorder: what lies below is hardly ever the choice."""
+
+_NO_CHILDREN: tuple[Ints, Floats] = (np.zeros(0, np.int32), np.zeros(0, np.float32))
+
+
+@dataclass(slots=True)
+class _Seat:
+    """What the drafter knows of one slot.
+
+    tokens   all tokens decided when it was opened: what follows a prompt chunk
+    ready    tokens[:ready] have run through target and head; children belong to the last
+    children target ids and log-probabilities after the last extension, best first; None = none
+    """
+
+    tokens: Ints
+    prompt_len: int
+    sampling: Sampling
+    ready: int = 0
+    children: tuple[Ints, Floats] | None = None
+
+
+class HeadDrafter:
+    """Grows trees with a draft head.
+
+    target_ids  int32[Vd] target id of every draft id
+    width       children per expanded node, and nodes expanded per level; 1 = chains
+    """
+
+    def __init__(
+        self, device: HeadDevice, target_ids: Ints, limits: ExecutorLimits, width: int, depth: int
+    ) -> None:
+        self.traits = DrafterTraits("eagle3", depth, needs_features=True)
+        self._device, self._target_ids, self._width = device, target_ids, width
+        self._vocab = limits.vocab
+        self._seats: list[_Seat | None] = [None] * limits.slots
+
+    def begin(self, opening: Opening) -> None:
+        """Remember the known tokens; features come with the steps."""
+        self._seats[opening.slot] = _Seat(opening.tokens, opening.prompt_len, opening.sampling)
+
+    def end(self, slot: int) -> None:
+        """Forget the slot."""
+        self._seats[slot] = None
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {"name": self.traits.name, "width": self._width, **self._device.describe()}
+
+    # --- learning what was accepted ------------------------------------------------------
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Run every permanent position through the head with the target's features."""
+        chains = [self._permanent(plan, trees, outcome, row) for row in range(plan.rows)]
+        rows = [row for row, (nodes, _) in enumerate(chains) if len(nodes)]
+        if not rows:
+            return
+        start = np.zeros(len(rows) + 1, np.int32)
+        start[1:] = np.cumsum([len(chains[row][0]) for row in rows])
+        nodes = np.concatenate([chains[row][0] for row in rows]).astype(np.int32)
+        scored = [i for i, row in enumerate(rows) if plan.samples[row]]
+        logits = self._device.extend(
+            HeadPass(
+                tokens=np.concatenate([chains[row][1] for row in rows]).astype(np.int32),
+                sources=nodes,
+                parents=np.full(len(nodes), -1, np.int32),
+                start=start,
+                kv_len=plan.kv_len[rows],
+                slots=plan.slots[rows],
+                pages=plan.page_table[rows],
+                first=0,
+                scored=start[1:][scored] - 1,
+            )
+        )
+        for index, which in enumerate(scored):
+            row = rows[which]
+            seat = self._seat(plan, row)
+            seat.ready = int(plan.kv_len[row]) + len(chains[row][0])
+            seat.children = self._best(seat, logits[index], seat.ready + 1)
+
+    def _permanent(
+        self, plan: Plan, trees: TreeBatch, outcome: Outcome, row: int
+    ) -> tuple[AnyArray, AnyArray]:
+        """Nodes of `row` that became permanent, and the token after each."""
+        seat = self._seat(plan, row)
+        seat.children = None
+        emitted = outcome.tokens[row, : outcome.n_tokens[row]]
+        chain = np.arange(trees.start[row], trees.root(row) + 1)
+        known = plan.known[row]
+        if len(emitted) == 0:
+            if plan.samples[row]:  # The row failed: nothing of it matters any more.
+                return chain[:0], chain[:0]
+            after = seat.tokens[int(plan.kv_len[row]) + len(known)]
+            return chain, np.append(known[1:], after)
+        path = accepted_nodes(trees, row, emitted[:-1])
+        return np.concatenate([chain, path]), np.concatenate([known[1:], emitted])
+
+    # --- proposing -----------------------------------------------------------------------
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """Grow one tree per row that may guess and whose features are at hand."""
+        growing: dict[int, Growth] = {}
+        for row in range(plan.rows):
+            seat = self._seat(plan, row)
+            if (
+                plan.max_nodes[row] > 0
+                and plan.max_depth[row] > 0
+                and seat.ready == plan.kv_len[row]
+            ):
+                growing[row] = Growth(self._width)
+                tokens, values = seat.children or _NO_CHILDREN
+                growing[row].extend(tokens[None], values[None])
+        numbers = dict.fromkeys(growing, _NO_CHILDREN[0])
+        run = 0
+        for level in range(2, self.traits.max_depth + 1):
+            rows = [r for r in growing if level <= plan.max_depth[r] and len(growing[r].frontier())]
+            wanted = sum(len(growing[row].frontier()) for row in rows)
+            if not rows or run + wanted > self._device.max_nodes:
+                break
+            self._expand(plan, growing, numbers, rows, run)
+            run += wanted
+        return [
+            growing[row].draft(int(plan.max_nodes[row])) if row in growing else Draft()
+            for row in range(plan.rows)
+        ]
+
+    def _expand(
+        self,
+        plan: Plan,
+        growing: dict[int, Growth],
+        numbers: dict[int, Ints],
+        rows: list[int],
+        first: int,
+    ) -> None:
+        """One level of all rows: run the frontier, hang its best children below it.
+
+        numbers[row][i] is the draft node number of guess i, -1 where it was never run.
+        """
+        frontiers = [growing[row].frontier() for row in rows]
+        start = np.zeros(len(rows) + 1, np.int32)
+        start[1:] = np.cumsum([len(frontier) for frontier in frontiers])
+        tokens, sources, parents = [], [], []
+        for row, frontier in zip(rows, frontiers, strict=True):
+            growth = growing[row]
+            missing = len(growth.tokens) - len(numbers[row])
+            numbers[row] = np.append(numbers[row], np.full(missing, -1, np.int32))
+            above = growth.parents[frontier]
+            ran = np.where(above < 0, -1, numbers[row][above])
+            slot = int(plan.slots[row])
+            tokens.append(growth.tokens[frontier])
+            sources.append(np.where(ran < 0, -1 - slot, ran))
+            parents.append(ran)
+        count = int(start[-1])
+        logits = self._device.guess(
+            HeadPass(
+                tokens=np.concatenate(tokens).astype(np.int32),
+                sources=np.concatenate(sources).astype(np.int32),
+                parents=np.concatenate(parents).astype(np.int32),
+                start=start,
+                kv_len=plan.kv_len[rows],
+                slots=plan.slots[rows],
+                pages=plan.page_table[rows],
+                first=first,
+                scored=np.arange(count, dtype=np.int32),
+            )
+        )
+        for index, (row, frontier) in enumerate(zip(rows, frontiers, strict=True)):
+            seat, growth = self._seat(plan, row), growing[row]
+            span = range(int(start[index]), int(start[index + 1]))
+            numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
+            depths = [_depth(growth, int(node)) for node in frontier]
+            found = [
+                self._best(seat, logits[node], seat.ready + 1 + depth)
+                for node, depth in zip(span, depths, strict=True)
+            ]
+            growth.extend(
+                np.stack([ids for ids, _ in found]), np.stack([values for _, values in found])
+            )
+
+    def _best(self, seat: _Seat, logits: Floats, index: int) -> tuple[Ints, Floats]:
+        """The `width` best children for the token at sequence index `index`: ids, log-probs.
+
+        At T > 0 the noise of that position, which the target will use, reorders the likeliest.
+        """
+        keep = min(self._width, len(logits))
+        top = float(logits.max())
+        normaliser = top + float(np.log(np.exp(logits - top).sum()))
+        temperature = seat.sampling.temperature
+        if temperature == 0:
+            best = np.argpartition(-logits, keep - 1)[:keep]
+            values = (logits[best] - normaliser).astype(np.float32)
+            order = np.argsort(-values, kind="stable")
+            return self._target_ids[best[order]], values[order]
+        pool = min(max(CANDIDATES, keep), len(logits))
+        likely = np.argpartition(-logits, pool - 1)[:pool]
+        ids = self._target_ids[likely]
+        noise = gumbel(seat.sampling.seed, index - seat.prompt_len, self._vocab)[ids]
+        scores = (logits[likely] - normaliser) / temperature + noise
+        scores -= float(scores.max()) + float(np.log(np.exp(scores - scores.max()).sum()))
+        order = np.argsort(-scores, kind="stable")[:keep]
+        return ids[order], scores[order].astype(np.float32)
+
+    def _seat(self, plan: Plan, row: int) -> _Seat:
+        seat = self._seats[int(plan.slots[row])]
+        assert seat is not None, "a planned slot was begun"
+        return seat
+
+
+def accepted_nodes(trees: TreeBatch, row: int, tokens: Ints) -> AnyArray:
+    """int[.] flat nodes of the path below the root that spells `tokens`, first child first."""
+    node, path = trees.root(row), []
+    end = int(trees.start[row + 1])
+    for token in tokens:
+        below = slice(node + 1, end)
+        hit = np.flatnonzero((trees.parents[below] == node) & (trees.tokens[below] == token))
+        node = node + 1 + int(hit[0])
+        path.append(node)
+    return np.array(path, np.int64)
+
+
+def _depth(growth: Growth, node: int) -> int:
+    """Levels from the root down to `node`: 1 for its children."""
+    depth = 0
+    while node >= 0:
+        node, depth = int(growth.parents[node]), depth + 1
+    return depth

@@ -1,0 +1,56 @@
+"""The contract between the head drafter (host) and a draft head (arrays, on some device)."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forerun.types import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPass:
+    """Nodes that hang below their rows' cached positions, for one pass of a draft head.
+
+    An *extension* reads the target's true features: a row's nodes are a chain, node n reads the
+    features of node sources[n] of the target's last step, and all become permanent. Otherwise
+    the nodes are the head's own guesses: node n reads the output of draft node sources[n] or,
+    where that is negative, what slot -1 - sources[n] kept of its last extension.
+
+    tokens   int32[n]    the target's ids; node n stands for this token
+    sources  int32[n]
+    parents  int32[n]    draft node above, -1 = only cached positions; -1 in extensions
+    start    int32[R+1]  row r owns nodes start[r]:start[r+1]
+    kv_len   int32[R]    cached draft positions the row sees
+    slots    int32[R]
+    pages    int32[R,W]  as Plan.page_table
+    first    draft node number of node 0; a pass with first 0 forgets all earlier draft nodes
+    scored   int32[s]    nodes whose children are wanted
+    """
+
+    tokens: Ints
+    sources: Ints
+    parents: Ints
+    start: Ints
+    kv_len: Ints
+    slots: Ints
+    pages: Ints
+    first: int
+    scored: Ints
+
+
+class HeadDevice(Protocol):
+    """A draft head where its arrays live. Its cache uses the target's page table."""
+
+    max_nodes: int
+    vocab: int
+
+    def extend(self, work: HeadPass) -> Floats:
+        """Run an extension, keep each row's last output by slot; logits float32[s,Vd]."""
+        ...
+
+    def guess(self, work: HeadPass) -> Floats:
+        """Run own guesses; logits float32[s,Vd], valid until the next pass."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        ...
