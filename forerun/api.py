@@ -19,18 +19,22 @@ from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.drafters.heads import HeadDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.costs import measure_costs
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
+from forerun.engine.heads import HeadDevice
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.spec.costs import StepCosts
-from forerun.spec.policy import FixedPolicy, Policy
+from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.spec.select import SelectivePolicy
 from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -52,6 +56,7 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
+    head      the draft head that --draft named, ready to run; None without one
     """
 
     executor: Executor
@@ -62,6 +67,7 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
+    head: tuple[DraftFile, HeadDevice] | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -158,11 +164,25 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
+    if target.head is not None and config.speculation in ("auto", "head"):
+        return _head_drafting(config, target, *target.head)
     drafter = NgramDrafter(target.memory.limits.slots)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
         return SelectedDrafter(drafter, chooser), chooser
+    return drafter, FixedPolicy(config.draft_nodes, depth)
+
+
+def _head_drafting(
+    config: EngineConfig, target: Target, draft: DraftFile, device: HeadDevice
+) -> tuple[Drafter, Policy]:
+    """A draft head and its budget. What drafting costs is part of the decision beforehand."""
+    limits = target.memory.limits
+    depth = min(config.draft_depth, config.draft_nodes)
+    drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
+    if target.costs is not None and config.policy == "adaptive":
+        return drafter, AdaptivePolicy(target.costs, config.draft_nodes, depth)
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 
@@ -216,7 +236,11 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
+    head = _open_head(config, model.checkpoint, executor)
+    if head is None and config.draft is not None:
+        config = replace(config, speculation="off")
     return Target(
+        head=head,
         executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
@@ -226,6 +250,28 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         costs=_costs(config, executor),
         compiler=_compiler(model.tokenizer),
     )
+
+
+def _open_head(
+    config: EngineConfig, checkpoint: Checkpoint, executor: Executor
+) -> tuple[DraftFile, HeadDevice] | None:
+    """The draft that the configuration names, on the executor's device. Warns of its traps."""
+    if config.draft is None or config.speculation not in ("auto", "head"):
+        return None
+    try:
+        draft = open_draft(Path(config.draft), checkpoint.architecture)
+        for warning in draft.warnings:
+            warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
+        from forerun.executors.cpu import CpuExecutor, CpuHead
+
+        if not isinstance(executor, CpuExecutor):
+            raise ModelError(f"draft heads run on the CPU core only yet, not on {executor.name}")
+        return draft, CpuHead(executor, checkpoint, draft)
+    except ModelError as error:
+        if config.draft_on_error != "disable":
+            raise
+        warnings.warn(f"speculation is off: {error}", stacklevel=2)
+        return None
 
 
 def _choose_executor(config: EngineConfig) -> EngineConfig:

@@ -84,9 +84,19 @@ class EngineConfig:
     )
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculation: str = option(
-        "ngram",
-        "what drafts: n-gram lookup in the text so far, or nothing",
-        choices=("ngram", "off"),
+        "auto",
+        "what drafts: a draft head, n-gram lookup in the text so far, or nothing; auto is the "
+        "head if --draft names one, else n-gram",
+        choices=("auto", "head", "ngram", "off"),
+    )
+    draft: str | None = option(None, "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1)")
+    draft_width: int = option(
+        1, "children per node of a draft head's tree; 1 = chains", low=1, high=16
+    )
+    draft_on_error: str = option(
+        "stop",
+        "what a draft that cannot be used means: stop, or disable speculation and say so",
+        choices=("stop", "disable"),
     )
     draft_nodes: int = option(8, "guesses per sequence and step, at most", low=0, high=256)
     draft_depth: int = option(8, "longest path of guesses", low=0, high=64)
@@ -112,6 +122,8 @@ class EngineConfig:
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, torch with a torch format."
             )
+        if self.speculation == "head" and self.draft is None:
+            raise ConfigError("speculation is head, but no draft is named; add --draft FOLDER.")
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
 

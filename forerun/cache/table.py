@@ -28,13 +28,16 @@ class PageTable:
         """Positions that have a page."""
         return len(self.pages) * self._index.page_size
 
-    def start(self, tokens: Ints) -> int:
-        """Take over the pages that the index has of `tokens` int32[T]; how many tokens they hold.
+    def start(self, tokens: Ints, leave: int = 0) -> int:
+        """Take over the pages that the index has of `tokens` int32[T], all but the last `leave`;
+        how many tokens they hold.
 
         For an empty table only. The pages are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens)
+        for _ in range(min(leave, len(self._chain))):
+            self._index.release(self._chain.pop().page)
         self.pages.extend(entry.page for entry in self._chain)
         self.length = len(self.pages) * self._index.page_size
         return self.length

@@ -66,13 +66,16 @@ class Scheduler:
     place in the queue that its arrival gives it. So the oldest always advances.
     """
 
-    def __init__(self, limits: ExecutorLimits, policy: Policy) -> None:
+    def __init__(self, limits: ExecutorLimits, policy: Policy, features: bool = False) -> None:
         self.limits = limits
         self.policy = policy
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.granted: tuple[Budget, ...] = ()
+        # What a draft head keeps for a page's last position depends on the token after the page:
+        # only a page whose successor matches too is sure to fit.
+        self._leave = 1 if features else 0
         # Every running row needs a node in every step.
         self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
         self._slot_count = len(self._slots)
@@ -164,7 +167,7 @@ class Scheduler:
         table, index = sequence.table, self.index
         if sequence.reuses_prefix:
             # One token at least must run, or nothing would be there to sample from.
-            table.start(sequence.tokens[:-1])
+            table.start(sequence.tokens[:-1], leave=self._leave)
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()

@@ -45,7 +45,9 @@ class Turns:
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         self.metrics = Metrics()
-        self.scheduler = Scheduler(parts.executor.limits, parts.policy)
+        self.scheduler = Scheduler(
+            parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
+        )
         self.live: dict[RequestId, list[Sequence]] = {}
         self._executor = TimedExecutor(parts.executor, self.metrics.seconds)
         self._drafter = TimedDrafter(parts.drafter, self.metrics.seconds)

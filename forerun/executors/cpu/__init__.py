@@ -1,6 +1,7 @@
 """Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
 from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
+from forerun.executors.cpu.head import CpuHead
 from forerun.executors.cpu.native import available
 
-__all__ = ["CpuExecutor", "available", "cache_bytes_per_token"]
+__all__ = ["CpuExecutor", "CpuHead", "available", "cache_bytes_per_token"]
