@@ -38,6 +38,15 @@ def cores() -> int:
     return max(1, allowed or 1)
 
 
+def physical_cores() -> int:
+    """The same, but hyperthreads of one core count once."""
+    if not hasattr(os, "sched_getaffinity"):
+        return cores()
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    apart = {_text(siblings.format(cpu)) or str(cpu) for cpu in os.sched_getaffinity(0)}
+    return min(len(apart), cores())
+
+
 def memory_total() -> int:
     """Bytes of memory this process may use at most (machine or cgroup, the smaller)."""
     total = _page_count("SC_PHYS_PAGES")

@@ -10,14 +10,17 @@ from forerun.engine.executor import ExecutorLimits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.threads import default_threads
 from forerun.executors.cpu.weights import Packer
 from forerun.executors.host import HostAccepted, HostSampler
+from forerun.machine import physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
+
+MOST_THREADS = 16
+"""Used unless more are asked for. A step has some 300 barriers, which cost more with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class CpuExecutor:
         self._kernels = native.kernels(kernels)
         if self._kernels is None:
             raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
-        self._threads = threads or default_threads()
+        self._threads = threads or min(physical_cores(), MOST_THREADS)
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choose)
         self._model: int | None = None

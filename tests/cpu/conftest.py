@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from forerun.catalog import open_model
+from forerun.executors.cpu import CpuExecutor, available
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from tests.models import tiny
+from tests.parity.driver import limits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled():
+    """These tests are of the compiled core: a machine without it has nothing to test here."""
+    if reason := available():
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Small random checkpoints: a GGUF of `kind`, or a folder with kind None."""
+    made = {}
+
+    def build(family="llama", kind="Q8_0", **changes):
+        key = repr((family, kind, sorted(changes.items())))
+        if key not in made:
+            hf = tiny.model(family, **{"max_position_embeddings": 512} | changes)
+            folder = tmp_path_factory.mktemp(family)
+            made[key] = (
+                GgufCheckpoint(tiny.write_gguf(hf, folder / "model.gguf", kind))
+                if kind
+                else FolderCheckpoint(tiny.save_folder(hf, folder))
+            )
+        return made[key]
+
+    return build
+
+
+@pytest.fixture
+def executor(checkpoint):
+    """Executors that are shut down at the end of the test."""
+    made = []
+
+    def build(source=None, threads=1, kernels="", **changes):
+        source = source or checkpoint()
+        vocab = source.architecture.vocab
+        made.append(CpuExecutor(source, limits(vocab, **changes), threads, kernels))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.shutdown()
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    return open_model("smollm2-135m")
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(0)

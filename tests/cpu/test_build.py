@@ -1,0 +1,56 @@
+"""Building the core: with the compiler that is there, and on machines that have none."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.shape.tree import ROOT
+
+BUILD = ROOT / "csrc" / "build.py"
+
+
+def build(target, **environment):
+    return subprocess.run(
+        [sys.executable, str(BUILD), str(target)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "CXX"} | environment,
+    )
+
+
+def test_no_compiler(tmp_path):
+    done = build(tmp_path / "core.so", PATH=str(tmp_path))
+    assert done.returncode == 1 and "no C++ compiler found" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_cannot_be_run(tmp_path):
+    done = build(tmp_path / "core.so", CXX=str(tmp_path / "c++"))
+    assert done.returncode == 1 and "cannot be run" in done.stderr
+
+
+def test_a_compiler_that_fails_keeps_what_was_there(tmp_path):
+    target = tmp_path / "core.so"
+    target.write_text("the old one")
+    done = build(target, CXX=f"{sys.executable} -c 'raise SystemExit(\"too old\")'")
+    assert done.returncode == 1 and "too old" in done.stderr
+    assert target.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.slow
+def test_the_library_is_built_from_these_sources(tmp_path):
+    done = build(tmp_path / "core.so")
+    assert done.returncode == 0 and not done.stderr
+    probe = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).forerun_abi())"
+    found = subprocess.run(
+        [sys.executable, "-c", probe, str(tmp_path / "core.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(found.stdout) > 0

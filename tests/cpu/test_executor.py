@@ -1,0 +1,186 @@
+"""The executor around the compiled core: limits, refusals, memory, threads, idleness."""
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.engine.plan import Opening
+from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
+from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
+from forerun.models.checkpoint import Packed
+from tests.models import tiny
+from tests.parity.driver import EVERYTHING, Driver, Row, chain_draft, limits
+
+
+def test_what_it_says_of_itself(executor, checkpoint):
+    made = executor(threads=2)
+    facts = made.describe()
+    assert facts["threads"] == 2 and facts["kernels"] == native.kernels()
+    places = made.limits.pages * made.limits.page_size + made.limits.max_nodes
+    assert facts["cache_bytes"] == cache_bytes_per_token(checkpoint().architecture) * places
+    # Q8_0 is 34 bytes for 32 weights; what is beyond are norms and alignment.
+    weights = checkpoint().architecture.parameters
+    assert weights * 34 / 32 <= facts["weight_bytes"] < weights * 34 / 32 * 1.2
+
+
+def test_models_it_cannot_run(checkpoint, executor):
+    with pytest.raises(ModelError, match="multiple of 8, not 20"):
+        executor(checkpoint("llama", None, num_attention_heads=4, head_dim=20))
+    with pytest.raises(ModelError, match="vocabulary is 10"):
+        CpuExecutor(checkpoint(), limits(10))
+    with pytest.raises(ConfigError, match="called 'sse'"):
+        executor(kernels="sse")
+
+
+class Damaged:
+    """A checkpoint one of whose matrices is shorter than its shape says."""
+
+    def __init__(self, whole, culprit):
+        self._whole, self._culprit = whole, culprit
+
+    def __getattr__(self, name):
+        return getattr(self._whole, name)
+
+    def packed(self, name):
+        found = self._whole.packed(name)
+        if name == self._culprit:
+            found = Packed(found.kind, found.rows[:-1], found.columns)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_damaged_tensor_is_named(executor, checkpoint, kind):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ModelError, match=name):
+        executor(Damaged(checkpoint("llama", kind), name))
+
+
+def test_a_cache_that_does_not_fit(checkpoint):
+    with pytest.raises(MemoryPlanError, match="lower the number of cached tokens"):
+        CpuExecutor(checkpoint(), limits(tiny.VOCAB, page_size=1 << 15, pages=1 << 30))
+
+
+def test_bad_plans_are_refused_and_change_nothing(executor, random):
+    tokens = random.integers(0, tiny.VOCAB, 20)
+    made = executor()
+    with Driver(made) as driver:
+        driver.open(0, tokens)
+        driver.step([Row(0, known=10)])
+        plan, trees = driver.plan([Row(0, known=5, draft=chain_draft([1, 2]))])
+        first = made.verify(plan, trees).logits.copy()
+        bad_trees = {
+            "a token out of range": {"tokens": trees.tokens + tiny.VOCAB},
+            "a parent that is not above": {"parents": trees.parents * 0},
+            "a depth that is not": {"depth": trees.depth + 1},
+        }
+        for message, change in bad_trees.items():
+            with pytest.raises(EngineError, match=message):
+                made.verify(plan, replace(trees, **change))
+        bad_plans = {
+            "a page that does not exist": {"page_table": plan.page_table * 0 - 1},
+            "a row longer than its pages": {"page_table": plan.page_table[:, :0]},
+            "beyond the context": {"kv_len": plan.kv_len + 600},
+        }
+        for message, change in bad_plans.items():
+            with pytest.raises(EngineError, match=message):
+                made.verify(replace(plan, **change), trees)
+        assert np.array_equal(made.verify(plan, trees).logits, first)
+
+
+def test_a_step_larger_than_its_limit(executor, random):
+    made = executor(max_nodes=8)
+    with Driver(made) as driver:
+        driver.open(0, random.integers(0, tiny.VOCAB, 9))
+        with pytest.raises(EngineError, match="more nodes than the step may have"):
+            driver.step([Row(0)])
+        driver.step([Row(0, known=8)])
+
+
+def test_shutdown(executor):
+    made = executor(threads=3)
+    made.shutdown()
+    made.shutdown()
+    made.open(Opening(0, np.zeros(1, np.int32), 1, EVERYTHING))
+    with pytest.raises(EngineError, match="shut down"), Driver(made) as driver:
+        driver.open(1, [1, 2])
+        driver.step([Row(1)])
+
+
+def test_weights_that_are_not_finite_end_the_request_not_the_engine(executor, checkpoint):
+    class Poisoned(Damaged):
+        def packed(self, name):
+            return self._whole.packed(name)
+
+        def tensor(self, name):
+            found = self._whole.tensor(name).copy()
+            if name == "model.norm.weight":
+                found[3] = np.nan
+            return found
+
+    made = executor(Poisoned(checkpoint(), ""))
+    with Driver(made) as driver:
+        driver.open(0, [1, 2, 3])
+        outcome = driver.step([Row(0)]).outcome
+    assert not outcome.finite[0] and outcome.n_tokens[0] == 0
+
+
+def test_idle_threads_sleep(executor, random):
+    made = executor(threads=4)
+    with Driver(made) as driver:
+        driver.open(0, random.integers(0, tiny.VOCAB, 50))
+        driver.step([Row(0)])
+        time.sleep(0.05)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.05
+
+
+def test_other_threads_and_float_settings_do_not_matter(executor, random):
+    """Steps from changing threads, as an engine's and a test's, give the same bits."""
+    tokens = random.integers(0, tiny.VOCAB, 30)
+    found = []
+    for _ in range(2):
+        made = executor(threads=2)
+        with Driver(made) as driver:
+            driver.open(0, tokens)
+            found.append(driver.step([Row(0)]).scores.logits.copy())
+    assert np.array_equal(*found)
+
+
+def test_why_the_core_is_not_available(monkeypatch, tmp_path):
+    assert available() is None
+    native.load.cache_clear()
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "missing.so")
+    assert "no C++ compiler" in available()
+    (tmp_path / "missing.so").write_bytes(b"\x7fELF but not really")
+    assert "cannot be loaded" in available()
+    native.load.cache_clear()
+
+
+START = """
+import resource, time
+begin = time.process_time()
+from forerun.catalog import open_model
+from forerun.executors.cpu import CpuExecutor
+from forerun.engine.executor import ExecutorLimits
+model = open_model("smollm2-135m")
+limits = ExecutorLimits(16, 1024, 64, 512, 8192, model.architecture.vocab)
+executor = CpuExecutor(model.checkpoint, limits)
+assert "torch" not in __import__("sys").modules
+print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.model
+def test_the_default_model_is_ready_soon_and_small():
+    """Processor time and not the clock's, for machines that are busy with other things."""
+    done = subprocess.run(
+        [sys.executable, "-c", START], capture_output=True, text=True, check=True, timeout=120
+    )
+    seconds, kilobytes = (float(word) for word in done.stdout.split())
+    assert seconds < 3
+    assert kilobytes < 500_000

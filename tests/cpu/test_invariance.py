@@ -1,0 +1,96 @@
+"""Same sequence, same bits: alone, in any batch, tree, chunks, pages and number of threads."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.executors.cpu import CpuExecutor
+from tests.models import tiny
+from tests.parity.driver import limits
+from tests.parity.test_torch_invariance import Journey, plain_text
+
+
+@dataclass
+class Kept:
+    """A step's scores as the journey keeps them: copies, as tensors."""
+
+    scores: object
+
+    def __post_init__(self):
+        self.logits = torch.from_numpy(self.scores.logits.copy())
+        self.row_of = self.scores.row_of
+
+    def __call__(self, node):
+        return self.scores(node)
+
+
+class KeepingExecutor(CpuExecutor):
+    def verify(self, plan, trees):
+        return Kept(super().verify(plan, trees))
+
+
+FAMILIES = ("llama", "qwen3")
+PLACES = [(1, 1), (16, 2), (256, 3)]
+"""Page size and threads."""
+
+
+@pytest.fixture(scope="module")
+def executors(checkpoint):
+    made = {
+        (family, page_size): KeepingExecutor(
+            checkpoint(family, "Q4_1"),
+            limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size),
+            threads,
+        )
+        for family in FAMILIES
+        for page_size, threads in PLACES
+    }
+    yield made
+    for each in made.values():
+        each.shutdown()
+
+
+@pytest.fixture(scope="module")
+def texts(executors):
+    random = np.random.default_rng(1)
+    return {
+        family: [
+            plain_text(executors[family, 1], random.integers(0, tiny.VOCAB, n), 40, n)
+            for n in (150, 7, 110, 60)
+        ]
+        for family in FAMILIES
+    }
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    page_size=st.sampled_from([size for size, _ in PLACES]),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 1 << 32),
+)
+def test_any_journey_meets_the_same_bits(executors, texts, family, page_size, rows, seed):
+    journey = Journey(executors[family, page_size], texts[family][:rows], seed)
+    assert journey.compared >= sum(len(text.logits) for text in texts[family][:rows])
+
+
+def test_journeys_accept_guesses(executors, texts):
+    assert Journey(executors["llama", 16], texts["llama"], 5).accepted > 20
+
+
+@pytest.mark.model
+def test_the_default_model(default_model):
+    random = np.random.default_rng(4)
+    vocab = default_model.architecture.vocab
+    executor = KeepingExecutor(default_model.checkpoint, limits(vocab, pages=48), 2)
+    texts = [
+        plain_text(executor, random.integers(0, vocab, n), 10, n, chunk)
+        for n, chunk in ((125, 125), (9, 1))
+    ]
+    journey = Journey(executor, texts, 0)
+    executor.shutdown()
+    assert journey.compared >= sum(len(text.logits) for text in texts)

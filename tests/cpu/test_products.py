@@ -1,0 +1,133 @@
+"""Products of packed weights: against NumPy, and plain C++ against this machine's instructions."""
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from forerun.executors.cpu import native
+from tests.cpu.twin import quantised
+
+SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
+
+
+def stored(weight, kind):
+    """The bytes a file would hold, and what they mean."""
+    quant = GGMLQuantizationType[kind]
+    raw = quantize(weight, quant)
+    return np.ascontiguousarray(raw).view(np.uint8), dequantize(raw, quant)
+
+
+def multiply(kernels, kind, raw, channels, x):
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.full((len(x), channels), np.nan, np.float32)
+    library = native.load()
+    code = library.forerun_multiply(
+        kernels.encode(),
+        SOURCES[kind],
+        raw.ctypes.data,
+        channels,
+        x.shape[1],
+        x.ctypes.data,
+        len(x),
+        out.ctypes.data,
+    )
+    assert code == 0, library.forerun_error()
+    return out
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(("channels", "inputs"), [(16, 32), (40, 64), (33, 96), (192, 576)])
+def test_equal_to_numpy(random, kind, channels, inputs):
+    raw, weight = stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)
+    x = random.standard_normal((7, inputs)) * random.choice([1e-3, 1, 50], (7, 1))
+    exact = kind.startswith("Q")
+    kept = weight if exact else eight_bits(weight)
+    expected = quantised(x.astype(np.float32)) @ kept.T.astype(np.float64)
+    found = multiply("", kind, raw, channels, x)
+    size = np.abs(x) @ np.abs(weight.T)
+    assert np.all(np.abs(found - expected) <= 2e-6 * size + 1e-30)
+
+
+def eight_bits(weight):
+    """8 bits in groups of 32, the scale a half."""
+    groups = weight.reshape(len(weight), -1, 32)
+    scale = (np.abs(groups).max(-1, keepdims=True) / np.float32(127)).astype(np.float16)
+    scale = scale.astype(np.float32)
+    return (np.clip(np.rint(groups / scale), -127, 127) * scale).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 64, 67])
+def test_plain_code_gives_the_same_bits(random, kind, rows):
+    raw, _ = stored(random.standard_normal((48, 160)).astype(np.float32), kind)
+    x = random.standard_normal((rows, 160)) * np.exp(random.normal(0, 4, (rows, 160)))
+    best = multiply("", kind, raw, 48, x)
+    assert np.array_equal(best, multiply("portable", kind, raw, 48, x))
+    # And a row's company does not matter.
+    alone = np.concatenate([multiply("", kind, raw, 48, row[None]) for row in x])
+    assert np.array_equal(best, alone)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_extreme_integers_do_not_overflow(random, kind):
+    """Every weight and activation at the end of its range, signs at random or all alike."""
+    size = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}[kind]
+    payload = 32 if kind == "Q8_0" else 16
+    for fill in ("alike", "random"):
+        raw = np.zeros((16, 4, size), np.uint8)
+        raw[..., :2] = np.array([1.0], np.float16).view(np.uint8)
+        ends = [0x80, 0x7F] if kind == "Q8_0" else [0xFF, 0xF0, 0x0F, 0x00]
+        choice = random.integers(0, len(ends), (16, 4, payload))
+        raw[..., -payload:] = np.array(ends, np.uint8)[choice if fill == "random" else choice * 0]
+        x = random.choice([-1.0, 1.0], (4, 128)) if fill == "random" else np.ones((4, 128))
+        flat = np.ascontiguousarray(raw.reshape(16, -1))
+        weight = dequantize(flat, GGMLQuantizationType[kind]).astype(np.float64)
+        found = multiply("", kind, flat, 16, x)
+        assert np.allclose(found, x @ weight.T, rtol=1e-5, atol=1e-3)
+        assert np.array_equal(found, multiply("portable", kind, flat, 16, x))
+
+
+@pytest.mark.parametrize("kernels", ["", "portable"])
+def test_every_half_is_read_as_ieee_says(kernels):
+    """All 65,536 halves as scales of a Q8_0 matrix, one per (channel, group)."""
+    halves = np.arange(1 << 16, dtype=np.uint16).reshape(4096, 16)
+    raw = np.zeros((4096, 16, 34), np.uint8)
+    raw[..., :2] = halves[..., None].view(np.uint8).reshape(4096, 16, 2)
+    raw[..., 2] = 1
+    x = np.zeros((16, 512), np.float32)
+    x[np.arange(16), np.arange(16) * 32] = 127.0  # scale 1, q = 127
+    found = multiply(kernels, "Q8_0", raw.reshape(4096, -1), 4096, x)
+    with np.errstate(invalid="ignore"):
+        expected = halves.view(np.float16).astype(np.float32).T * np.float32(127)
+    finite = np.isfinite(expected).all(0)
+    assert finite.sum() > 3800
+    assert np.array_equal(found[:, finite], expected[:, finite])
+    assert not np.isfinite(found[:, ~finite]).all(0).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_says_so_and_spares_the_others(random, bad):
+    raw, _ = stored(random.standard_normal((32, 64)).astype(np.float32), "Q4_0")
+    x = random.standard_normal((4, 64)).astype(np.float32)
+    clean = multiply("", "Q4_0", raw, 32, x)
+    x[2, 40] = bad
+    for kernels in ("", "portable"):
+        found = multiply(kernels, "Q4_0", raw, 32, x)
+        assert np.isnan(found[2]).all()
+        assert np.array_equal(np.delete(found, 2, 0), np.delete(clean, 2, 0))
+
+
+def test_zeros_and_the_smallest_numbers(random):
+    raw, _ = stored(random.standard_normal((32, 64)).astype(np.float32), "Q8_0")
+    x = np.stack([np.zeros(64), np.full(64, 1e-42), np.full(64, 1e-25)]).astype(np.float32)
+    found = multiply("", "Q8_0", raw, 32, x)
+    assert np.array_equal(found[:2], np.zeros((2, 32), np.float32))
+    assert np.isfinite(found).all() and np.abs(found[2]).max() > 0
+    assert np.array_equal(found, multiply("portable", "Q8_0", raw, 32, x))
+
+
+def test_kernels_are_chosen_by_name():
+    assert native.kernels("portable") == "portable"
+    assert native.kernels("none such") is None
+    assert native.kernels() in ("portable", "avx2", "avx-vnni", "avx512-vnni", "neon")
