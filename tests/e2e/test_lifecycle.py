@@ -1,0 +1,257 @@
+"""How a server starts, refuses, drains and ends."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.processes import ROOT, read_until, request_bytes, serving, wait_for
+
+BODY = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False}}
+
+
+def in_background(call):
+    """Run `call` on a thread; its results appear in the list."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    return thread, results
+
+
+def code_of(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_listens_while_it_loads(tmp_path):
+    with serving(tmp_path, wait=False, load_seconds=1.5) as server:
+        for path in ("/health", "/v1/models", "/metrics", "/server_info"):
+            answer = server.http.get(path)
+            assert code_of(answer) == (503, "loading")
+            assert int(answer.headers["retry-after"]) >= 1
+        assert code_of(server.complete(max_tokens=1)) == (503, "loading")
+        assert server.http.get("/version").status_code == 200
+        assert wait_for(lambda: server.http.get("/health").status_code == 200, 10)
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_ends_when_loading_fails(tmp_path):
+    with serving(tmp_path, wait=False, load_error="no such model here") as server:
+        assert server.process.wait(10) == 3
+        assert server.logged().splitlines()[-1] == "error: no such model here"
+
+
+def test_a_signal_while_loading_ends_it(tmp_path):
+    with serving(tmp_path, wait=False, load_seconds=60) as server:
+        assert wait_for(lambda: server.http.get("/health").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_drains(tmp_path, stream):
+    """Running requests end as usual, new ones get 503, then the process ends with 0."""
+    with serving(tmp_path, delay=0.01) as server:
+        whole = server.complete(**BODY, max_tokens=100).json()["choices"][0]["text"]
+
+        def ask():
+            with httpx.Client(base_url=server.root, timeout=30, trust_env=False) as client:
+                body = {**BODY, "max_tokens": 100, "stream": stream}
+                return client.post("/v1/completions", json=body)
+
+        thread, results = in_background(ask)
+        assert wait_for(lambda: server.load()["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_for(lambda: server.http.get("/health").status_code == 503)
+        assert code_of(server.http.get("/health")) == (503, "shutting_down")
+        assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")
+        thread.join(20)
+        answer = results[0]
+        assert answer.status_code == 200
+        if stream:
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert answer.json()["choices"][0]["text"] == whole
+        assert server.process.wait(5) == 0
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.root + "/health", trust_env=False)
+
+
+def test_draining_has_an_end(tmp_path):
+    """What still runs then is cut short: an error for whole answers, an error event in streams."""
+    settings = {"drain_seconds": 0.3}
+    with serving(tmp_path, delay=0.01, settings=settings) as server:
+        body = {**BODY, "max_tokens": 4000}
+        whole, stream = server.connect(), server.connect()
+        whole.sendall(request_bytes("/v1/completions", body))
+        stream.sendall(request_bytes("/v1/completions", {**body, "stream": True}))
+        assert wait_for(lambda: server.load()["running"] == 2)
+        server.process.send_signal(signal.SIGINT)
+        refused, cut = read_until(whole, b"}}"), read_until(stream, b"[DONE]")
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b'"code":"shutting_down"' in refused
+        assert cut.startswith(b"HTTP/1.1 200")
+        assert b'data: {"error":' in cut
+        assert cut.rstrip().endswith(b"data: [DONE]")
+        assert server.process.wait(5) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    with serving(tmp_path, delay=0.05) as server, server.connect() as sock:
+        sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
+        assert wait_for(lambda: server.load()["running"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_for(lambda: server.http.get("/health").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+
+
+def test_an_idle_server_ends_quickly_with_connections_open(tmp_path):
+    with serving(tmp_path) as server, server.connect():
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(3) == 0
+
+
+def test_a_client_that_leaves_costs_one_step_more(tmp_path):
+    """The step that runs when it leaves is the last but, at most, the one already planned."""
+    with serving(tmp_path, delay=0.2) as server:
+        sock = server.connect()
+        sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
+        assert wait_for(lambda: server.load()["running"] == 1)
+
+        def stats():
+            return server.http.get("/server_info").json()["stats"]
+
+        before = stats()["steps"]
+        sock.close()
+        assert wait_for(lambda: stats()["finished"]["abort"] == 1)
+        assert stats()["steps"] <= before + 2
+        assert stats()["load"]["pages_held"] == 0
+
+
+def test_an_engine_that_dies(tmp_path):
+    with serving(tmp_path, poison=0x21) as server:
+        assert server.complete(max_tokens=3).status_code == 200
+        answer = server.complete(prompt="a!", max_tokens=3)
+        assert code_of(answer) == (500, "engine_error")
+        for _ in range(2):
+            streamed = server.complete(max_tokens=3, stream=True)
+            assert streamed.status_code == 500  # Nothing had been sent, so it is no 200.
+        assert wait_for(lambda: server.http.get("/health").status_code == 503)
+        assert code_of(server.http.get("/health")) == (503, "engine_stopped")
+        assert code_of(server.complete(max_tokens=3)) == (503, "engine_stopped")
+        assert server.http.get("/metrics").status_code == 200
+        assert server.http.get("/server_info").json()["state"] == "stopped"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+
+
+def test_api_keys(tmp_path):
+    with serving(tmp_path, settings={"api_keys": ["one-key", "two-key"]}) as server:
+        assert server.http.get("/health").status_code == 200
+        paths = ("/v1/models", "/metrics", "/server_info", "/version", "/nothing")
+        for path in paths:
+            answer = server.http.get(path)
+            assert code_of(answer) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for given in ("Bearer wrong", "one-key", "Basic one-key", "Bearer", "Bearer one-key2"):
+            answer = server.http.get("/v1/models", headers={"authorization": given})
+            assert code_of(answer) == (401, "invalid_api_key")
+        raw = server.http.get("/v1/models", headers={"authorization": "Bearer schlüssel".encode()})
+        assert raw.status_code == 401
+        for key in ("one-key", "two-key"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert server.http.get("/v1/models", headers=headers).status_code == 200
+            info = server.http.get("/server_info", headers=headers)
+            assert info.json()["settings"]["api_keys"] == 2
+            assert "key" not in info.text.replace("api_keys", "").replace('"keys"', "")
+
+
+def test_a_full_queue(tmp_path):
+    config = {"max_sequences": 1, "max_waiting": 1}
+    with serving(tmp_path, delay=0.02, config=config) as server:
+        socks = [server.connect() for _ in range(2)]
+        for sock, name in zip(socks, ("running", "waiting"), strict=True):
+            sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
+            assert wait_for(lambda name=name: server.load()[name] == 1)
+        answer = server.complete(max_tokens=1)
+        assert code_of(answer) == (429, "queue_full")
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert int(answer.headers["retry-after"]) >= 1
+        # Of several prompts none may be left behind when one is refused.
+        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status_code == 429
+        for sock in socks:
+            sock.close()
+        assert server.idle()
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_have_a_time_limit(tmp_path, stream):
+    settings = {"request_seconds": 0.4}
+    with serving(tmp_path, delay=0.02, settings=settings) as server:
+        answer = server.complete(**{**BODY, "max_tokens": 4000, "stream": stream})
+        if stream:
+            assert '"code":"timeout"' in answer.text
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            assert code_of(answer) == (504, "timeout")
+        assert server.idle()
+
+
+def test_served_name(tmp_path):
+    with serving(tmp_path, settings={"served_name": "org/mine"}) as server:
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == "org/mine"
+        assert server.http.get("/v1/models/org/mine").status_code == 200
+        assert server.complete(model="org/mine", max_tokens=1).json()["model"] == "org/mine"
+        assert server.complete(model="toy", max_tokens=1).status_code == 404
+        assert 'model_name="org/mine"' in server.http.get("/metrics").text
+
+
+def command(*flags):
+    line = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", *flags]
+    return subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_command_says_when_it_cannot_listen():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = command("--port", str(port))
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert said == (
+        f"forerun: port {port} on 127.0.0.1 is taken by another program; choose another with "
+        "--port, or let --port 0 find a free one.\n"
+    )
+    process = command("--host", "no.such.host.invalid")
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in said
+    assert "Traceback" not in said
+
+
+def test_the_command_serves(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("\nfrom-file\n")
+    process = command("--port", "0", "--json", "--api-key-file", str(keys))
+    try:
+        lines = [process.stdout.readline() for _ in range(3)]
+        url = "".join(lines).split('"')[3]
+        started = time.monotonic()
+        while httpx.get(url.removesuffix("/v1") + "/health", trust_env=False).status_code != 200:
+            assert time.monotonic() < started + 20
+        headers = {"authorization": "Bearer from-file"}
+        answer = httpx.get(f"{url}/models", headers=headers, trust_env=False)
+        assert answer.json()["data"][0]["id"] == "toy"
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=10)
+        assert process.returncode == 0, said
+        assert "GET /v1/models 200 id=" in said
+    finally:
+        process.kill()

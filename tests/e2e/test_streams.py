@@ -1,0 +1,194 @@
+"""Clients that leave, stall or read slowly: the engine is never held up and nothing leaks."""
+
+import asyncio
+import json
+import random
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.processes import read_until, request_bytes, serving, wait_for
+
+LONG = {"prompt": "Hi", "temperature": 0, "max_tokens": 4000, "ignore_eos": True}
+PLAIN = {**LONG, "speculative": {"enabled": False}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A toy that takes 5 ms per step, so 4,000 tokens take 20 s."""
+    settings = {"keep_alive_seconds": 0.2, "send_seconds": 1.0}
+    with serving(tmp_path_factory.mktemp("streams"), delay=0.005, settings=settings) as server:
+        yield server
+        assert "Traceback" not in server.logged()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(server):
+    yield
+    server.idle()
+    load = server.load()
+    assert (load["running"], load["waiting"], load["pages_held"]) == (0, 0, 0)
+    assert server.complete(max_tokens=5).json()["choices"][0]["text"] == "djell"
+
+
+def running(server):
+    return server.load()["running"]
+
+
+def steps(server):
+    return server.http.get("/server_info").json()["stats"]["steps"]
+
+
+def aborted(server):
+    return server.http.get("/server_info").json()["stats"]["finished"]["abort"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server, stream):
+    before = aborted(server)
+    with server.connect() as sock:
+        sock.sendall(request_bytes("/v1/completions", {**PLAIN, "stream": stream}))
+        assert wait_for(lambda: running(server) == 1)
+        if stream:
+            read_until(sock, b"data: ")
+    # Plain decoding of what is left would take 20 s.
+    assert wait_for(lambda: aborted(server) == before + 1, 1.0)
+
+
+def test_a_client_that_leaves_mid_prefill(server):
+    """Its prompt needs 8 chunks of 512 tokens; it goes after the first."""
+    prompt = [random.Random(1).randrange(97, 113) for _ in range(4000)]
+    before = aborted(server)
+    with server.connect() as sock:
+        sock.sendall(request_bytes("/v1/completions", {"prompt": prompt, "max_tokens": 50}))
+        assert wait_for(lambda: running(server) == 1)
+    assert wait_for(lambda: aborted(server) == before + 1, 1.0)
+
+
+def test_all_choices_of_all_prompts_end_with_their_client(server):
+    before = aborted(server)
+    with server.connect() as sock:
+        body = {**PLAIN, "prompt": ["Hi", "Ho", "He"], "n": 2, "stream": True}
+        sock.sendall(request_bytes("/v1/completions", body))
+        assert wait_for(lambda: running(server) == 6)
+    assert wait_for(lambda: aborted(server) == before + 6, 1.0)
+
+
+def test_a_stalled_reader_holds_nobody_up_and_is_dropped(server):
+    """It reads nothing: its answer is computed all the same, then its connection is cut."""
+    with server.connect(receive_buffer=2048) as sock:
+        # With log-probabilities this is some 10 MB, more than sockets buffer.
+        body = {**PLAIN, "n": 16, "max_tokens": 400, "logprobs": 20, "stream": True}
+        sock.sendall(request_bytes("/v1/completions", body))
+        assert wait_for(lambda: running(server) == 16)
+        started = time.monotonic()
+        assert server.complete(max_tokens=20).status_code == 200
+        assert time.monotonic() - started < 2.0
+        assert wait_for(lambda: "it read nothing for 1 s" in server.logged(), 10.0)
+        assert not running(server)
+
+
+def test_a_slow_reader_gets_everything_in_larger_pieces(server):
+    whole = server.complete(**{**LONG, "max_tokens": 400}).json()["choices"][0]["text"]
+    body = {**LONG, "max_tokens": 400, "logprobs": 20, "stream": True}
+    with server.connect(receive_buffer=2048) as sock:
+        sock.sendall(request_bytes("/v1/completions", body))
+        wait_for(lambda: running(server) == 1)
+        wait_for(lambda: running(server) == 0)
+        data = read_until(sock, b"data: [DONE]")
+    lines = [line for line in data.decode().splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(chunk["text"] for chunk in chunks) == whole
+    assert sum(len(chunk["logprobs"]["tokens"]) for chunk in chunks) == 400
+    assert chunks[-1]["finish_reason"] == "length"
+
+
+def test_keep_alive_comments_during_silence(server):
+    """Sixty others keep every slot busy, so a further one waits in silence."""
+    with httpx.Client(base_url=server.root, timeout=30, trust_env=False) as other:
+        crowd = [server.connect() for _ in range(4)]
+        try:
+            for sock in crowd:
+                sock.sendall(request_bytes("/v1/completions", {**PLAIN, "n": 16, "stream": True}))
+            assert wait_for(lambda: running(server) == 64, 10.0)
+            with other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+                assert answer.status_code == 200
+                assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+                lines = answer.iter_lines()
+                assert next(lines) == ": ping"
+                assert next(lines) == ""
+                assert next(lines) == ": ping"
+        finally:
+            for sock in crowd:
+                sock.close()
+
+
+def test_many_tokens_need_few_wake_ups(server):
+    """With speculation a step brings several tokens; they come in one chunk."""
+    with server.connect() as sock:
+        body = {**LONG, "max_tokens": 300, "stream": True}
+        sock.sendall(request_bytes("/v1/completions", body))
+        data = read_until(sock, b"data: [DONE]").decode()
+    assert data.count("data: {") < 200
+
+
+def test_a_connection_serves_one_request_after_another(server):
+    with server.connect() as sock:
+        for stream in (False, True, False):
+            body = {**LONG, "max_tokens": 3, "stream": stream}
+            sock.sendall(request_bytes("/v1/completions", body))
+            answer = read_until(sock, b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}")
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_requests_sent_together_are_answered_in_turn(server):
+    with server.connect() as sock:
+        sock.sendall(request_bytes("/v1/completions", {**LONG, "max_tokens": 3}) * 2)
+        answers = read_until(sock, b"}}")
+        while answers.count(b'"usage"') < 2:
+            answers += read_until(sock, b"}}")
+    assert answers.count(b"HTTP/1.1 200") == 2
+
+
+def test_two_hundred_requests_with_aborts(server):
+    """A fifth of the clients leave at random; the others get what they would get alone."""
+    expected = server.complete(max_tokens=60, ignore_eos=True).json()["choices"][0]["text"]
+    outcomes = asyncio.run(_crowd(server.root, 200, 0.2))
+    assert outcomes.count("left") == 40
+    assert [text for text in outcomes if text != "left"] == [expected] * 160
+    assert server.idle()
+    page = server.http.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="toy"} 0.0' in page
+    assert 'vllm:num_requests_waiting{model_name="toy"} 0.0' in page
+    assert 'vllm:kv_cache_usage_perc{model_name="toy"} 0.0' in page
+
+
+async def _crowd(root, count, share):
+    chance = random.Random(4)
+    leavers = set(chance.sample(range(count), int(count * share)))
+    limits = httpx.Limits(max_connections=count)
+    body = {"prompt": "Hi", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    async with httpx.AsyncClient(
+        base_url=root, timeout=60, limits=limits, trust_env=False
+    ) as client:
+
+        async def ask(number):
+            await asyncio.sleep(chance.random() * 0.5)
+            stream = number % 2 == 0
+            send = client.post("/v1/completions", json={**body, "stream": stream})
+            if number in leavers:
+                try:
+                    await asyncio.wait_for(send, 0.02 + 0.1 * chance.random())
+                except TimeoutError:
+                    return "left"
+                return "left"
+            answer = await send
+            assert answer.status_code == 200, answer.text
+            if not stream:
+                return answer.json()["choices"][0]["text"]
+            lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+            chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        return await asyncio.gather(*map(ask, range(count)))
