@@ -10,9 +10,12 @@ from forerun.commands.console import bars, emit_json, err, plain_warnings, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError
 from forerun.flags import configured
+from forerun.text.chat import ChatTemplate
 from forerun.train.corpus import Corpus, open_corpus
-from forerun.train.pipeline import Report, Source, make_draft, write_corpus
+from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
+from forerun.train.prompts import Problems
+from forerun.train.served import ServedAuthor
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -26,9 +29,10 @@ def main(arguments: argparse.Namespace) -> int:
     engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
-        corpus = _corpus(engine, config, prompts, out, report)
-        source = Source(model.checkpoint, model.tokenizer, model.name)
+        chat = ChatTemplate(model.chat_template, model.tokenizer)
+        source = Source(model.checkpoint, model.tokenizer, chat, model.name)
         try:
+            corpus = _corpus(engine, source, config, prompts, out, report)
             progress = make_draft(source, corpus, config, out, report)
         except (ForerunError, KeyboardInterrupt):
             say(f"what was done is in {out}; the same command goes on from there")
@@ -47,19 +51,34 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _corpus(
-    engine: EngineConfig, config: TrainConfig, prompts: Path | None, out: Path, report: Report
+    engine: EngineConfig,
+    source: Source,
+    config: TrainConfig,
+    prompts: Path | None,
+    out: Path,
+    report: Report,
 ) -> Corpus:
     """The chats of an earlier run, or new ones that the target writes now."""
     if (out / "corpus" / "corpus.json").exists():
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")
-    loaded = load(engine, report)
-    try:
-        corpus, problems = write_corpus(loaded, config, prompts, out, report)
-    finally:
-        loaded.close()
+    if config.author == "dense":
+        author = dense_author(source, config)
+        corpus, problems = write_corpus(author, source, config, prompts, out, report)
+    else:
+        loaded = load(engine, report)
+        try:
+            author = ServedAuthor(loaded)
+            corpus, problems = write_corpus(author, source, config, prompts, out, report)
+        finally:
+            loaded.close()
+    _tell(problems)
+    return corpus
+
+
+def _tell(problems: Problems) -> None:
+    """What was left out, shortly."""
     for line in problems.bad_lines[:5]:
         say(f"left out: {line}")
     if len(problems.bad_lines) > 5:
         say(f"... and {len(problems.bad_lines) - 5} more lines left out")
-    return corpus

@@ -3,25 +3,28 @@
 Other people's text is a poor teacher (EAGLE-3, section 4; docs/log.md): the draft must imitate
 what the target writes, under the template and with the sampling it will be served with. Prompts
 come from a file of chats, or from nowhere: a chat model given its template up to the user's
-turn writes a user's turn. Everything goes through the engine that will serve.
+turn writes a user's turn.
+
+    Writer    keeps `width` sessions going until there are enough chats
+    Session   one chat: what to ask next, what to do with what came back; generates nothing
+    Author    generates: forerun.train.served (the engine that will serve) or
+              forerun.train.generate (dense batches, for a GPU)
 """
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import Protocol
 
 import numpy as np
 
-from forerun.api import Loaded
-from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.errors import ModelError, RequestError
-from forerun.spec.sampling import Sampling
-from forerun.types import Ints, RequestId
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.prompts import Messages, Problems
+from forerun.types import Ints
 
-Messages = list[dict[str, Any]]
 _MARK = "\u2603FORERUN\u2603"
 
 
@@ -31,7 +34,7 @@ class Recipe:
 
     greedy      share of answers at T=0; the rest at `temperature`
     follow_up   share of chats that get a second turn, written by the target
-    held_out    chats kept aside to choose the best checkpoint
+    minutes     no new chat is begun after this long; 0 = no limit
     """
 
     answers: int
@@ -39,7 +42,7 @@ class Recipe:
     greedy: float = 0.5
     temperature: float = 0.8
     follow_up: float = 0.1
-    held_out: int = 64
+    minutes: float = 0.0
     seed: int = 0
 
 
@@ -51,212 +54,207 @@ class Chat:
     wanted: np.ndarray
 
 
-@dataclass(slots=True)
-class Problems:
-    """Lines and answers that were left out, and why."""
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One continuation: of prompt int32[T], to an end-of-text id or `max_tokens` tokens."""
 
-    bad_lines: list[str] = field(default_factory=list)
-    loops: int = 0
-    empty: int = 0
-
-
-def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
-    """Chats of a jsonl file: {"messages": [...]} up to the last user turn, {"turns": [...]} or
-    {"prompt": "..."}. A bad line is noted in `problems` and skipped.
-    """
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield _messages(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                problems.bad_lines.append(f"{path}:{number}: {error}")
+    prompt: Ints
+    temperature: float
+    seed: int
+    max_tokens: int
 
 
-def _messages(record: Any) -> Messages:
-    """The chat of one record. Raises ValueError, KeyError or TypeError for what is none."""
-    if "messages" in record:
-        messages = [{"role": m["role"], "content": str(m["content"])} for m in record["messages"]]
-        while messages and messages[-1]["role"] != "user":
-            messages.pop()
-        if not messages:
-            raise ValueError("no user message")
-        return messages
-    text = record["turns"][0] if "turns" in record else record["prompt"]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the prompt is not a text")
-    return [{"role": "user", "content": text}]
+class Author(Protocol):
+    """Continues prompts, many at once."""
+
+    def ask(self, key: int, ask: Ask) -> None:
+        """Begin one continuation. Raises RequestError where the prompt does not fit."""
+        ...
+
+    def finished(self) -> list[tuple[int, Ints]]:
+        """(key, output ids) of what has finished since the last call; works or waits a while,
+        and may come back with nothing yet. The end-of-text id is part of the output; no ids at
+        all = it failed.
+        """
+        ...
 
 
 class Writer:
-    """Lets the target write, many answers at once."""
+    """Lets the target write, many chats at once.
 
-    def __init__(self, loaded: Loaded, recipe: Recipe, width: int) -> None:
-        if loaded.chat is None:
-            raise ModelError(f"{loaded.name} has no chat template; give it one to train a draft")
-        self.loaded, self.recipe, self.width = loaded, recipe, width
-        self.chat = loaded.chat
+    begun  chats begun in an earlier run: moves the random numbers on
+    """
+
+    def __init__(
+        self,
+        author: Author,
+        chat: ChatTemplate,
+        tokenizer: Tokenizer,
+        recipe: Recipe,
+        width: int,
+        begun: int = 0,
+    ) -> None:
+        self.author, self.chat, self.tokenizer = author, chat, tokenizer
+        self.recipe, self.width, self.begun = recipe, width, begun
         self.problems = Problems()
-        self._serial = 0
-        self._random = np.random.default_rng(recipe.seed)
+        self._random = np.random.default_rng([recipe.seed, begun])
+        self._opening: Ints | None = None
 
-    def write(self, prompts: Iterator[Messages] | None, done: Callable[[Chat], None]) -> None:
-        """Answer prompts (None: self-written ones) until the recipe is met or they run out.
+    def write(
+        self, prompts: Iterator[Messages] | None, done: Callable[[Chat], None], written: int = 0
+    ) -> None:
+        """Answer prompts (None: self-written ones) until the recipe is met, they run out or
+        time is up. `done` gets every usable chat, in no particular order.
 
-        `done` gets every usable chat, in no particular order, on this thread.
+        written  chats that count already. Raises ModelError where hardly any chat is usable.
         """
-        ready: list[Chat] = []
-        lock = threading.Condition()
-        flying = 0
-        written = 0
+        until = monotonic() + 60 * self.recipe.minutes if self.recipe.minutes else inf
+        flying: dict[int, Session] = {}
+        failures = 0
+        more = True
         while written < self.recipe.answers:
-            with lock:
-                exhausted = False
-                while flying < self.width and written + flying < self.recipe.answers:
-                    messages = next(prompts, None) if prompts else []
-                    if messages is None:
-                        exhausted = True
-                        break
-                    if self._launch(messages, ready, lock):
-                        flying += 1
-                if not flying and exhausted:
-                    return
-                while not ready:
-                    lock.wait()
-                finished, ready[:] = list(ready), []
-            flying -= len(finished)
-            for chat in finished:
-                if len(chat.tokens):
+            more = more and monotonic() < until
+            room = min(self.width, self.recipe.answers - written) - len(flying)
+            while more and room > 0:
+                messages = next(prompts, None) if prompts else []
+                if more := messages is not None:
+                    room -= self._begin(messages or [], flying)
+            if not flying:
+                return
+            for key, ids in self.author.finished():
+                session = flying[key]
+                session.take(ids, follow=monotonic() < until)
+                if self._go_on(key, session):
+                    continue
+                del flying[key]
+                if chat := session.result():
                     written += 1
                     done(chat)
+                else:
+                    failures += 1
+            if failures > 200 + 20 * written:
+                raise ModelError(
+                    f"of {failures + written} chats the target wrote only {written} are usable "
+                    f"({self.problems.loops} loop, {self.problems.empty} are empty); is this a "
+                    "chat model, and is its template right?"
+                )
 
-    def _launch(self, messages: Messages, ready: list[Chat], lock: threading.Condition) -> bool:
-        """Start one chat on the engine. False where the prompt does not fit."""
-        session = _Session(self, messages, ready, lock)
+    def opening(self, messages: Messages) -> Ints:
+        """The template up to where the user's words would begin."""
+        if not messages and self._opening is not None:
+            return self._opening
+        marked = [*messages, {"role": "user", "content": _MARK}]
+        ids = self.chat.encode(marked, add_generation_prompt=False)
+        for begin in range(len(ids) - 1, -1, -1):
+            text = self.tokenizer.decode(ids[begin:], skip_special=False)
+            if text.startswith(_MARK):
+                if not messages:
+                    self._opening = ids[:begin]
+                return ids[:begin]
+        raise ModelError("the chat template hides the user's words; give a file of --prompts")
+
+    def _begin(self, messages: Messages, flying: dict[int, "Session"]) -> bool:
+        """Start one chat. False where the prompt does not fit."""
+        key = self.begun
+        self.begun += 1
+        greedy = self._random.random() < self.recipe.greedy
+        follow = self._random.random() < self.recipe.follow_up
+        session = Session(
+            writer=self,
+            messages=messages,
+            temperature=0.0 if greedy else self.recipe.temperature,
+            seed=int(self._random.integers(1 << 62)),
+            follow=bool(follow),
+        )
+        if self._go_on(key, session):
+            flying[key] = session
+        elif not messages:
+            raise ModelError(f"no user's turn can be begun: {self.problems.bad_lines[-1]}")
+        return key in flying
+
+    def _go_on(self, key: int, session: "Session") -> bool:
+        """Ask for what the session wants next; False where there is nothing more."""
         try:
-            session.advance()
+            if (ask := session.next()) is None:
+                return False
+            self.author.ask(key, ask)
         except RequestError as error:
-            self.problems.bad_lines.append(str(error))
+            if not session.answered:
+                self.problems.bad_lines.append(str(error))
             return False
         return True
 
-    def draw(self) -> tuple[float, int, bool]:
-        """Temperature, seed and whether a second turn follows, for the next chat."""
-        greedy = self._random.random() < self.recipe.greedy
-        follow = self._random.random() < self.recipe.follow_up
-        return (
-            0.0 if greedy else self.recipe.temperature,
-            int(self._random.integers(1 << 62)),
-            bool(follow),
-        )
 
-    def submit(self, prompt: Ints, sampling: Sampling, sink: Callable[[Ints], None]) -> None:
-        """One request; `sink` gets its output ids (empty where it failed)."""
-        self._serial += 1
-        room = self.loaded.context - len(prompt)
-        collected: list[int] = []
-
-        def take(delta: Delta) -> None:
-            collected.extend(delta.tokens)
-            if delta.finish is not None:
-                failed = delta.finish in (Finish.ERROR, Finish.ABORT)
-                sink(np.array([] if failed else collected, np.int32))
-
-        self.loaded.engine.submit(
-            Request(
-                id=RequestId(f"train-{self._serial}"),
-                prompt=prompt,
-                sampling=sampling,
-                stopping=Stopping(
-                    max_tokens=max(min(self.recipe.max_tokens, room), 1),
-                    stop_tokens=tuple(sorted(self.loaded.tokenizer.eos_ids)),
-                ),
-            ),
-            take,
-        )
-
-
-class _Session:
+class Session:
     """One chat under way: write the user's turn if there is none, answer, perhaps once more."""
 
     def __init__(
-        self, writer: Writer, messages: Messages, ready: list[Chat], lock: threading.Condition
+        self, writer: Writer, messages: Messages, temperature: float, seed: int, follow: bool
     ) -> None:
-        self.writer, self.messages, self.ready, self.lock = writer, list(messages), ready, lock
-        self.temperature, self.seed, self.follow = writer.draw()
-        self.answers: list[tuple[Ints, Ints]] = []
+        self._writer, self._messages = writer, list(messages)
+        self._temperature, self._seed, self._follow = temperature, seed, follow
+        self._asked: Ask | None = None
+        self._chat: Chat | None = None
+        self._over = False
 
-    def advance(self) -> None:
-        """Ask for whatever comes next."""
-        if self.messages and self.messages[-1]["role"] == "user":
-            prompt = self.writer.chat.encode(self.messages)
-            sampling = Sampling(temperature=self.temperature, seed=self.seed)
-            self.writer.submit(prompt, sampling, lambda ids: self._answered(prompt, ids))
+    @property
+    def answered(self) -> bool:
+        """Whether at least one answer is usable."""
+        return self._chat is not None
+
+    def next(self) -> Ask | None:
+        """What comes next, or None where the chat is over."""
+        if self._over:
+            return None
+        most = self._writer.recipe.max_tokens
+        if self._answering:
+            prompt = self._writer.chat.encode(self._messages)
+            self._asked = Ask(prompt, self._temperature, self._seed, most)
         else:
-            opening = self._user_opening()
-            sampling = Sampling(temperature=1.0, seed=self.seed + len(self.messages))
-            self.writer.submit(opening, sampling, self._asked)
+            opening = self._writer.opening(self._messages)
+            self._asked = Ask(opening, 1.0, self._seed + len(self._messages), most)
+        return self._asked
 
-    def _user_opening(self) -> Ints:
-        """The template up to where the user's words would begin."""
-        marked = [*self.messages, {"role": "user", "content": _MARK}]
-        tokenizer = self.writer.loaded.tokenizer
-        ids = self.writer.chat.encode(marked, add_generation_prompt=False)
-        mark = tokenizer.encode(_MARK)
-        for begin in range(len(ids) - 1, -1, -1):
-            text = tokenizer.decode(ids[begin:], skip_special=False)
-            if text.startswith(_MARK):
-                return ids[:begin]
-        raise ModelError(f"the chat template hides the user's words ({len(mark)} ids)")
+    def take(self, ids: Ints, follow: bool) -> None:
+        """Use the output of what `next` asked for. Without `follow` no second turn begins."""
+        if self._answering:
+            self._take_answer(ids, follow)
+        else:
+            self._take_question(ids)
 
-    def _asked(self, ids: Ints) -> None:
-        words = self.writer.loaded.tokenizer.decode(ids).strip()
-        if len(words) < 8:
-            self._finish(usable=False)
-            return
-        self.messages.append({"role": "user", "content": words})
-        self._again()
+    def result(self) -> Chat | None:
+        """The chat, once it is over; None where no answer is usable. Only its last answer is
+        wanted, with everything before it.
+        """
+        return self._chat
 
-    def _answered(self, prompt: Ints, ids: Ints) -> None:
+    @property
+    def _answering(self) -> bool:
+        return bool(self._messages) and self._messages[-1]["role"] == "user"
+
+    def _take_question(self, ids: Ints) -> None:
+        words = self._writer.tokenizer.decode(ids).strip()
+        self._over = len(words) < 8
+        self._messages.append({"role": "user", "content": words})
+
+    def _take_answer(self, ids: Ints, follow: bool) -> None:
         if not len(ids) or repeats(ids):
-            self.writer.problems.loops += bool(len(ids))
-            self.writer.problems.empty += not len(ids)
-            self._finish(usable=bool(self.answers))
+            self._writer.problems.loops += bool(len(ids))
+            self._writer.problems.empty += not len(ids)
+            self._over = True
             return
-        self.answers.append((prompt, ids))
-        if not self.follow or len(self.answers) == 2:
-            self._finish(usable=True)
-            return
-        words = self.writer.loaded.tokenizer.decode(ids)
-        self.messages.append({"role": "assistant", "content": words})
-        self._again()
-
-    def _again(self) -> None:
-        try:
-            self.advance()
-        except RequestError:
-            self._finish(usable=bool(self.answers))
-
-    def _finish(self, usable: bool) -> None:
-        """Hand the chat over; only the last answer of a chat is wanted, with all before it."""
-        chat = Chat(np.zeros(0, np.int32), np.zeros(0, np.bool_))
-        if usable:
-            prompt, answer = self.answers[-1]
-            wanted = np.zeros(len(prompt) + len(answer), np.bool_)
-            wanted[len(prompt) :] = True
-            chat = Chat(np.concatenate([prompt, answer]), wanted)
-        with self.lock:
-            self.ready.append(chat)
-            self.lock.notify()
+        self._over = not (follow and self._follow) or self.answered
+        assert self._asked is not None
+        tokens = np.concatenate([self._asked.prompt, ids]).astype(np.int32)
+        self._chat = Chat(tokens, np.arange(len(tokens)) >= len(self._asked.prompt))
+        words = self._writer.tokenizer.decode(ids)
+        self._messages.append({"role": "assistant", "content": words})
 
 
 def repeats(ids: Ints, length: int = 8, most: int = 3) -> bool:
     """True where one n-gram stands more than `most` times: loops would flatter the draft."""
-    seen: dict[bytes, int] = {}
-    for begin in range(len(ids) - length + 1):
-        gram = ids[begin : begin + length].tobytes()
-        seen[gram] = seen.get(gram, 0) + 1
-        if seen[gram] > most:
-            return True
-    return False
+    if len(ids) < length + most:
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int32), length)
+    _, counts = np.unique(windows, axis=0, return_counts=True)
+    return bool(counts.max() > most)

@@ -2,8 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +27,12 @@ class TrainingError(ForerunError):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How to train. Rates are AdamW's; a step is one batch of about `tokens` tokens."""
+    """How to train. Rates are AdamW's; a step is one batch of about `tokens` tokens.
+
+    minutes     train this long at most, earlier runs counted in: the learning rate then falls
+                with the time that has passed, so it reaches its floor on any machine; 0 = off
+    look_every  steps between looks at the loss: each waits for the device
+    """
 
     epochs: float = 4.0
     tokens: int = 4096
@@ -37,8 +45,10 @@ class Schedule:
     clip: float = 1.0
     check_every: int = 100
     seed: int = 0
+    minutes: float = 0.0
+    look_every: int = 1
 
-    def rate_at(self, step: int, total: int) -> float:
+    def rate_at(self, step: float, total: int) -> float:
         """Linear warm-up, then a cosine from `rate` to `floor` times it."""
         warm = max(self.warm_up * total, 1.0)
         if step < warm:
@@ -49,9 +59,13 @@ class Schedule:
 
 @dataclass(slots=True)
 class Progress:
-    """Where training stands. `history` holds one row per check, for the report."""
+    """Where training stands. `history` holds one row per check, for the report.
+
+    seconds  spent training so far, in all runs together
+    """
 
     step: int = 0
+    seconds: float = 0.0
     total: int = 0
     tokens: int = 0
     loss: float = float("nan")
@@ -61,7 +75,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything a training run works on."""
+    """Everything a training run works on.
+
+    compute  dtype of the matrix products; the head's own weights stay as they are, float32
+    """
 
     head: EagleHead
     embed: Tensor
@@ -70,6 +87,12 @@ class Trial:
     read: Reader
     schedule: Schedule
     folder: Path
+    compute: torch.dtype = torch.float32
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Inside of it, products of the head run in `compute`."""
+        device = self.embed.device.type
+        return torch.autocast(device, self.compute, enabled=self.compute != torch.float32)
 
 
 def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
@@ -85,17 +108,23 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
     load_snapshot(trial.folder / "last", trial.head, optimiser, progress)
     if progress.step == 0:
         progress.history.append(evaluate(trial, 0))
+    started = monotonic() - progress.seconds
     try:
         for pieces in _batches_from(trial, progress.step):
-            _one_step(trial, optimiser, trained, trial.read(pieces), progress)
-            report(progress)
-            if progress.step % schedule.check_every == 0 or progress.step == progress.total:
+            if _over(schedule, progress):
+                break
+            score = _one_step(trial, optimiser, trained, trial.read(pieces), progress)
+            progress.seconds = monotonic() - started
+            checks = progress.step % schedule.check_every == 0 or _over(schedule, progress)
+            if checks or progress.step % schedule.look_every == 0:
+                _look(trial, score, progress)
+                report(progress)
+            if checks:
                 _check(trial, optimiser, progress)
                 report(progress)
-            if progress.step >= progress.total:
-                break
     except KeyboardInterrupt:
-        save_snapshot(trial.folder / "last", trial.head, optimiser, progress)
+        if all(bool(weight.isfinite().all()) for weight in trained):
+            save_snapshot(trial.folder / "last", trial.head, optimiser, progress)
         raise
     return progress
 
@@ -106,17 +135,15 @@ def _one_step(
     trained: list[Tensor],
     batch: Batch,
     progress: Progress,
-) -> None:
+) -> Tensor:
+    """One update. Returns the loss of the first unrolled step, on the device."""
     schedule = trial.schedule
+    place = _done(schedule, progress) * progress.total
     for group in optimiser.param_groups:
-        group["lr"] = schedule.rate_at(progress.step, progress.total)
-    total, scores = ttt_loss(
-        trial.head, batch, trial.embed, trial.vocabulary, schedule.steps, schedule.decay
-    )
-    if not math.isfinite(loss := float(total.detach())):
-        raise TrainingError(
-            f"the loss is {loss} at step {progress.step}; the last checkpoint in "
-            f"{trial.folder} is from before. Lower --rate and start again with --resume."
+        group["lr"] = schedule.rate_at(place, progress.total)
+    with trial.computing():
+        total, scores = ttt_loss(
+            trial.head, batch, trial.embed, trial.vocabulary, schedule.steps, schedule.decay
         )
     optimiser.zero_grad(set_to_none=True)
     total.backward()
@@ -124,7 +151,30 @@ def _one_step(
     optimiser.step()
     progress.step += 1
     progress.tokens += int(batch.wanted.sum())
-    progress.loss = float(scores[0].loss) if scores else float("nan")
+    return scores[0].loss if scores else total.detach()
+
+
+def _done(schedule: Schedule, progress: Progress) -> float:
+    """How much of the training is done, 0 to 1: by steps, or by time where that is further."""
+    by_time = progress.seconds / (60 * schedule.minutes) if schedule.minutes else 0.0
+    return min(max(progress.step / progress.total, by_time), 1.0)
+
+
+def _over(schedule: Schedule, progress: Progress) -> bool:
+    return _done(schedule, progress) >= 1.0
+
+
+def _look(trial: Trial, loss: Tensor, progress: Progress) -> None:
+    """Wait for the device and read the loss. Raises TrainingError where it is not finite: a bad
+    step spoils the weights, so every later loss shows it too.
+    """
+    progress.loss = float(loss)
+    if not math.isfinite(progress.loss):
+        raise TrainingError(
+            f"the loss is {progress.loss} at step {progress.step - 1} or shortly before; the "
+            f"last checkpoint in {trial.folder} is from before. Lower --rate, start the same "
+            "command again."
+        )
 
 
 def _check(trial: Trial, optimiser: torch.optim.Optimizer, progress: Progress) -> None:
@@ -140,7 +190,7 @@ def _check(trial: Trial, optimiser: torch.optim.Optimizer, progress: Progress) -
     except OSError as error:
         raise TrainingError(
             f"the checkpoint could not be written ({error}); the one before is intact in "
-            f"{trial.folder}. Free some space and start again with --resume."
+            f"{trial.folder}. Free some space, start the same command again."
         ) from error
 
 
@@ -151,13 +201,13 @@ def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
     rows = np.zeros(schedule.steps)
     losses = []
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
-    with torch.no_grad():
+    with torch.no_grad(), trial.computing():
         for pieces in groups:
             _, scores = ttt_loss(
                 trial.head, trial.read(pieces), trial.embed, trial.vocabulary, schedule.steps, 1.0
             )
             for index, score in enumerate(scores):
-                hits[index] += score.hits
+                hits[index] += int(score.hits)
                 rows[index] += score.rows
             losses.append(float(scores[0].loss) if scores else 0.0)
     accuracies = (hits / np.maximum(rows, 1)).tolist()

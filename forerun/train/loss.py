@@ -23,7 +23,8 @@ class Batch:
     """B sequences of T tokens, padded at the end.
 
     tokens    int64[B,T]
-    wanted    bool[B,T]   token is part of an answer: the loss counts predictions of these
+    wanted    bool[B,T]   token is part of an answer: the loss counts predictions of these;
+                          on the CPU always, so that choosing rows never waits for a device
     features  [B,T,F*H]   the target's hidden states at the head's feature layers
     last      [B,T,H]     the target's hidden state after its final norm
     choice    int64[B,T]  the target's argmax over the full vocabulary for the next token
@@ -110,8 +111,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, read: Tensor, weight: Tensor, last: Tensor, rows: Tensor) -> Any:
-        """Read [R,H] grad; weight [Vd,H] draft head; last [R,H], rows [Vd,H] the teacher's."""
+    def forward(
+        ctx: Any, read: Tensor, weight: Tensor, last: Tensor, rows: Tensor, counts: Tensor
+    ) -> Any:
+        """Read [R,H] grad; weight [Vd,H] draft head; last [R,H], rows [Vd,H] the teacher's;
+        counts bool[R]: the row is in the loss.
+        """
         total = read.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(read)
         best = torch.empty(len(read), dtype=torch.int64, device=read.device)
@@ -120,9 +125,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
             part = slice(begin, begin + chunk)
             teacher = (last[part] @ rows.T).float().softmax(-1)
             logs = (read[part] @ weight.T).float().log_softmax(-1)
-            total -= (teacher * logs).sum()
+            total -= (teacher * logs).sum(-1) @ counts[part].to(logs.dtype)
             best[part] = logs.argmax(-1)
-            gradient[part] = (logs.exp_() - teacher).to(read.dtype) @ weight
+            slope = (logs.exp_() - teacher) * counts[part, None]
+            gradient[part] = slope.to(read.dtype) @ weight
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(best)
         return total, best
@@ -131,15 +137,18 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """D loss / d read."""
         (gradient,) = ctx.saved_tensors
-        return gradient * grads[0].to(gradient.dtype), None, None, None
+        return gradient * grads[0].to(gradient.dtype), None, None, None, None
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """One unrolled step over a batch: loss is a mean in nats; hits of `rows` wanted rows."""
+    """One unrolled step over a batch: loss is a mean in nats; hits of `rows` wanted rows.
+
+    loss and hits are on the device: reading them waits for it.
+    """
 
     loss: Tensor
-    hits: int
+    hits: Tensor
     rows: int
 
 
@@ -159,17 +168,29 @@ def ttt_loss(
         end = batch.tokens.shape[1] - step - 2
         if end < 1:
             break
-        wanted = batch.wanted[:, step + 2 :]
-        choice = vocabulary.draft_ids[batch.choice[:, step + 1 : step + 1 + end][wanted]]
+        rows = _rows(batch.wanted, step + 2).to(read.device, non_blocking=True)
+        teachers = rows + step + 1
+        choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
         reachable = choice >= 0
-        last = batch.last[:, step + 1 : step + 1 + end][wanted][reachable]
-        rows = read[:, :end][wanted][reachable]
-        loss, best = _FusedCrossEntropy.apply(rows, head.lm_head.weight, last, vocabulary.rows)
-        loss = loss / max(len(rows), 1)
-        hits = int((best == choice[reachable]).sum())
-        scores.append(StepScore(loss.detach(), hits, int(wanted.sum())))
+        loss, best = _FusedCrossEntropy.apply(
+            read.flatten(0, 1)[rows],
+            head.lm_head.weight,
+            batch.last.flatten(0, 1)[teachers],
+            vocabulary.rows,
+            reachable,
+        )
+        loss = loss / reachable.sum().clamp_min(1)
+        hits = ((best == choice) & reachable).sum()
+        scores.append(StepScore(loss.detach(), hits, len(rows)))
         total = total + decay**step * loss
     return total, scores
+
+
+def _rows(wanted: Tensor, ahead: int) -> Tensor:
+    """int64[R]: flat indices b*T + q of rows q whose token q + ahead is wanted."""
+    shifted = torch.zeros_like(wanted)
+    shifted[:, : wanted.shape[1] - ahead] = wanted[:, ahead:]
+    return shifted.flatten().nonzero().squeeze(1)
 
 
 def simulated_length(accuracies: list[float]) -> float:

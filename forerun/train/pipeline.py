@@ -1,14 +1,15 @@
 """`forerun train` from end to end: answers, vocabulary, features, head, training, export.
 
-    prompts or none -> answers.Writer -> corpus/ -> features -> start -> loop -> draft/
+    prompts or none -> answers.Writer -> answers/ -> corpus/ -> features -> start -> loop -> draft/
 
 Every stage leaves its result in the output folder and is skipped when it is already there, so an
 interrupted run goes on where it stopped.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.api import Loaded
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.drafts import head_for
+from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.answers import Problems, Recipe, Writer, read_prompts
+from forerun.train.answers import Author, Chat, Recipe, Writer
 from forerun.train.corpus import (
     Corpus,
     batches,
@@ -31,10 +32,13 @@ from forerun.train.corpus import (
     write_features,
 )
 from forerun.train.export import export_head
+from forerun.train.generate import DenseAuthor
 from forerun.train.loop import Progress, Schedule, Trial, train
 from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
+from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.reader import online_reader, stored_reader
+from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
 from forerun.train.start import calibrate, start_from_target
 from forerun.train.target import DenseTarget
@@ -46,35 +50,73 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """The target: served for writing answers, dense for features."""
+    """The target: its weights, its words and how it is talked to."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
+    chat: ChatTemplate
     name: str
 
 
 def write_corpus(
-    loaded: Loaded, config: TrainConfig, prompts: Path | None, out: Path, report: Report
+    author: Author,
+    source: Source,
+    config: TrainConfig,
+    prompts: Path | None,
+    out: Path,
+    report: Report,
 ) -> tuple[Corpus, Problems]:
-    """Stage 1: the target writes answers into `out`/corpus."""
+    """Stage 1: the target writes answers into `out`/corpus, by way of `out`/answers."""
     recipe = Recipe(
         answers=config.answers,
         max_tokens=config.answer_tokens,
         greedy=config.greedy,
         temperature=config.temperature,
         follow_up=config.follow_up,
-        held_out=config.held_out,
+        minutes=config.answer_minutes,
         seed=config.seed,
     )
-    writer = Writer(loaded, recipe, config.width)
-    chats: list[Any] = []
+    shelf = Shelf(out / "answers")
+    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, shelf.begun)
 
-    def done(chat: Any) -> None:
-        chats.append(chat)
-        report("answers", len(chats), config.answers)
+    def done(chat: Chat) -> None:
+        shelf.add(chat, writer.begun)
+        report("answers", len(shelf.chats), config.answers)
 
-    writer.write(read_prompts(prompts, writer.problems) if prompts else None, done)
-    return write_chats(out / "corpus", chats, config.held_out), writer.problems
+    try:
+        writer.write(_remaining(prompts, writer), done, len(shelf.chats))
+    finally:
+        shelf.save()
+    return write_chats(out / "corpus", shelf.chats, config.held_out), writer.problems
+
+
+def _remaining(prompts: Path | None, writer: Writer) -> Iterator[Messages] | None:
+    """The file's prompts that no earlier run has begun; None where the target asks itself."""
+    if prompts is None:
+        return None
+    return islice(read_prompts(prompts, writer.problems), writer.begun, None)
+
+
+def dense_author(source: Source, config: TrainConfig) -> DenseAuthor:
+    """The author for `train_device`: dense batches on the target's weights."""
+    return DenseAuthor(
+        _dense(source, config.train_device),
+        source.tokenizer.eos_ids,
+        width=config.width,
+        context=max(config.length, 2048),
+        longest=config.answer_tokens,
+        seed=config.seed,
+    )
+
+
+def _dense(source: Source, name: str) -> DenseTarget:
+    """The target on a torch device: float32 on the CPU, bfloat16 elsewhere."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train-device is cuda, but torch sees no GPU; use --train-device cpu")
+    return DenseTarget(
+        source.checkpoint, name, torch.float32 if device.type == "cpu" else torch.bfloat16
+    )
 
 
 def forced_ids(tokenizer: Tokenizer) -> Ints:
@@ -95,11 +137,8 @@ def make_draft(
 ) -> Progress:
     """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft."""
     torch.manual_seed(config.seed)
+    target = _dense(source, config.train_device)
     device = torch.device(config.train_device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train-device is cuda, but torch sees no GPU; use --train-device cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    target = DenseTarget(source.checkpoint, config.train_device, dtype)
     arch = source.checkpoint.architecture
     ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
     about = head_for(arch, len(ids))
@@ -108,7 +147,7 @@ def make_draft(
         write_features(
             corpus, about, _teacher(target, about.features), lambda d, t: report("features", d, t)
         )
-        read = stored_reader(corpus, dtype)
+        read = stored_reader(corpus, target.dtype)
     else:
         read = online_reader(corpus, target, about.features)
     schedule = Schedule(
@@ -120,9 +159,20 @@ def make_draft(
         rate=config.rate,
         check_every=config.check_every,
         seed=config.seed,
+        minutes=config.train_minutes,
+        look_every=1 if device.type == "cpu" else 25,
     )
     head = EagleHead(about).to(device)
-    trial = Trial(head, target.embed, vocabulary, corpus, read, schedule, out)
+    trial = Trial(
+        head=head,
+        embed=target.embed,
+        vocabulary=vocabulary,
+        corpus=corpus,
+        read=read,
+        schedule=schedule,
+        folder=out,
+        compute=target.dtype,
+    )
     _begin(trial, source.checkpoint, config)
     started = monotonic()
 
@@ -136,7 +186,7 @@ def make_draft(
 
 def _teacher(target: DenseTarget, features: tuple[int, ...]) -> Callable[[Ints], Any]:
     def teach(tokens: Ints) -> tuple[AnyArray, AnyArray, AnyArray]:
-        found, last = target.run(torch.from_numpy(tokens).long()[None], features)
+        found, last = target.run(torch.tensor(tokens, dtype=torch.int64)[None], features)
         choice = target.choices(last)
         return found[0].numpy(), last[0].numpy(), choice[0].numpy()
 
@@ -150,7 +200,8 @@ def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:
     first = next(
         batches(trial.corpus, trial.corpus.training, schedule.length, schedule.tokens, config.seed)
     )
-    calibrate(trial.head, trial.read(first), trial.embed, trial.vocabulary)
+    with trial.computing():
+        calibrate(trial.head, trial.read(first), trial.embed, trial.vocabulary)
 
 
 def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, name: str) -> None:

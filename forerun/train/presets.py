@@ -15,6 +15,12 @@ class TrainConfig:
     greedy: float = option(0.5, "share of answers written at temperature 0", low=0, high=1)
     temperature: float = option(0.8, "temperature of the other answers", low=0, high=2)
     follow_up: float = option(0.1, "share of chats with a second turn", low=0, high=1)
+    author: str = option(
+        "served",
+        "who writes the answers: the engine that will serve, or dense batches (for a GPU)",
+        choices=("served", "dense"),
+    )
+    answer_minutes: float = option(0.0, "begin no answer after this long (0 = no limit)", low=0)
     held_out: int = option(64, "chats kept aside to choose the best checkpoint", low=1)
     draft_vocab: int = option(16384, "size of the draft vocabulary", low=16)
     epochs: float = option(4.0, "passes over the answers", low=0.01)
@@ -23,6 +29,9 @@ class TrainConfig:
     steps: int = option(3, "unrolled steps of the training-time test", low=1, high=16)
     decay: float = option(0.8, "weight of each further unrolled step", low=0, high=1)
     rate: float = option(1e-3, "highest learning rate", low=1e-7, high=1)
+    train_minutes: float = option(
+        0.0, "train this long at most; the learning rate falls in time (0 = all epochs)", low=0
+    )
     check_every: int = option(100, "training steps between held-out checks", low=1)
     width: int = option(32, "answers written at once", low=1, high=4096)
     train_device: str = option("cpu", "torch device that trains")
@@ -55,9 +64,12 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "gpu-25min": (
         "25 minutes of a large GPU; a good draft for a small model",
         TrainConfig(
-            answers=60_000,
+            answers=200_000,
+            author="dense",
+            answer_minutes=7,
             held_out=500,
-            epochs=3,
+            epochs=6,
+            train_minutes=14,
             batch_tokens=49_152,
             length=2048,
             steps=7,
@@ -70,6 +82,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
         TrainConfig(
             answers=1_000_000,
             answer_tokens=1024,
+            author="dense",
             held_out=1000,
             epochs=10,
             batch_tokens=32_768,
@@ -77,7 +90,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             steps=7,
             rate=6e-4,
             check_every=500,
-            width=256,
+            width=1024,
             train_device="cuda",
         ),
     ),

@@ -46,7 +46,7 @@ def online_reader(
 
     def read(pieces: list[Piece]) -> Batch:
         tokens = torch.from_numpy(_padded(corpus.tokens, pieces)).long().to(target.device)
-        wanted = torch.from_numpy(_padded(corpus.wanted, pieces)).to(target.device)
+        wanted = torch.from_numpy(_padded(corpus.wanted, pieces))
         found, last = target.run(tokens, features)
         return Batch(tokens, wanted, found, last, target.choices(last))
 

@@ -5,12 +5,17 @@ big matrix products gives all features. Same weights, same mathematics (tests ho
 together); bits may differ, which training does not mind.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.eagle import rotate, rotation
+from forerun.executors.torch.layers import rotate, rotation
 from forerun.models.checkpoint import Checkpoint
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E]) -> context [B,A,T,E]."""
 
 
 class DenseTarget:
@@ -28,6 +33,19 @@ class DenseTarget:
         frequencies = arch.rope.frequencies(arch.head_size)
         self.frequencies = torch.from_numpy(frequencies).to(device)
 
+    def stream(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Iterator[Tensor]:
+        """Residual streams [B,T,H]: entering each layer in turn, then after the last.
+
+        tokens int64[B,T] at positions int64[T] or [B,T]. The caller switches gradients off.
+        """
+        cos, sin = rotation(positions, self.frequencies, self.arch.rope.attention_factor)
+        turn = cos.to(self.dtype), sin.to(self.dtype)
+        x = F.embedding(tokens, self.embed)
+        for layer in range(self.arch.layers):
+            yield x
+            x = self._layer(layer, x, turn, attend)
+        yield x
+
     @torch.no_grad()
     def run(self, tokens: Tensor, features: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """int64[B,T], padded at the end -> features [B,T,F*H], last [B,T,H] after the final norm.
@@ -35,41 +53,45 @@ class DenseTarget:
         Feature i is the residual stream entering layer i (transformers' hidden_states[i]).
         """
         positions = torch.arange(tokens.shape[1], device=self.device)
-        cos, sin = rotation(positions, self.frequencies, self.arch.rope.attention_factor)
-        cos, sin = cos.to(self.dtype), sin.to(self.dtype)
-        x = F.embedding(tokens, self.embed)
         kept: dict[int, Tensor] = {}
-        for layer in range(self.arch.layers):
-            if layer in features:
+        for layer, x in enumerate(self.stream(tokens, positions, self.causal)):
+            if layer in features or layer == self.arch.layers:
                 kept[layer] = x
-            x = self._layer(f"model.layers.{layer}.", x, cos, sin)
-        kept[self.arch.layers] = x
-        last = self._norm(x, "model.norm.weight")
+        last = self.final_norm(kept[self.arch.layers])
         return torch.cat([kept[i] for i in features], -1), last
+
+    def causal(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of a whole sequence to itself; the same for every layer."""
+        grouped = self.arch.heads != self.arch.kv_heads
+        return F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=grouped
+        )
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """What the head reads, from the stream after the last layer."""
+        return self._norm(x, "model.norm.weight")
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:
-        """int64[...]: the argmax over the full vocabulary at each hidden state [..., H]."""
+        """int64[...]: the argmax over the full vocabulary at each normed hidden state [..., H]."""
         flat = last.reshape(-1, last.shape[-1])
         chunk = max(1, (1 << 26) // len(self.head))
         parts = [(part @ self.head.T).argmax(-1) for part in flat.split(chunk)]
         return torch.cat(parts).view(last.shape[:-1])
 
-    def _layer(self, prefix: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        arch, batch = self.arch, x.shape[:2]
+    def _layer(self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        arch, prefix = self.arch, f"model.layers.{layer}."
+        split = (*x.shape[:2], -1, arch.head_size)
         normed = self._norm(x, f"{prefix}input_layernorm.weight")
-        queries = self._linear(normed, f"{prefix}self_attn.q_proj").view(*batch, -1, arch.head_size)
-        keys = self._linear(normed, f"{prefix}self_attn.k_proj").view(*batch, -1, arch.head_size)
-        values = self._linear(normed, f"{prefix}self_attn.v_proj").view(*batch, -1, arch.head_size)
+        queries = self._linear(normed, f"{prefix}self_attn.q_proj").view(split)
+        keys = self._linear(normed, f"{prefix}self_attn.k_proj").view(split)
+        values = self._linear(normed, f"{prefix}self_attn.v_proj").view(split)
         if arch.qk_norm:
             queries = self._norm(queries, f"{prefix}self_attn.q_norm.weight")
             keys = self._norm(keys, f"{prefix}self_attn.k_norm.weight")
-        context = F.scaled_dot_product_attention(
-            rotate(queries, cos, sin).transpose(1, 2),
-            rotate(keys, cos, sin).transpose(1, 2),
-            values.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=arch.heads != arch.kv_heads,
+        queries, keys = rotate(queries, *turn), rotate(keys, *turn)
+        context = attend(
+            layer, queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
         )
         x = x + self._linear(context.transpose(1, 2).flatten(-2), f"{prefix}self_attn.o_proj")
         normed = self._norm(x, f"{prefix}post_attention_layernorm.weight")

@@ -1,0 +1,47 @@
+"""Chats to be answered, from a file whose bad lines are noted and left out."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Problems:
+    """Lines and answers that were left out, and why."""
+
+    bad_lines: list[str] = field(default_factory=list)
+    loops: int = 0
+    empty: int = 0
+
+
+def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
+    """Chats of a jsonl file: {"messages": [...]} up to the last user turn, {"turns": [...]} or
+    {"prompt": "..."}. A bad line is noted in `problems` and skipped.
+    """
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield _messages(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                problems.bad_lines.append(f"{path}:{number}: {error}")
+
+
+def _messages(record: Any) -> Messages:
+    """The chat of one record. Raises ValueError, KeyError or TypeError for what is none."""
+    if "messages" in record:
+        messages = [{"role": m["role"], "content": str(m["content"])} for m in record["messages"]]
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
+        if not messages:
+            raise ValueError("no user message")
+        return messages
+    text = record["turns"][0] if "turns" in record else record["prompt"]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("the prompt is not a text")
+    return [{"role": "user", "content": text}]
