@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from forerun.executors.torch.layers import rotate
 from forerun.models.drafts import DraftHead
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -138,16 +139,3 @@ class EagleHead(nn.Module):
     def logits(self, read: Tensor) -> Tensor:
         """Draft logits [..., Vd] from what `forward` says the head reads."""
         return self.lm_head(read)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
-    first, second = x.chunk(2, -1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
-    angles = positions.float().unsqueeze(-1) * frequencies
-    return angles.cos() * factor, angles.sin() * factor
