@@ -1,0 +1,162 @@
+"""Bodies check themselves: what is read, what is refused, and how the culprit is named."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import RequestError
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    integer,
+    items,
+    need,
+    number,
+    one_or_more,
+    only,
+    part,
+    read,
+    shown,
+    text,
+)
+from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.serve.wire import dump_json, parse_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    on: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str = need(text(5))
+    count: int = accept(integer(1, 9), 3)
+    inner: Inner | None = accept(part(Inner))
+
+    refused: ClassVar[dict[str, str]] = {"old": "use count"}
+
+
+def problem(kind, value):
+    with pytest.raises(RequestError) as caught:
+        read(kind, value)
+    return caught.value.field, str(caught.value)
+
+
+def test_defaults_nulls_and_parts():
+    assert read(Outer, {"name": "a"}) == Outer(name="a", count=3, inner=None)
+    assert read(Outer, {"name": "a", "count": None, "old": None}) == Outer(name="a")
+    assert read(Outer, {"name": "a", "inner": {"on": True}}).inner == Inner(on=True)
+
+
+def test_the_culprit_is_named():
+    assert problem(Outer, {"name": "a", "old": 1}) == ("old", "old is not supported: use count.")
+    assert problem(Outer, {"name": "a", "new": 1})[0] == "new"
+    assert problem(Outer, {"name": "a", "new": None})[0] == "new"
+    assert problem(Outer, {"name": "a", "inner": {"off": 1}})[0] == "inner.off"
+    assert problem(Outer, {"name": "a", "inner": {"on": 1}})[0] == "inner.on"
+    assert problem(Outer, {"name": "a", "inner": [1]})[0] == "inner"
+    assert problem(Outer, {}) == ("name", "name is missing.")
+    assert problem(Outer, {"name": None}) == ("name", "name is missing.")
+    assert problem(Outer, [])[0] is None
+
+
+READERS = [
+    (boolean, [True, False], [0, 1, "true", None, []]),
+    (integer(1, 9), [1, 9], [0, 10, 1.0, "1", True, None, 10**400, -(10**400)]),
+    (number(0, 2), [0, 2, 1.5], [-0.1, 2.1, "1", True, float("inf"), float("nan"), 10**400]),
+    (number(0, 2, above_low=True), [1e-300, 2], [0, 0.0, -1]),
+    (text(3, 1), ["a", "äöü"], ["", "abcd", 1, None, "a\ud800"]),
+    (items(integer(0, 1), 2, 1), [[0], [1, 0]], [[], [0, 1, 0], [2], 0, "01", {"0": 1}]),
+    (one_or_more(text(3), 2), ["abc", ["a", "b"], []], ["abcd", ["a", "b", "c"], [1], 1]),
+    (only(False, "x", why="w"), [False, "x"], [0, True, "y", None]),
+]
+
+
+@pytest.mark.parametrize(("reader", "good", "bad"), READERS, ids=range(len(READERS)))
+def test_readers(reader, good, bad):
+    for value in good:
+        reader(value, "it")
+    for value in bad:
+        with pytest.raises(RequestError) as caught:
+            reader(value, "it")
+        assert caught.value.field.startswith("it")
+        assert str(caught.value).startswith("it")
+        assert len(str(caught.value)) < 250
+
+
+def test_what_is_shown_is_short_and_clean():
+    assert shown("a" * 10**6).endswith("'...")
+    assert len(shown("\ud800" * 1000)) < 500
+    assert shown([1] * 10**5) == "a list of 100000"
+    assert shown(10**5000) == "a number of 16610 bits"
+    assert [shown(value) for value in (None, True, False, 1, 1.5)] == [
+        "null",
+        "true",
+        "false",
+        "1",
+        "1.5",
+    ]
+    name = "\ud800" + "x" * 1000
+    field, message = problem(Outer, {"name": "a", name: 1})
+    dump_json({"field": field, "message": message})
+    assert len(field) < 100
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec=None))
+    | st.sampled_from(["user", "text", "a"]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "1", "on"]), inner)
+    ),
+    max_leaves=12,
+)
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+NAMES = sorted({item.name for kind in BODIES for item in fields(kind)} | {"tools", "suffix", "x"})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(BODIES), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+def test_any_json_is_read_or_refused_by_name(kind, value):
+    """No other exception, and an error that can be sent."""
+    try:
+        body = read(kind, value)
+    except RequestError as error:
+        assert error.field is not None
+        answer = parse_json(dump_json({"message": str(error), "param": error.field}))
+        assert answer["param"]
+    else:
+        assert isinstance(body, kind)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.binary(max_size=60)
+    | st.text(alphabet='{}[]",:0123456789eE+-.truefalsNaIiy \\u').map(str.encode)
+)
+def test_any_bytes_are_json_or_a_400(data):
+    try:
+        value = parse_json(data)
+    except ApiError as error:
+        assert error.status == 400
+        dump_json(error.body())
+    else:
+        read_back = parse_json(dump_json(value)) if _finite(value) else value
+        assert type(read_back) is type(value)
+
+
+def _finite(value):
+    try:
+        dump_json(value)
+    except ValueError:
+        return False
+    return True
