@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.engine.drafter import Drafter
@@ -46,9 +47,9 @@ class EngineOptions:
 class Engine:
     """Runs requests on one executor.
 
-    `submit`, `abort`, `drain`, `shutdown`, `stats` and `alive` may be used from any thread;
-    everything else happens on the engine's own, which `start` begins. Without `start`, whoever
-    calls `step_once` is that thread.
+    `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
+    thread; everything else happens on the engine's own, which `start` begins. Without `start`,
+    whoever calls `step_once` is that thread.
     """
 
     def __init__(
@@ -147,6 +148,10 @@ class Engine:
     def stats(self) -> Stats:
         """A snapshot of the counters."""
         return self._turns.metrics.snapshot(self._turns.scheduler.load(self._entering))
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: what drafts."""
+        return {"drafter": self._parts.drafter.describe()}
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError.
