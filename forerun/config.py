@@ -143,6 +143,16 @@ class ServeSettings:
         (), "require this key (may be repeated); without one the server is open", flag="api-key"
     )
     served_name: str = option("", "the model's name in the API (default: the model's own)")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto looks at its chat template",
+        choices=("auto", "hermes", "llama3", "mistral", "glm"),
+    )
+    reasoning_end: str = option(
+        "auto",
+        "text that ends the model's reasoning, such as </think>; auto looks at its chat "
+        "template, off takes all text for the answer",
+    )
     max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
     max_choices: int = option(16, "largest n of one request", low=1, high=256)
     max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)

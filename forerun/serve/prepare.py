@@ -3,16 +3,17 @@
 import secrets
 import time
 import uuid
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forerun.api import Loaded
 from forerun.config import ServeSettings
+from forerun.constrain.calls import Rules
+from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
-from forerun.serve.errors import ApiError
+from forerun.serve.dialogue import dialogue
 from forerun.serve.render import ChatShape, CompletionShape, Echo, Shape
 from forerun.serve.schema import (
     ChatBody,
@@ -20,7 +21,6 @@ from forerun.serve.schema import (
     Prompt,
     SampledBody,
     StreamOptions,
-    TokenizeBody,
 )
 from forerun.spec.sampling import Sampling
 from forerun.text.tokenizer import Tokenizer
@@ -40,6 +40,7 @@ class Generation:
 
     requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
     created     seconds since 1970
+    rules       what the answers are constrained to, not yet compiled
     stream      None where the answer comes in one piece
     """
 
@@ -50,6 +51,12 @@ class Generation:
     shape: Shape
     stream: StreamOptions | None
     stats: bool
+    rules: Rules | None
+
+    def under(self, grammar: Compiled) -> "Generation":
+        """The same with its rules compiled."""
+        requests = tuple(replace(request, grammar=grammar) for request in self.requests)
+        return replace(self, requests=requests, rules=None)
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,15 +68,21 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     """What to ask of the engine for a conversation. Raises RequestError and ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
-    prompt = chat_prompt(body, loaded)
+    asked = dialogue(body, loaded, settings)
+    prompt = asked.prompt
     limit = body.max_completion_tokens or body.max_tokens
     if limit is None:
         # One at least, so that a prompt that fills the context is refused as what it is.
         limit = max(loaded.context - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    shape = ChatShape(loaded.tokenizer, _unseen(body, loaded.tokenizer))
+    shape = ChatShape(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.speech)
     sampling = _sampling(body, loaded.tokenizer, logprobs)
-    return _generation(body, (prompt,), _stopping(body, sampling, limit), sampling, shape, settings)
+    stopping = _stopping(body, sampling, limit)
+    made = _generation(body, (prompt,), stopping, sampling, shape, settings)
+    if asked.control:
+        requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
+        made = replace(made, requests=requests)
+    return replace(made, rules=asked.rules)
 
 
 def completion_generation(
@@ -88,34 +101,8 @@ def completion_generation(
     shape = CompletionShape(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
     sampling = _sampling(body, tokenizer, body.logprobs, body.logprobs if body.echo else None)
     stopping = _stopping(body, sampling, body.max_tokens)
-    return _generation(body, prompts, stopping, sampling, shape, settings)
-
-
-def chat_prompt(body: ChatBody | TokenizeBody, loaded: Loaded) -> Ints:
-    """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
-    if loaded.chat is None:
-        raise ApiError(
-            400,
-            f"{loaded.name} has no chat template; use /v1/completions.",
-            "no_chat_template",
-            "messages",
-        )
-    return loaded.chat.encode(
-        body.messages or (),
-        add_generation_prompt=body.add_generation_prompt,
-        extra=body.chat_template_kwargs,
-    )
-
-
-def grammar(response_format: dict[str, Any] | None) -> object | None:
-    """The compiled grammar that an answer must follow. The one place where they enter."""
-    if response_format is None or response_format == {"type": "text"}:
-        return None
-    raise RequestError(
-        "response_format: structured output is not enabled on this server; only the type "
-        "'text' is.",
-        "response_format",
-    )
+    made = _generation(body, prompts, stopping, sampling, shape, settings)
+    return replace(made, rules=body.rules)
 
 
 def _generation(
@@ -131,7 +118,6 @@ def _generation(
     _check_limits(body, prompts, stopping, sampling, settings)
     wish = body.speculative
     speculation = Speculation(wish.enabled, wish.max_nodes, wish.max_depth, wish.stats)
-    rules = grammar(body.response_format)
     name = shape.prefix + uuid.uuid4().hex
     requests = tuple(
         Request(
@@ -141,13 +127,12 @@ def _generation(
             stopping=stopping,
             n=body.n,
             speculation=speculation,
-            grammar=rules,
             skip_special_tokens=body.skip_special_tokens,
         )
         for index, prompt in enumerate(prompts)
     )
     stream = (body.stream_options or StreamOptions()) if body.stream else None
-    return Generation(name, int(time.time()), requests, body.n, shape, stream, wish.stats)
+    return Generation(name, int(time.time()), requests, body.n, shape, stream, wish.stats, None)
 
 
 def _sampling(

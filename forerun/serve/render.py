@@ -1,12 +1,13 @@
 """Answers in OpenAI's shapes: whole ones, chunks of a stream, log-probabilities, counts."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.serve.speech import Heard, Speech, streamed_calls, whole_calls
 from forerun.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -40,39 +41,68 @@ class ChatShape:
     """/v1/chat/completions.
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
+    speech  makes the reader of one choice's text; None where all of it is content
     """
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, unseen: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        unseen: frozenset[int],
+        speech: Callable[[], Speech] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._unseen = unseen
-        self._begun: set[int] = set()
+        self._new_speech = speech or (lambda: Speech(None, None))
+        self._speeches: dict[int, Speech] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
         """A message and why it ended."""
-        message = {"role": "assistant", "content": news.text, "refusal": None}
+        heard = self._heard(index, news)
+        message: dict[str, Any] = {"role": "assistant", "content": heard.content, "refusal": None}
+        if heard.reasoning:
+            message["reasoning_content"] = heard.reasoning
+        if heard.calls:
+            message |= {"content": heard.content or None, "tool_calls": whole_calls(heard.calls)}
         return {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(news),
-            "finish_reason": news.finish,
+            "finish_reason": self._finish(index, news),
             "stop_reason": news.stop_reason,
         }
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """The role first, the finish reason last, text between them."""
+        """The role first, the finish reason last; between them reasoning, content and calls."""
         found: list[Choice] = []
-        if index not in self._begun:
-            self._begun.add(index)
+        if index not in self._speeches:
             found.append(_chat_chunk(index, {"role": "assistant", "content": ""}))
-        logprobs = self._logprobs(news)
-        if news.text or (logprobs and logprobs["content"]):
-            found.append(_chat_chunk(index, {"content": news.text}, logprobs))
+        heard, logprobs = self._heard(index, news), self._logprobs(news)
+        deltas: list[dict[str, Any]] = []
+        if heard.reasoning:
+            deltas.append({"reasoning_content": heard.reasoning})
+        if heard.content:
+            deltas.append({"content": heard.content})
+        if heard.calls:
+            deltas.append({"tool_calls": streamed_calls(heard.calls)})
+        if logprobs and logprobs["content"]:
+            # They belong to all of the deltas: the first one carries them.
+            first = deltas.pop(0) if deltas else {"content": ""}
+            found.append(_chat_chunk(index, first, logprobs))
+        found += [_chat_chunk(index, delta) for delta in deltas]
         if news.finish is not None:
-            ended = _chat_chunk(index, {}, finish=news.finish)
+            ended = _chat_chunk(index, {}, finish=self._finish(index, news))
             found.append(ended | {"stop_reason": news.stop_reason})
         return found
+
+    def _heard(self, index: int, news: Delta) -> Heard:
+        speech = self._speeches.setdefault(index, self._new_speech())
+        return speech.push(news.text, news.finish is not None)
+
+    def _finish(self, index: int, news: Delta) -> str | None:
+        called = news.finish == Finish.STOP and self._speeches[index].called
+        return "tool_calls" if called else news.finish
 
     def _logprobs(self, news: Delta) -> dict[str, Any] | None:
         if not news.logprobs:
@@ -232,8 +262,8 @@ def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
 
 def _chat_chunk(
     index: int,
-    delta: dict[str, str],
+    delta: dict[str, Any],
     logprobs: dict[str, Any] | None = None,
-    finish: Finish | None = None,
+    finish: str | None = None,
 ) -> Choice:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

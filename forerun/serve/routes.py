@@ -14,12 +14,12 @@ from forerun import __version__
 from forerun.api import Loaded
 from forerun.config import ServeSettings
 from forerun.errors import RequestError
+from forerun.serve.dialogue import chat_prompt
 from forerun.serve.exchange import Exchange
 from forerun.serve.fields import read
 from forerun.serve.prepare import (
     Generation,
     chat_generation,
-    chat_prompt,
     completion_generation,
     known_tokens,
 )
@@ -211,6 +211,8 @@ async def _generated(
     service = _service(request)
     body, served, size = await _asked(request, kind)
     generation = await _worked(size, prepare, body, served.loaded, service.settings)
+    if generation.rules is not None:
+        generation = generation.under(await service.compiled(served, generation.rules))
     return Generated(service, served, generation)
 
 
@@ -220,7 +222,8 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]
     service.enter()
     settings = service.settings
     data = await read_body(request, settings.max_body_bytes, settings.send_seconds)
-    body = read(kind, await _worked(len(data), parse_json, data))
+    value = await _worked(len(data), parse_json, data)
+    body = await _worked(len(data), read, kind, value)
     return body, service.named(body.model), len(data)
 
 

@@ -22,6 +22,8 @@ from forerun.serve.fields import (
     shown,
     text,
 )
+from forerun.serve.structure import ConstrainedBody
+from forerun.serve.tools import Tool, ToolChoice, calls, tool_choice, tools
 
 MAX_TOKENS = 2**31 - 1
 MAX_TEXT = 2**31 - 1
@@ -34,8 +36,7 @@ MAX_STOP_TEXT = 1024
 
 _NO_MEDIA = "this server reads and writes text only"
 _NO_STORE = "nothing is stored on this server"
-_NO_TOOLS = "tool calls are not enabled on this server"
-_NO_GRAMMAR = "structured output is not enabled on this server"
+_USE_TOOLS = "use tools and tool_choice"
 _NO_BEAMS = "sequences are sampled, not searched"
 
 
@@ -80,15 +81,8 @@ def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _response_format(value: Any, where: str) -> dict[str, Any]:
-    """`response_format`: kept as it is; `grammar` in `prepare` decides."""
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise RequestError(f"{where} must be an object with a type.", f"{where}.type")
-    return value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBody:
+class SampledBody(ConstrainedBody):
     """What /v1/chat/completions and /v1/completions have in common."""
 
     model: str | None = accept(text(256, 1))
@@ -110,7 +104,6 @@ class SampledBody:
     ignore_eos: bool = accept(boolean, False)
     include_stop_str_in_output: bool = accept(boolean, False)
     skip_special_tokens: bool = accept(boolean, True)
-    response_format: dict[str, Any] | None = accept(_response_format)
     speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
     user: str = accept(text(MAX_TEXT), "")
 
@@ -123,11 +116,6 @@ class SampledBody:
         "bad_words": "use logit_bias",
         "logits_processors": "the server runs no code from requests",
         "truncate_prompt_tokens": "a prompt is answered whole or not at all",
-        "structured_outputs": _NO_GRAMMAR,
-        "guided_json": _NO_GRAMMAR,
-        "guided_regex": _NO_GRAMMAR,
-        "guided_choice": _NO_GRAMMAR,
-        "guided_grammar": _NO_GRAMMAR,
     }
 
 
@@ -157,34 +145,39 @@ class Message:
     """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
 
     role: str = need(text(64))
-    content: str = need(_content)
+    content: str | None = accept(_content)
     name: str | None = accept(text(256, 1))
-    tool_calls: list[Any] | None = accept(only([], why=_NO_TOOLS))
+    tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
+    tool_call_id: str | None = accept(text(256))
+    reasoning_content: str | None = accept(_plain_text)
     annotations: list[Any] | None = accept(only([], why=_NO_MEDIA))
 
     refused: ClassVar[dict[str, str]] = {
         "audio": _NO_MEDIA,
         "refusal": "the template has no place for it",
-        "function_call": _NO_TOOLS,
-        "tool_call_id": _NO_TOOLS,
-        "reasoning_content": "the template has no place for it",
-        "reasoning": "the template has no place for it",
+        "function_call": _USE_TOOLS,
+        "reasoning": "it is called reasoning_content",
     }
 
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def _message(value: Any, where: str) -> dict[str, str]:
+def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
     message = read(Message, value, where)
     place = f"{where}.role"
     if message.role not in ROLES:
         known = ", ".join(ROLES)
         raise RequestError(f"{place} must be one of {known}, not {shown(message.role)}.", place)
+    if message.content is None and not message.tool_calls:
+        raise RequestError(f"{where}.content is missing.", f"{where}.content")
     role = "system" if message.role == "developer" else message.role
-    named = {"name": message.name} if message.name is not None else {}
-    return {"role": role, "content": message.content, **named}
+    rest = ("name", "tool_call_id", "reasoning_content")
+    given = {name: getattr(message, name) for name in rest if getattr(message, name) is not None}
+    if message.tool_calls:
+        given["tool_calls"] = list(message.tool_calls)
+    return {"role": role, "content": message.content, **given}
 
 
 def _template_options(value: Any, where: str) -> dict[str, Any]:
@@ -201,7 +194,7 @@ _messages = items(_message, MAX_MESSAGES, 1)
 class ChatBody(SampledBody):
     """POST /v1/chat/completions."""
 
-    messages: tuple[dict[str, str], ...] = need(_messages)
+    messages: tuple[dict[str, Any], ...] = need(_messages)
     max_tokens: int | None = accept(integer(1, MAX_TOKENS))
     max_completion_tokens: int | None = accept(integer(1, MAX_TOKENS))
     logprobs: bool = accept(boolean, False)
@@ -211,8 +204,9 @@ class ChatBody(SampledBody):
     modalities: list[str] | None = accept(only(["text"], why=_NO_MEDIA))
     service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
     store: bool = accept(only(False, why=_NO_STORE), False)
-    tools: list[Any] | None = accept(only([], why=_NO_TOOLS))
-    tool_choice: str | None = accept(only("none", "auto", why=_NO_TOOLS))
+    tools: tuple[Tool, ...] = accept(tools, ())
+    tool_choice: ToolChoice | None = accept(tool_choice)
+    parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
 
     refused: ClassVar[dict[str, str]] = {
@@ -222,10 +216,9 @@ class ChatBody(SampledBody):
         "chat_template": "the template is the model's own",
         "documents": "put them into a message",
         "echo": "it exists on /v1/completions only",
-        "function_call": _NO_TOOLS,
-        "functions": _NO_TOOLS,
+        "function_call": _USE_TOOLS,
+        "functions": _USE_TOOLS,
         "metadata": _NO_STORE,
-        "parallel_tool_calls": _NO_TOOLS,
         "prediction": "speculation needs no hint",
         "reasoning_effort": "the model's template decides; see chat_template_kwargs",
         "verbosity": "ask for it in a message",
@@ -289,7 +282,7 @@ class TokenizeBody:
 
     model: str | None = accept(text(256, 1))
     prompt: str | None = accept(_plain_text)
-    messages: tuple[dict[str, str], ...] | None = accept(_messages)
+    messages: tuple[dict[str, Any], ...] | None = accept(_messages)
     add_special_tokens: bool = accept(boolean, True)
     add_generation_prompt: bool = accept(boolean, True)
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)

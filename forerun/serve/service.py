@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,9 @@ from functools import partial
 from forerun import __version__
 from forerun.api import Loaded
 from forerun.config import ServeSettings
+from forerun.constrain.calls import Rules
+from forerun.constrain.compile import MAX_WAITING
+from forerun.constrain.matcher import Compiled
 from forerun.serve.bridge import Bridge
 from forerun.serve.errors import ApiError, unavailable
 from forerun.serve.metrics import Meter
@@ -54,6 +58,8 @@ class Service:
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
+        # One more than may wait: the compiler itself says when there are too many.
+        self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
 
     def start(self) -> None:
         """Begin to load, on the running event loop."""
@@ -101,6 +107,11 @@ class Service:
             )
         return served
 
+    async def compiled(self, served: Served, rules: Rules) -> Compiled:
+        """Compile on another thread. Raises RequestError naming the place, BusyError."""
+        loop, compile = asyncio.get_running_loop(), served.loaded.target.compile
+        return await loop.run_in_executor(self._compiling, rules.compiled, compile)
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Around an answer that `drain` should wait for."""
@@ -129,6 +140,7 @@ class Service:
     async def close(self) -> None:
         """Stop the engine, which ends what still runs, and release the model."""
         self._draining = True
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._served is not None:
             await asyncio.to_thread(self._served.loaded.close)
 

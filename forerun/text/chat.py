@@ -49,7 +49,7 @@ class ChatTemplate:
             raise ModelError(
                 "this model has no chat template; use /v1/completions, or a model that has one"
             )
-        self._source = source
+        self._source: str = source
         self._tokenizer = tokenizer
         self._environment = _environment(_plain_statements(source))
         added = [token for token in tokenizer.added.values() if len(token.text) > 1]
@@ -58,6 +58,11 @@ class ChatTemplate:
         self._written = [t.text for t in added if not t.control and t.text in source]
         self._controls = matcher([*self._special, *self._written])
         self._unmarked = matcher(self._written)
+
+    @property
+    def source(self) -> str:
+        """The template's text: it shows how the model calls tools and reasons."""
+        return self._source
 
     def encode(
         self,

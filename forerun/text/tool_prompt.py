@@ -36,8 +36,10 @@ def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = message.get("tool_calls") or ()
     written = [_written(call["function"]) for call in calls]
-    parts = [part for part in (content, *written) if part]
-    return {"role": role, "content": "\n".join(parts)}
+    if not written:
+        return dict(message)
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(part for part in (content, *written) if part)}
 
 
 def _written(function: Mapping[str, Any]) -> str:

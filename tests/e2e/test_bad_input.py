@@ -114,8 +114,32 @@ FIELDS = [
     ("best_of", 2, "best_of"),
     ("suffix", "end", "suffix"),
     ("use_beam_search", True, "use_beam_search"),
-    ("guided_json", {}, "guided_json"),
-    ("response_format", {"type": "json_object"}, "response_format"),
+    ("guided_json", 5, "guided_json"),
+    ("guided_json", "{", "guided_json"),
+    ("regex", "(Paris|Amsterdam}", "regex"),
+    ("regex", "(?=a)", "regex"),
+    ("ebnf", "root ::= (", "ebnf"),
+    ("grammar", 'start: "a" | b', "grammar"),
+    ("json_schema", {"properties": {"a": {"not": {}}}}, "json_schema"),
+    ("json_schema", {"type": "object", "const": 1}, "json_schema"),
+    ("response_format", "json", "response_format"),
+    ("response_format", {"type": "yaml"}, "response_format.type"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {}},
+        "response_format.json_schema.schema",
+    ),
+    ("structured_outputs", {}, "structured_outputs"),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}, "structured_outputs.choice"),
+    ("structured_outputs", {"choice": ["a", ""]}, "structured_outputs.choice"),
+    ("structured_outputs", {"choices": ["a"]}, "structured_outputs.choices"),
+    ("structured_outputs", {"whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+    (
+        "structured_outputs",
+        {"structural_tag": "{}"},
+        "structured_outputs.structural_tag.structures",
+    ),
     ("speculative", {"max_node": 3}, "speculative.max_node"),
     ("speculative", {"enabled": "no"}, "speculative.enabled"),
     ("speculative", {"max_nodes": -1}, "speculative.max_nodes"),
@@ -142,6 +166,13 @@ def test_fields_of_completions(server, name, value, param):
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://example/a.png"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def with_parameters(schema):
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+
+
 CHAT_FIELDS = [
     ("messages", [], "messages"),
     ("messages", "Hi", "messages"),
@@ -154,8 +185,21 @@ CHAT_FIELDS = [
     ("messages", [{"role": "user", "content": [IMAGE]}], "messages[0].content[0].type"),
     ("messages", [{"role": "user", "content": "a", "mood": 1}], "messages[0].mood"),
     ("messages", [{}] * 4097, "messages"),
-    ("tools", [{"type": "function"}], "tools"),
+    ("tools", [{"type": "function"}], "tools[0].function"),
+    ("tools", [{"type": "retrieval"}], "tools[0].type"),
+    ("tools", [TOOL, TOOL], "tools[1].function.name"),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+    ("tools", [with_parameters({"type": "what"})], "tools[0].function.parameters"),
+    ("tools", [with_parameters([])], "tools[0].function.parameters"),
     ("tool_choice", "required", "tool_choice"),
+    ("tool_choice", "perhaps", "tool_choice"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+    ("functions", [], "functions"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        "messages[0].tool_calls[0].function",
+    ),
     ("store", True, "store"),
     ("metadata", {"a": "b"}, "metadata"),
     ("modalities", ["text", "audio"], "modalities"),

@@ -1,0 +1,184 @@
+"""What a conversation asks of the model beyond its text: tools, reasoning, a constraint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forerun.api import Loaded
+from forerun.config import ServeSettings
+from forerun.constrain.calls import Calling, Rules, tool_rules
+from forerun.errors import RequestError
+from forerun.serve.errors import ApiError
+from forerun.serve.schema import ChatBody, TokenizeBody
+from forerun.serve.speech import Speech
+from forerun.serve.tools import Tool, ToolChoice
+from forerun.text.chat import ChatTemplate
+from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.tool_prompt import told_in_text
+from forerun.text.tools import FORMATS, ToolFormat, ToolReader, format_of, takes_tools
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation, ready to be answered.
+
+    prompt   int32[T]
+    rules    what the answer is constrained to
+    speech   makes the reader of one choice; None where its text is plain
+    control  control tokens leave text, because some of them are marks that `speech` reads
+    """
+
+    prompt: Ints
+    rules: Rules | None
+    speech: Callable[[], Speech] | None = None
+    control: bool = False
+
+
+def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogue:
+    """Render the conversation and find out what may come back.
+
+    Raises RequestError naming the field, ApiError where the model has no chat template.
+    """
+    offered, choice = _offered(body)
+    prompt = chat_prompt(body, loaded, offered)
+    template = _template(loaded)
+    format = FORMATS.get(settings.tool_parser) or format_of(template.source)
+    rules, free = body.rules, False
+    if offered:
+        rules = _tool_rules(body, loaded, format, offered, choice)
+        free = choice.kind == "auto" and body.rules is None
+    plain = [tool.plain for tool in offered]
+
+    def tools() -> ToolReader | None:
+        return ToolReader(format, plain) if plain else None
+
+    marks = _marks(settings, template)
+    if marks is None:
+        if not plain:
+            return Dialogue(prompt, rules)
+        control = _is_control(loaded, format.opener)
+        return Dialogue(prompt, rules, lambda: Speech(None, tools()), control)
+    found = _after_reasoning(Dialogue(prompt, rules), marks, loaded.tokenizer, free)
+    stage = _stage(found.prompt, marks, loaded.tokenizer)
+    heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
+    return replace(
+        found,
+        speech=lambda: Speech(ReasoningReader(marks, stage), tools()),
+        control=any(_is_control(loaded, mark) for mark in heard),
+    )
+
+
+def chat_prompt(
+    body: ChatBody | TokenizeBody, loaded: Loaded, offered: tuple[Tool, ...] = ()
+) -> Ints:
+    """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
+    template = _template(loaded)
+    messages, tools = list(body.messages or ()), [tool.plain for tool in offered]
+    if not takes_tools(template.source):
+        messages, tools = told_in_text(messages, tools), []
+    return template.encode(
+        messages,
+        tools or None,
+        add_generation_prompt=body.add_generation_prompt,
+        extra=body.chat_template_kwargs,
+    )
+
+
+def _template(loaded: Loaded) -> ChatTemplate:
+    if loaded.chat is None:
+        raise ApiError(
+            400,
+            f"{loaded.name} has no chat template; use /v1/completions.",
+            "no_chat_template",
+            "messages",
+        )
+    return loaded.chat
+
+
+def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model may call, and whether it must."""
+    tools = body.tools
+    choice = body.tool_choice or ToolChoice("auto")
+    if choice.kind == "none":
+        return (), choice
+    if not tools and choice.kind != "auto":
+        raise RequestError("tool_choice asks for a call, but there are no tools.", "tool_choice")
+    if choice.name is not None:
+        found = tuple(tool for tool in tools if tool.signature.name == choice.name)
+        if not found:
+            place = "tool_choice.function.name"
+            raise RequestError(f"{place}: there is no tool {choice.name!r} in tools.", place)
+        return found, choice
+    return tools, choice
+
+
+def _tool_rules(
+    body: ChatBody,
+    loaded: Loaded,
+    format: ToolFormat,
+    offered: tuple[Tool, ...],
+    choice: ToolChoice,
+) -> Rules:
+    """The grammar of an answer with calls."""
+    required = choice.kind != "auto"
+    answer = body.rules.grammar if body.rules is not None else None
+    if required and answer is not None:
+        raise RequestError(
+            f"{answer.field} and tool_choice cannot be honoured at once: an answer has one "
+            "constraint. Leave tool_choice to auto.",
+            "tool_choice",
+        )
+    token = loaded.tokenizer.added.get(format.opener)
+    special = token.id if token is not None and token.control else None
+    several = body.parallel_tool_calls and choice.kind != "named"
+    signatures = [tool.signature for tool in offered]
+    return tool_rules(format, signatures, Calling(required, several, special), answer)
+
+
+def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
+    if settings.reasoning_end == "off":
+        return None
+    if settings.reasoning_end == "auto":
+        return Marks.found_in(template.source)
+    return Marks.of(settings.reasoning_end)
+
+
+def _stage(prompt: Ints, marks: Marks, tokenizer: Tokenizer) -> Stage:
+    return marks.stage(tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False))
+
+
+def _after_reasoning(asked: Dialogue, marks: Marks, tokenizer: Tokenizer, free: bool) -> Dialogue:
+    """The same, its constraint beginning after the reasoning.
+
+    Where the prompt leaves it to the model whether to think, and the constraint leaves no room
+    for it, the prompt begins the reasoning: the constraint needs to know its beginning.
+    """
+    stage, rules = _stage(asked.prompt, marks, tokenizer), asked.rules
+    if rules is None or stage == Stage.ANSWERING:
+        return asked
+    if stage == Stage.UNDECIDED:
+        if free:
+            return asked
+        opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
+        asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
+    closer = _mark_ids(marks.closer, tokenizer)
+    if len(closer) > 1 and any(len(tokenizer.token_bytes(id)) > 1 for id in closer):
+        raise RequestError(
+            f"This model has no token {marks.closer}, after which the constraint could begin. "
+            "Start the server with --reasoning-end off.",
+            rules.grammar.field,
+        )
+    return replace(asked, rules=rules.after(closer))
+
+
+def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    token = tokenizer.added.get(mark)
+    return (token.id,) if token is not None else tuple(tokenizer.encode_part(mark, False))
+
+
+def _is_control(loaded: Loaded, mark: str) -> bool:
+    token = loaded.tokenizer.added.get(mark)
+    return token is not None and token.control

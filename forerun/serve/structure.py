@@ -1,0 +1,202 @@
+"""The fields that constrain an answer, in the words of four servers, each read into `Rules`.
+
+OpenAI     response_format {"type": "text" | "json_object" | "json_schema", ...}
+vLLM       structured_outputs {"json" | "regex" | "choice" | "grammar" | "structural_tag"},
+and its older guided_json, guided_regex, guided_choice, guided_grammar
+SGLang     json_schema, regex, ebnf
+llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_object
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from forerun.constrain.calls import Rules, Tag, tag_rules
+from forerun.constrain.grammar import Grammar
+from forerun.errors import RequestError
+from forerun.serve.fields import accept, boolean, items, need, only, read, shown, text
+
+MAX_PARTS = 1 << 16
+"""Choices, tags or triggers; their size in bytes is bounded by the grammar's."""
+
+_text = text(2**31 - 1)
+
+
+def json_rules(value: Any, where: str) -> Rules:
+    """A JSON schema: an object, or JSON text of one."""
+    return Rules(Grammar.json_schema(_parsed(value, where), field=where))
+
+
+def regex_rules(value: Any, where: str) -> Rules:
+    """A regular expression for the whole text."""
+    return Rules(Grammar.regex(_text(value, where), where))
+
+
+def choice_rules(value: Any, where: str) -> Rules:
+    """A list of texts."""
+    return Rules(Grammar.choice(items(_text, MAX_PARTS, 1)(value, where), where))
+
+
+def grammar_rules(value: Any, where: str) -> Rules:
+    """A grammar in GBNF or Lark."""
+    return Rules(Grammar.grammar(_text(value, where), where))
+
+
+def structural_rules(value: Any, where: str) -> Rules:
+    """Tags in free text: an object with structures and triggers, or JSON text of one."""
+    given = read(_StructuralTag, _parsed(value, where), where)
+    return tag_rules(given.structures, given.triggers, where)
+
+
+def response_rules(value: Any, where: str) -> Rules | None:
+    """OpenAI's field; the type decides which others there may be."""
+    kinds: dict[str, type[Any]] = {
+        "text": _Text,
+        "json_object": _JsonObject,
+        "json_schema": _JsonSchema,
+        "structural_tag": _StructuralTag,
+    }
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        place = f"{where}.type" if isinstance(value, dict) else where
+        known = ", ".join(kinds)
+        raise RequestError(f"{place} must be one of {known}, not {shown(kind)}.", place)
+    given = read(kinds[kind], value, where)
+    if isinstance(given, _JsonSchema):
+        return given.json_schema.rules
+    if isinstance(given, _StructuralTag):
+        return tag_rules(given.structures, given.triggers, where)
+    if isinstance(given, _JsonObject):
+        return given.schema or Rules(Grammar.json_object(where))
+    return None
+
+
+def structured_rules(value: Any, where: str) -> Rules:
+    """VLLM's field: an object with exactly one kind."""
+    given = read(_StructuredOutputs, value, where)
+    found = one_of(given, _KINDS, f"{where}.")
+    if found is None:
+        raise RequestError(f"{where} needs one of {', '.join(_KINDS)}.", where)
+    return found
+
+
+def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
+    """The one field of `names` that is set. Raises RequestError naming two where more are."""
+    found = [name for name in names if getattr(body, name) is not None]
+    if len(found) > 1:
+        raise RequestError(
+            f"{prefix}{found[0]} and {prefix}{found[1]} cannot be honoured at once: an answer "
+            "has one constraint.",
+            f"{prefix}{found[1]}",
+        )
+    rules: Rules | None = getattr(body, found[0]) if found else None
+    return rules
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """A value, or what its JSON text says."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} is not JSON: {error}", where) from error
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StructuredOutputs:
+    json: Rules | None = accept(json_rules)
+    regex: Rules | None = accept(regex_rules)
+    choice: Rules | None = accept(choice_rules)
+    grammar: Rules | None = accept(grammar_rules)
+    structural_tag: Rules | None = accept(structural_rules)
+
+    refused: ClassVar[dict[str, str]] = {
+        "json_object": "use response_format with the type json_object",
+        "whitespace_pattern": "white space in JSON is bounded already",
+        "disable_any_whitespace": "white space in JSON is bounded already",
+        "disable_additional_properties": "say additionalProperties: false in the schema",
+        "disable_fallback": "there is one back end",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    type: str = need(_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JsonObject:
+    type: str = need(_text)
+    schema: Rules | None = accept(json_rules)
+
+
+def _named_schema(value: Any, where: str) -> "_NamedSchema":
+    """OpenAI's wrapper. What is not strict may have keywords that are not honoured."""
+    given = read(_Wrapper, value, where)
+    found = Grammar.json_schema(given.schema, not given.strict, f"{where}.schema")
+    return _NamedSchema(Rules(found))
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedSchema:
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wrapper:
+    schema: Any = need(_parsed)
+    name: str | None = accept(text(64, 1))
+    description: str | None = accept(_text)
+    strict: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JsonSchema:
+    type: str = need(_text)
+    json_schema: _NamedSchema = need(_named_schema)
+
+
+def _tag(value: Any, where: str) -> Tag:
+    given = read(_TagBody, value, where)
+    return Tag(given.begin, given.schema.grammar, given.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TagBody:
+    begin: str = need(text(1024, 1))
+    schema: Rules = need(json_rules)
+    end: str = need(text(1024))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StructuralTag:
+    type: str = accept(only("structural_tag", why="it says what it is"), "structural_tag")
+    structures: tuple[Tag, ...] = need(items(_tag, MAX_PARTS, 1))
+    triggers: tuple[str, ...] = need(items(text(1024, 1), MAX_PARTS, 1))
+
+    refused: ClassVar[dict[str, str]] = {"format": "send structures and triggers"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstrainedBody:
+    """The part of a request that constrains its answer; at most one of these fields."""
+
+    response_format: Rules | None = accept(response_rules)
+    structured_outputs: Rules | None = accept(structured_rules)
+    regex: Rules | None = accept(regex_rules)
+    ebnf: Rules | None = accept(grammar_rules)
+    json_schema: Rules | None = accept(json_rules)
+    grammar: Rules | None = accept(grammar_rules)
+    guided_json: Rules | None = accept(json_rules)
+    guided_regex: Rules | None = accept(regex_rules)
+    guided_choice: Rules | None = accept(choice_rules)
+    guided_grammar: Rules | None = accept(grammar_rules)
+
+    @property
+    def rules(self) -> Rules | None:
+        """The one constraint. Raises RequestError naming two where there are more."""
+        return one_of(self, tuple(item.name for item in fields(ConstrainedBody)))

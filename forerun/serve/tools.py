@@ -1,0 +1,132 @@
+"""The fields about tools: what may be called, and whether the model may, must or must not."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.constrain.calls import Signature
+from forerun.constrain.grammar import Grammar
+from forerun.errors import RequestError
+from forerun.serve.fields import accept, boolean, items, need, only, part, read, shown, text
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_text = text(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function on offer. plain: as it was sent, for the chat template."""
+
+    signature: Signature
+    plain: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """kind: none, auto, required, or named; `name` of the function with the last."""
+
+    kind: str
+    name: str | None = None
+
+
+def tool(value: Any, where: str) -> Tool:
+    """A function with its parameters; without any it takes none."""
+    given = read(_Tool, value, where)
+    place = f"{where}.function"
+    function = read(_Function, given.function, place)
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    if function.parameters:
+        schema = {"type": "object", **function.parameters}
+    found = Grammar.json_schema(schema, not function.strict, f"{place}.parameters")
+    return Tool(Signature(function.name, found), value)
+
+
+def tools(value: Any, where: str) -> tuple[Tool, ...]:
+    """Functions with different names."""
+    found: tuple[Tool, ...] = items(tool, MAX_TOOLS)(value, where)
+    names = [item.signature.name for item in found]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            place = f"{where}[{index}].function.name"
+            raise RequestError(f"{place}: {shown(name)} is there twice.", place)
+    return found
+
+
+def tool_choice(value: Any, where: str) -> ToolChoice:
+    """none, auto, required, or {"type": "function", "function": {"name": ...}}."""
+    if isinstance(value, dict):
+        return ToolChoice("named", read(_Choice, value, where).function.name)
+    if value not in ("none", "auto", "required"):
+        raise RequestError(
+            f"{where} must be none, auto, required or a function, not {shown(value)}.", where
+        )
+    return ToolChoice(value)
+
+
+def _name(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        message = f"{where} must be 1 to 64 letters, digits, '_', '.' or '-', not {shown(value)}."
+        raise RequestError(message, where)
+    return value
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
+    return value
+
+
+_FUNCTIONS = only("function", why="tools are functions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    type: str = need(_FUNCTIONS)
+    function: dict[str, Any] = need(_object)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    name: str = need(_name)
+    description: str | None = accept(_text)
+    parameters: dict[str, Any] | None = accept(_object)
+    strict: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    name: str = need(_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    type: str = need(_FUNCTIONS)
+    function: _Named = need(part(_Named))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Called:
+    name: str = need(_name)
+    arguments: str = need(_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call of an earlier answer. Streams leave an index in it."""
+
+    id: str | None = accept(_text)
+    type: str = accept(_FUNCTIONS, "function")
+    function: _Called = need(part(_Called))
+    index: Any = accept(lambda value, where: value)
+
+
+def call(value: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier answer, as chat templates take it."""
+    given = read(_Call, value, where)
+    function = {"name": given.function.name, "arguments": given.function.arguments}
+    plain = {"type": "function", "function": function}
+    return plain if given.id is None else {"id": given.id, **plain}
+
+
+calls = items(call, MAX_TOOLS)
