@@ -6,6 +6,7 @@ first and their guesses are ranked after, over all rows of the step.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ LOOK = 16
 """A row whose guesses do not pay is asked for them every so many steps, only to be compared
 with what came; that costs the drafter's microseconds and no verification."""
 
+ASKED = "the drafter is asked; guesses that pay are verified"
+LOOKING = "off, but looking whether the text has become easier"
 WRONG = "off: the guesses of this text are mostly wrong"
 DEAR = "off: at this batch a guess costs as much as a token"
 NO_MATCH = "nothing: nothing like the present came before"
@@ -155,15 +158,17 @@ class SelectivePolicy:
 
     def _ask(self, row: _Row, price: float) -> Budget:
         """All that is allowed, or nothing where even a sure guess would not pay."""
-        if min(1.0, row.hits / row.expected) > price:
-            return Budget(self._nodes, self._depth, PAYS)
+        trust = min(1.0, row.hits / row.expected)
+        facts = (round(price, 2), round(trust, 2))
+        if trust > price:
+            return _budget(self._nodes, self._depth, ASKED, facts)
         reason = DEAR if price >= 1.0 else WRONG
         row.wait -= 1
         if row.wait >= 0 or price >= 1.0:
             self.chosen[reason] += 1
-            return Budget(0, 0, reason)
+            return _budget(0, 0, reason, facts)
         row.wait = LOOK
-        return Budget(1, 1, reason)
+        return _budget(1, 1, LOOKING, facts)
 
     def _worth(self, slot: int, draft: Draft) -> AnyArray:
         """float64[K] tokens that each guess is expected to bring."""
@@ -185,6 +190,14 @@ class SelectivePolicy:
         # Where each kept guess stands now; one more at the end, so that -1 stays the root.
         place = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))
         return Draft(draft.tokens[kept], place[draft.parents[kept]], draft.score[kept])
+
+
+@lru_cache(maxsize=1024)  # Text is dear: rows of a step, and steps, mostly say the same.
+def _budget(nodes: int, depth: int, reason: str, facts: tuple[float, float]) -> Budget:
+    """facts: what a guess costs, in tokens, and the trust in the drafter."""
+    price, trust = facts
+    words = f"a guess costs {price:.2f} tokens and the drafter is trusted to {100 * trust:.0f} %"
+    return Budget(nodes, depth, f"{words}: {reason}")
 
 
 def compare(draft: Draft, tokens: list[int]) -> tuple[float, float]:

@@ -1,0 +1,193 @@
+"""Choosing among guesses that were seen: against brute force, and over simulated text."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.spec.costs import LiveCosts, StepCosts
+from forerun.spec.select import SelectivePolicy, compare
+from forerun.spec.tree import Draft
+
+FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
+MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (5.1, 5.6, 6.6, 9.7, 18.2, 70.9), host_ms=1.0)
+STEEP = StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0))
+TABLES = {"flat": FLAT, "middle": MIDDLE, "steep": STEEP}
+
+
+def chain(shares):
+    scores = np.cumprod(shares).astype(np.float32)
+    return Draft(
+        np.arange(1, len(shares) + 1, dtype=np.int32), np.arange(-1, len(shares) - 1), scores
+    )
+
+
+def opened(costs, rows, nodes=8, depth=8):
+    policy = SelectivePolicy(costs, nodes, depth)
+    for slot in range(rows):
+        policy.open(slot)
+    return policy
+
+
+def arrays(rows, cached=64):
+    return np.arange(rows, dtype=np.int32), np.full(rows, cached, np.int32)
+
+
+class Text:
+    """A drafter that proposes chains with random shares; its guesses are right `honesty` times
+    as often as it says.
+    """
+
+    def __init__(self, costs, rows, honesty, match=0.6, seed=0):
+        self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
+        self.random = np.random.default_rng(seed)
+        self.ms = self.tokens = self.drafted = 0.0
+        self.verified: list[int] = []
+
+    def run(self, policy, steps, length=None):
+        for step in range(steps):
+            for slot in range(self.rows):
+                if length and step % length == 0:
+                    policy.open(slot)
+            self.step(policy)
+        return self
+
+    def step(self, policy):
+        slots, kv_len = arrays(self.rows)
+        budgets = policy.budgets(slots, kv_len)
+        shares = [
+            self.random.uniform(0.2, 0.95, budget.depth if self.random.random() < self.match else 0)
+            for budget in budgets
+        ]
+        kept = policy.select(slots, kv_len, [chain(row) for row in shares])
+        for slot, (row, draft) in enumerate(zip(shares, kept, strict=True)):
+            right = self.random.random(len(row)) < self.honesty * row
+            truth = int(np.argmin(np.append(right, False)))
+            accepted = min(truth, len(draft))
+            policy.learn(slot, [*range(1, accepted + 1), accepted + 1 if truth > accepted else 0])
+            self.tokens += 1 + accepted
+            self.drafted += len(row)
+        nodes = self.rows + sum(map(len, kept))
+        self.ms += self.costs.host_ms + float(self.costs.verify(nodes))
+        self.verified.append(nodes - self.rows)
+
+    def over_plain(self):
+        plain = self.rows / (self.costs.host_ms + float(self.costs.verify(self.rows)))
+        return self.tokens / self.ms / plain
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("table", TABLES)
+def test_never_slower_than_plain_on_text_that_defies_the_drafter(table, rows):
+    text = Text(TABLES[table], rows, honesty=0.0, match=1.0)
+    assert text.run(opened(TABLES[table], rows), 200, length=100).over_plain() >= 0.97
+
+
+@pytest.mark.parametrize("honesty", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("table", TABLES)
+def test_never_slower_than_plain_however_wrong_the_scores(table, rows, honesty):
+    text = Text(TABLES[table], rows, honesty)
+    assert text.run(opened(TABLES[table], rows), 200, length=100).over_plain() >= 0.97
+
+
+def test_good_guesses_are_used_where_they_are_cheap():
+    assert Text(FLAT, 1, 1.0).run(opened(FLAT, 1), 300).over_plain() > 1.5
+    assert Text(MIDDLE, 1, 1.0).run(opened(MIDDLE, 1), 300).over_plain() > 1.3
+
+
+def test_text_that_defies_the_drafter_is_hardly_drafted_for():
+    text = Text(MIDDLE, 1, honesty=0.0, match=1.0)
+    policy = opened(MIDDLE, 1)
+    text.run(policy, 200)
+    before = text.drafted
+    text.run(policy, 320)
+    assert text.drafted - before <= 20
+    assert sum(text.verified[-320:]) == 0
+
+
+def test_it_recovers_when_the_text_becomes_easy():
+    policy = opened(MIDDLE, 1)
+    Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 500)
+    easy = Text(MIDDLE, 1, honesty=1.0, match=1.0).run(policy, 300)
+    assert np.mean(np.array(easy.verified[-100:]) > 0) > 0.8
+
+
+def test_dear_guesses_are_not_even_proposed():
+    linear = StepCosts((1, 64), (10.0, 640.0))
+    text = Text(linear, 4, 1.0).run(opened(linear, 4), 100)
+    assert text.drafted == 0
+
+
+shares = st.lists(st.floats(0.05, 0.95), min_size=0, max_size=3)
+increments = st.lists(st.floats(0.0, 3.0), min_size=3, max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(shares, min_size=1, max_size=3), increments)
+def test_the_choice_is_the_best_of_all_choices(rows, rises):
+    costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()))
+    drafts = [chain(row) for row in rows]
+
+    def speed(depths):
+        worth = sum(float(d.score[:n].sum()) for d, n in zip(drafts, depths, strict=True))
+        return (len(rows) + worth) / float(costs.verify(len(rows) + sum(depths)))
+
+    policy = opened(costs, len(rows))
+    kept = policy.select(*arrays(len(rows)), drafts)
+    best = max(map(speed, product(*(range(len(d) + 1) for d in drafts))))
+    assert speed([len(draft) for draft in kept]) == pytest.approx(best, rel=1e-5)
+
+
+def test_what_is_kept_of_a_tree_is_a_tree():
+    tree = Draft(
+        np.array([7, 8, 9, 10], np.int32),
+        np.array([-1, -1, 0, 2], np.int32),
+        np.array([0.9, 0.02, 0.8, 0.7], np.float32),
+    )
+    (kept,) = opened(MIDDLE, 1).select(*arrays(1), [tree])
+    assert kept.tokens.tolist() == [7, 9, 10]
+    assert kept.parents.tolist() == [-1, 0, 1]
+
+
+def test_compare_follows_the_path_that_came():
+    tree = Draft(
+        np.array([7, 8, 9], np.int32),
+        np.array([-1, -1, 0], np.int32),
+        np.array([0.5, 0.25, 0.25], np.float32),
+    )
+    assert compare(tree, [7, 9]) == pytest.approx((1.25, 2.0))
+    assert compare(tree, [8, 9]) == pytest.approx((0.75, 1.0))
+    assert compare(tree, [1]) == pytest.approx((0.75, 0.0))
+
+
+def test_costs_measured_wrongly_are_corrected():
+    """Start-up said that two nodes take twice as long as one; they take a tenth more."""
+    live = LiveCosts(StepCosts((1, 2, 64), (10.0, 20.0, 300.0)))
+    for _ in range(150):
+        live.learn(1, 0, 5.0)
+        live.learn(2, 0, 5.5)
+    one, two = live.step_ms(np.array([1, 2]), np.zeros(2)).tolist()
+    assert two / one == pytest.approx(1.1, abs=0.05)
+    assert one == pytest.approx(5.0, rel=0.1)
+
+
+def test_a_slow_machine_does_not_make_guesses_dearer():
+    live = LiveCosts(MIDDLE)
+    for _ in range(300):
+        live.learn(1, 0, 3 * 6.1)
+    ms = live.step_ms(np.array([1, 8]), np.zeros(2))
+    assert ms[1] / ms[0] == pytest.approx(10.7 / 6.1, rel=0.3)
+    assert live.slowdown > 2.0
+
+
+def test_reasons_are_told_and_counted():
+    policy = opened(MIDDLE, 1)
+    Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
+    facts = policy.describe()
+    assert sum(facts["chosen"].values()) >= 100
+    assert any("mostly wrong" in reason for reason in facts["chosen"])
+    assert 0.0 < facts["a_guess_costs"] < 1.0 and facts["trust"] < 0.6
+    assert policy.budgets(*arrays(1))[0].reason.startswith("a guess costs 0.08 tokens")
