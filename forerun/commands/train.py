@@ -1,6 +1,8 @@
 """`forerun train`: a draft for a model in one command."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -11,10 +13,10 @@ from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError
 from forerun.flags import configured
 from forerun.text.chat import ChatTemplate
+from forerun.train.answers import Author
 from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
-from forerun.train.prompts import Problems
 from forerun.train.served import ServedAuthor
 
 
@@ -62,23 +64,25 @@ def _corpus(
     if (out / "corpus" / "corpus.json").exists():
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")
-    if config.author == "dense":
-        author = dense_author(source, config)
+    with _author(engine, source, config, report) as author:
         corpus, problems = write_corpus(author, source, config, prompts, out, report)
-    else:
-        loaded = load(engine, report)
-        try:
-            author = ServedAuthor(loaded)
-            corpus, problems = write_corpus(author, source, config, prompts, out, report)
-        finally:
-            loaded.close()
-    _tell(problems)
-    return corpus
-
-
-def _tell(problems: Problems) -> None:
-    """What was left out, shortly."""
     for line in problems.bad_lines[:5]:
         say(f"left out: {line}")
     if len(problems.bad_lines) > 5:
         say(f"... and {len(problems.bad_lines) - 5} more lines left out")
+    return corpus
+
+
+@contextmanager
+def _author(
+    engine: EngineConfig, source: Source, config: TrainConfig, report: Report
+) -> Iterator[Author]:
+    """Who writes: dense batches, or an engine that lives as long as it is needed."""
+    if config.author == "dense":
+        yield dense_author(source, config)
+        return
+    loaded = load(engine, report)
+    try:
+        yield ServedAuthor(loaded)
+    finally:
+        loaded.close()

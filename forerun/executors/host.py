@@ -27,6 +27,22 @@ Reports = tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class PlainNodes:
+    """Nodes whose choice hangs on the temperature alone; an executor may make it on its device.
+
+    nodes         int32[n] flat, ascending
+    seeds         uint64[n] of their requests
+    positions     int32[n] output position that each decides
+    temperatures  float32[n]; 0 = greedy
+    """
+
+    nodes: Ints
+    seeds: AnyArray
+    positions: Ints
+    temperatures: Floats
+
+
+@dataclass(frozen=True, slots=True)
 class HostRow:
     """What `accept` decided for one row.
 
@@ -93,6 +109,28 @@ class HostSampler:
             stop = nodes.stop if plan.samples[row] or echo else root
             needed.append(np.arange(first, stop))
         return np.concatenate(needed).astype(np.int32)
+
+    def plain(self, plan: Plan, trees: TreeBatch) -> PlainNodes:
+        """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
+        nodes: list[AnyArray] = [np.zeros(0, np.int32)]
+        positions: list[AnyArray] = [np.zeros(0, np.int32)]
+        seeds, temperatures, counts = [], [], []
+        for row in range(plan.rows):
+            sampling, history = self._slot(plan, row)
+            if not (plan.samples[row] and sampling.plain) or plan.constrained[row]:
+                continue
+            root, stop = trees.root(row), int(trees.start[row + 1])
+            nodes.append(np.arange(root, stop))
+            positions.append(history.output_len + trees.depth[root:stop] - trees.depth[root])
+            seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
+            temperatures.append(sampling.temperature)
+            counts.append(stop - root)
+        return PlainNodes(
+            nodes=np.concatenate(nodes).astype(np.int32),
+            seeds=np.repeat(np.array(seeds, np.uint64), counts),
+            positions=np.concatenate(positions).astype(np.int32),
+            temperatures=np.repeat(np.array(temperatures, np.float32), counts),
+        )
 
     def accept(
         self, plan: Plan, trees: TreeBatch, logits: Logits, masks: NodeMasks | None

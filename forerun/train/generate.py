@@ -229,9 +229,7 @@ class DenseAuthor:
             )
             return context.reshape(queries.shape)
 
-        x = self._token
-        for x in target.stream(self._token[:, None], self._length[:, None], attend):
-            pass
+        *_, x = target.stream(self._token[:, None], self._length[:, None], attend)
         logits = linear(target.final_norm(x[:, 0]), target.head)
         self._advance(self._chosen(logits.float()))
 

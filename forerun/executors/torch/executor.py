@@ -11,6 +11,7 @@ from forerun.engine.executor import ExecutorLimits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host import HostAccepted, HostSampler
+from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.kv import PagedCache, cache_bytes
@@ -18,6 +19,7 @@ from forerun.executors.torch.layers import padded_rows
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NodeMasks, TreeBatch
 from forerun.spec.verify import positions
 from forerun.types import Floats, Ints
@@ -70,7 +72,8 @@ class TorchExecutor:
         self._bytes = _planned_bytes(arch, limits, self._device, self._dtype.itemsize)
         _check_fits(self._bytes, self._device)
         self._features = features
-        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
+        self._choices: dict[int, int] = {}
         self._decoder: Decoder | None = Decoder(checkpoint, self._device, self._dtype)
         self._cache: PagedCache | None = PagedCache(arch, limits, self._device, self._dtype)
 
@@ -108,16 +111,33 @@ class TorchExecutor:
             features=tuple(stream[:count] for stream in features),
         )
 
+    @torch.inference_mode()
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
     ) -> HostAccepted:
-        """Keep one path per tree, by forerun.spec on the host."""
-        logits = scores.logits.cpu().numpy()
+        """Keep one path per tree. The target's choices are made on the device where they can
+        be; only where they cannot, and for reports, do logits cross to the host.
+        """
+        plain = self._sampler.plain(plan, trees)
+        if len(plain.nodes):
+            rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
+            tokens = choices(scores.logits[rows], plain).tolist()
+            self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
+        logits: list[Floats] = []
 
         def of_node(node: int) -> Floats:
-            return logits[scores.row_of[node]]
+            if not logits:
+                logits.append(scores.logits.cpu().numpy())
+            return logits[0][scores.row_of[node]]
 
-        return self._sampler.accept(plan, trees, of_node, masks)
+        try:
+            return self._sampler.accept(plan, trees, of_node, masks)
+        finally:
+            self._choices = {}
+
+    def _choice(self, node: int, sampling: Sampling, position: int) -> int | None:
+        """What the device chose at a flat node of this step; None where it did not."""
+        return self._choices.get(node)
 
     @torch.inference_mode()
     def commit(

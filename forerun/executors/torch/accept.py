@@ -1,0 +1,72 @@
+"""The target's choices, made where the logits are: forerun.spec.noise and forerun.spec.accept.
+
+Only for nodes whose choice hangs on the temperature alone; everything else is decided on the
+host. The noise is the host's to the bit as far as the device's float64 logarithm is; a token
+differs only where two scores lie within a rounding error of float32.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.host import PlainNodes
+from forerun.spec.accept import NOTHING
+from forerun.spec.noise import ROUNDS
+from forerun.types import AnyArray
+
+CHUNK = 64
+"""Nodes whose noise is made at once: some 50 bytes per node and token of the vocabulary."""
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """Philox-4x32-10: four words and two key words, int64 that hold 32-bit words.
+
+    Products of two words overflow int64, which wraps: their low and high halves stay right.
+    """
+    words = counter
+    for index in range(ROUNDS):
+        first, second = words[0] * _MULTIPLIERS[0], words[2] * _MULTIPLIERS[1]
+        keys = [(k + index * step) & _LOW for k, step in zip(key, _KEY_STEPS, strict=True)]
+        words = [
+            (second >> 32) & _LOW ^ words[1] ^ keys[0],
+            second & _LOW,
+            (first >> 32) & _LOW ^ words[3] ^ keys[1],
+            first & _LOW,
+        ]
+    return words
+
+
+def gumbel(seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device) -> Tensor:
+    """float32[n,V]: forerun.spec.noise.gumbel of n seeds (uint64) and output positions."""
+    halves = np.stack([seeds & _LOW, seeds >> 32, positions.astype(np.uint64)]).astype(np.int64)
+    low, high, position = torch.from_numpy(halves).to(device).unsqueeze(-1)
+    block = torch.arange(-(-vocab // 4), device=device)
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    counter = [block.expand(len(seeds), -1), position, nothing, nothing]
+    words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, :vocab]
+    uniform = (words.double() + 0.5) * 2.0**-32
+    return -uniform.log_().neg_().log_().float()
+
+
+def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
+    """int32[n] on the device: the target's choice from logits float32[n,V] of n plain nodes;
+    NOTHING as in forerun.spec.accept.choose.
+    """
+    device = logits.device
+    heat = torch.from_numpy(nodes.temperatures).to(device)
+    scores = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+    hot = np.flatnonzero(nodes.temperatures > 0)
+    for begin in range(0, len(hot), CHUNK):
+        part = hot[begin : begin + CHUNK]
+        # Nodes of one depth share their noise.
+        pairs = np.stack([nodes.seeds[part], nodes.positions[part].astype(np.uint64)], 1)
+        unique, which = np.unique(pairs, axis=0, return_inverse=True)
+        noise = gumbel(unique[:, 0], unique[:, 1], logits.shape[1], device)
+        rows = torch.from_numpy(part).to(device)
+        scores[rows] += noise[torch.from_numpy(which.reshape(-1)).to(device)]
+    best, tokens = scores.max(-1).values, scores.argmax(-1)
+    return torch.where(best.isfinite(), tokens, NOTHING).int()
