@@ -125,6 +125,31 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     flags_of(EngineConfig, parser, "target and engine")
 
 
+def _eval_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="jsonl of chats; may be repeated (default: the built-in prompts)",
+    )
+    parser.add_argument("--count", type=int, metavar="N", help="prompts per set (default: all)")
+    parser.add_argument(
+        "--tokens", type=int, default=128, metavar="N", help="tokens per answer (default: 128)"
+    )
+    parser.add_argument(
+        "--group", type=int, default=1, metavar="N", help="sequences at once (default: 1)"
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=_reals,
+        default=(0.0, 0.8),
+        metavar="X,X,...",
+        help="one pass for each (default: 0,0.8)",
+    )
+    flags_of(EngineConfig, parser, "model and engine")
+
+
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
@@ -201,6 +226,7 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "serve": ("Serve a model over the OpenAI API.", _serve_flags),
     "bench": ("Measure any OpenAI endpoint under load.", _bench_flags),
     "prove": ("Show that speculation changes no token.", _prove_flags),
+    "eval": ("Measure what a draft reaches on prompt sets.", _eval_flags),
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),

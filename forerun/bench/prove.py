@@ -120,7 +120,7 @@ def prove(
 
     Raises ContextError where a prompt does not fit, EngineError where the engine fails.
     """
-    prompts = [_encode(target, prompt, trial.tokens) for prompt in trial.prompts]
+    prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
     plain = replace(config, speculation="off")
     sides = [plain] if config.speculation == "off" else [plain, config]
     runs: list[Run] = []
@@ -129,7 +129,7 @@ def prove(
         for at_once in (1, trial.group):
             for side in sides:
                 name = f"T={temperature:g}, speculation {side.speculation}, {at_once} at once"
-                done, seconds = _answers(
+                done, seconds = answers(
                     target,
                     side,
                     _requests(prompts, trial, temperature),
@@ -155,7 +155,7 @@ def _requests(prompts: Sequence[Ints], trial: Trial, temperature: float) -> list
     ]
 
 
-def _answers(
+def answers(
     target: Target,
     config: EngineConfig,
     requests: list[Request],
@@ -236,13 +236,13 @@ def _first_divergence(
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
     """Raw logit of `a` minus that of `b` after `text`; None where one is not in the top 20."""
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
-    done, _ = _answers(target, replace(target.config, speculation="off"), [request], 1)
+    done, _ = answers(target, replace(target.config, speculation="off"), [request], 1)
     entry: TokenLogprobs = done[0].logprobs[0]
     scores = dict(entry.top) | {entry.token: entry.logprob}
     return scores[a] - scores[b] if a in scores and b in scores else None
 
 
-def _encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
+def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
     """The prompt's ids. Raises ContextError where the answer would not fit behind it."""
     if target.chat is not None:
         ids = encode_chat(target, prompt.messages)

@@ -1,0 +1,154 @@
+"""How good a draft is, served through the real engine: tokens per step and where guesses fail.
+
+Guessing is fixed, not adaptive: the question is what the draft can do, not when it pays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from forerun.api import Target
+from forerun.bench.prove import answers, encode
+from forerun.bench.workload import Prompt
+from forerun.completion import Completion, make_request
+from forerun.config import EngineConfig
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is guessed per step: a chain has width 1."""
+
+    name: str
+    nodes: int
+    depth: int
+    width: int
+
+
+CHAIN = Shape("chain of 3", 3, 3, 1)
+TREE = Shape("tree of 16", 16, 5, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One cell of the table: a prompt set at a temperature.
+
+    tokens  output tokens per prompt at most; answers end where the target ends them
+    """
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    temperature: float
+    tokens: int
+    at_once: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was served.
+
+    length    tokens per step, the target's own included
+    agreement agreement[j]: chance of level j + 1 once level j was accepted
+    speed     tokens per second; plain: the same without speculation, in the same session
+    """
+
+    question: str
+    shape: str
+    temperature: float
+    length: float
+    agreement: tuple[float, ...]
+    tokens: int
+    speed: float
+    plain: float
+
+
+def ask(
+    target: Target,
+    config: EngineConfig,
+    question: Question,
+    shapes: Sequence[Shape],
+    progress: Progress,
+) -> list[Finding]:
+    """Serve the prompts plainly and under each shape. Raises what `prove` raises."""
+    plain = _serve(target, replace(config, speculation="off"), question, progress)
+    found = []
+    for shape in shapes:
+        side = replace(
+            config,
+            policy="fixed",
+            draft_nodes=shape.nodes,
+            draft_depth=shape.depth,
+            draft_width=shape.width,
+        )
+        done, seconds = _serve(target, side, question, progress)
+        histogram = summed([c.stats.histogram for c in done if c.stats])
+        found.append(
+            Finding(
+                question=question.name,
+                shape=shape.name,
+                temperature=question.temperature,
+                length=mean_length(histogram),
+                agreement=agreement(histogram)[: shape.depth],
+                tokens=sum(len(c.tokens) for c in done),
+                speed=sum(len(c.tokens) for c in done) / seconds,
+                plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
+            )
+        )
+    return found
+
+
+def _serve(
+    target: Target, config: EngineConfig, question: Question, progress: Progress
+) -> tuple[list[Completion], float]:
+    requests = [
+        make_request(
+            encode(target, prompt, question.tokens),
+            max_tokens=question.tokens,
+            temperature=question.temperature,
+            seed=question.seed + index,
+            eos=tuple(sorted(target.tokenizer.eos_ids)),
+        )
+        for index, prompt in enumerate(question.prompts)
+    ]
+    shape = f"{config.draft_nodes}x{config.draft_depth}" if config.speculation != "off" else "plain"
+    name = f"{question.name}, T={question.temperature:g}, {shape}"
+    return answers(
+        target,
+        config,
+        requests,
+        question.at_once,
+        lambda count: progress(name, count, len(requests)),
+    )
+
+
+def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
+    """int64[.] steps by number of accepted guesses, over all sequences."""
+    total = np.zeros(max(map(len, histograms), default=1), np.int64)
+    for histogram in histograms:
+        total[: len(histogram)] += np.array(histogram, np.int64)
+    return total
+
+
+def mean_length(histogram: np.ndarray) -> float:
+    """Tokens per step, the target's own included."""
+    steps = histogram.sum()
+    return 1.0 + float((np.arange(len(histogram)) * histogram).sum() / max(steps, 1))
+
+
+def agreement(histogram: np.ndarray) -> tuple[float, ...]:
+    """Chance that level j + 1 was accepted, given that level j was."""
+    reached = histogram[::-1].cumsum()[::-1]
+    return tuple(float(b / a) if a else 0.0 for a, b in pairwise(reached))
+
+
+def default_draft(folder: str | None) -> Path | None:
+    """The metrics that the trainer left beside a draft, if it did."""
+    if folder is None:
+        return None
+    metrics = Path(folder).parent / "metrics.json"
+    return metrics if metrics.is_file() else None

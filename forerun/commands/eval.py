@@ -1,0 +1,85 @@
+"""`forerun eval`: what a draft reaches on named prompt sets, beside what its trainer promised."""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.table import Table
+
+from forerun.bench.acceptance import CHAIN, TREE, Finding, Question, Shape, ask, default_draft
+from forerun.bench.workload import read_prompts, spread
+from forerun.commands.console import bars, emit_json, open_shown, out, say
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.flags import configured
+from forerun.machine import stamp
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    config = configured(EngineConfig, arguments)
+    sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
+    sets = sets or {"built in": None}
+    target = open_shown(replace(config, max_sequences=arguments.group))
+    found: list[Finding] = []
+    # n-gram lookup shapes its own trees: one shape says all.
+    headed = target.head is not None
+    shapes = (CHAIN, TREE) if headed else (Shape("lookup", 8, 8, 1),)
+    try:
+        with bars() as progress:
+            for name, path in sets.items():
+                prompts = tuple(spread(read_prompts(path), arguments.count))
+                for temperature in arguments.temperatures:
+                    question = Question(
+                        name, prompts, temperature, arguments.tokens, arguments.group
+                    )
+                    found += ask(target, target.config, question, shapes, progress)
+    finally:
+        target.close()
+    promised = _promised(config.draft)
+    if arguments.json:
+        facts = [asdict(finding) for finding in found]
+        emit_json({"findings": facts, "simulated_length": promised, "machine": stamp()})
+    else:
+        _show(found, promised)
+    return 0
+
+
+def _named(text: str) -> tuple[str, Path]:
+    """NAME=FILE, or FILE named after itself."""
+    name, _, path = text.rpartition("=")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; --set takes NAME=FILE, a jsonl of chats")
+    return name or file.stem, file
+
+
+def _promised(draft: str | None) -> float | None:
+    """The trainer's simulated chain length on its held-out answers."""
+    metrics = default_draft(draft)
+    if metrics is None:
+        return None
+    value = json.loads(metrics.read_text()).get("best_simulated_length")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _show(found: list[Finding], promised: float | None) -> None:
+    table = Table(title="Acceptance, served")
+    for heading in ("prompts", "guesses", "T"):
+        table.add_column(heading)
+    for heading in ("tokens per step", "agreement by position", "tokens/s", "over plain"):
+        table.add_column(heading, justify="right")
+    for item in found:
+        table.add_row(
+            item.question,
+            item.shape,
+            f"{item.temperature:g}",
+            f"{item.length:.3f}",
+            " ".join(f"{share:.2f}" for share in item.agreement),
+            f"{item.speed:.1f}",
+            f"{item.speed / item.plain:.2f}",
+        )
+    out.print(table)
+    if promised is not None:
+        say(f"The trainer's simulation on its own held-out answers: {promised:.3f}.")
