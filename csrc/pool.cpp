@@ -13,8 +13,10 @@ namespace {
 
 constexpr int kSpins = 4000;         // some 50 to 100 microseconds, then yield
 constexpr double kWindow = 0.02;     // seconds of runs between decisions
-constexpr double kCrowded = 0.15;    // share of time off a core that is too much
-constexpr double kCalm = 0.05;       // share that is nothing
+// A thread that is off its core for a share s of the time makes a run 1 / (1 - s) times as long; one
+// thread less makes it at most n / (n - 1) times as long. So s = 1 / n is where they meet.
+constexpr double kCrowded = 0.8;     // of 1 / n: too much
+constexpr double kCalm = 0.2;        // of 1 / n: nothing
 constexpr double kShortest = 0.5;    // seconds of calm before a thread more is tried,
 constexpr double kLongest = 16.0;    // doubled when that failed, up to this
 
@@ -53,9 +55,9 @@ void Crowd::observe(double wall, double lost) {
     lost_ += lost;
     if (wall_ < kWindow) return;
     const double share = lost_ / wall_;
-    calm_ = share < kCalm ? calm_ + wall_ : 0;
+    calm_ = share < kCalm / active_ ? calm_ + wall_ : 0;
     wall_ = lost_ = 0;
-    if (share > kCrowded && active_ > 1) {
+    if (share > kCrowded / active_ && active_ > 1) {
         patience_ = probing_ ? std::min(2 * patience_, kLongest) : kShortest;
         probing_ = false;
         active_--;
