@@ -84,8 +84,7 @@ class ChatShape:
             deltas.append({"reasoning_content": heard.reasoning})
         if heard.content:
             deltas.append({"content": heard.content})
-        if heard.calls:
-            deltas.append({"tool_calls": streamed_calls(heard.calls)})
+        deltas += [{"tool_calls": [piece]} for piece in streamed_calls(heard.calls)]
         if logprobs and logprobs["content"]:
             # They belong to all of the deltas: the first one carries them.
             first = deltas.pop(0) if deltas else {"content": ""}

@@ -334,9 +334,9 @@ def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
     """Neighbouring pieces of one call's arguments in one."""
     merged: list[CallPiece] = []
     for piece in calls:
-        if merged and piece.name is None and merged[-1].index == piece.index:
-            last = merged[-1]
-            merged[-1] = CallPiece(last.index, last.name, last.arguments + piece.arguments)
+        last = merged[-1] if merged else None
+        if last is not None and last.name is None is piece.name and last.index == piece.index:
+            merged[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
         else:
             merged.append(piece)
     return tuple(merged)
