@@ -200,7 +200,8 @@ def _open_toy(config: EngineConfig) -> Target:
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    config = replace(config, executor="toy", dtype="float32")
+    speculation = _speculation(config, head=False)
+    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
@@ -237,8 +238,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
     head = _open_head(config, model.checkpoint, executor)
-    if head is None and config.draft is not None:
-        config = replace(config, speculation="off")
+    config = replace(config, speculation=_speculation(config, head is not None))
     return Target(
         head=head,
         executor=executor,
@@ -250,6 +250,15 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         costs=_costs(config, executor),
         compiler=_compiler(model.tokenizer),
     )
+
+
+def _speculation(config: EngineConfig, head: bool) -> str:
+    """What drafts, "auto" decided: a draft that was named but cannot be used means nothing."""
+    if head:
+        return "head"
+    if config.draft is not None and config.speculation in ("auto", "head"):
+        return "off"
+    return "ngram" if config.speculation == "auto" else config.speculation
 
 
 def _open_head(

@@ -74,7 +74,7 @@ def called(tree):
         (r"(typing\.)?TYPE_CHECKING", "a type that needs it is in the wrong layer"),
         (r"c?pickle(\..*)?|dill(\..*)?|shelve(\..*)?|joblib(\..*)?", "no pickle is ever loaded"),
         (r"torch\.(jit\.)?(load|save)", "weights are safetensors or GGUF"),
-        (r"eval|exec|compile|builtins\.(eval|exec)", "no code from data"),
+        (r"(builtins\.)?(eval|exec)", "no code from data"),
     ],
 )
 def test_forbidden_names(what, why):
