@@ -332,3 +332,55 @@ def test_the_official_client(server):
             logit_bias=DENSE,
         )
         assert is_person(parsed.choices[0].message.content)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """The toy taken for a model whose reasoning stands between two letters j."""
+    settings = {"reasoning_end": "j"}
+    with serving(tmp_path_factory.mktemp("thinking"), settings=settings) as server:
+        yield server
+
+
+def test_a_constraint_begins_where_the_reasoning_ends(thinking):
+    """Guesses are accepted across the end of reasoning, which falls anywhere in a run."""
+
+    def asked(number):
+        body = {"messages": [{"role": "user", "content": f"City {number}"}], "max_tokens": 300}
+        body |= {"temperature": 0.4, "seed": number, "regex": "[a-d]{9}"}
+        return body
+
+    def answered(body):
+        (choice,) = thinking.post(CHAT, body).json()["choices"]
+        message = choice["message"]
+        return message.get("reasoning_content", ""), message["content"], choice["finish_reason"]
+
+    def gathered(body):
+        reasoning, content, finish = "", "", None
+        for choice in chunks(thinking, CHAT, **body):
+            assert not (content and choice["delta"].get("reasoning_content"))
+            reasoning += choice["delta"].get("reasoning_content", "")
+            content += choice["delta"].get("content", "")
+            finish = choice["finish_reason"] or finish
+        return reasoning, content, finish
+
+    bodies = list(map(asked, range(24)))
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(answered, bodies))
+        streams = list(pool.map(gathered, bodies))
+        plain = list(pool.map(answered, [{**b, "speculative": {"enabled": False}} for b in bodies]))
+    assert answers == streams == plain
+    ended = [(reasoning, content) for reasoning, content, finish in answers if finish == "stop"]
+    assert sum(bool(content) for _, content in ended) > 12
+    for reasoning, content in ended:
+        assert "j" not in reasoning
+        assert re.fullmatch("[a-d]{9}", content) or not content, "the toy may end while it thinks"
+
+
+def test_without_a_constraint_reasoning_is_told_apart_too(thinking):
+    hi = [{"role": "user", "content": "Hi"}]  # The toy's second choice for a beginning is j.
+    body = {"messages": hi, "max_tokens": 20, "temperature": 1.0}
+    found = [thinking.post(CHAT, {**body, "seed": seed}).json()["choices"][0] for seed in range(20)]
+    aloud = [choice["message"] for choice in found if "reasoning_content" in choice["message"]]
+    assert 0 < len(aloud) < 20
+    assert all("j" not in message["reasoning_content"] for message in aloud)
