@@ -97,8 +97,18 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="answer again without speculation: compare speed and text",
     )
+    _grammar_flags(parser)
     flags_of(AskConfig, parser, "answer")
     flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
+
+
+def _grammar_flags(parser: argparse.ArgumentParser) -> None:
+    one = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    one.add_argument("--schema", metavar="FILE", help="the text must be JSON valid under a schema")
+    one.add_argument("--regex", metavar="PATTERN", help="the text must match, as a whole")
+    one.add_argument(
+        "--grammar", metavar="FILE", help="the text must follow a grammar, GBNF or Lark"
+    )
 
 
 def _chat_flags(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +208,7 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
         "--group", type=int, metavar="N", help="sequences at once in the batched runs (default: 16)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
+    _grammar_flags(parser)
     flags_of(EngineConfig, parser, "model and engine", policy="fixed")
 
 

@@ -19,6 +19,8 @@ from forerun.api import Target, encode_chat, make_engine
 from forerun.bench.workload import Prompt
 from forerun.completion import Completion, acceptance_length, complete, make_request
 from forerun.config import EngineConfig
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Compiled
 from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Request
 from forerun.errors import ContextError
@@ -39,6 +41,7 @@ class Trial:
     temperatures  one comparison for each
     group         sequences at once in the batched runs
     seed          of prompt 0; prompt i uses seed + i
+    grammar       what every answer must follow; it then ends where the grammar does
     """
 
     prompts: tuple[Prompt, ...]
@@ -46,6 +49,7 @@ class Trial:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     group: int = 16
     seed: int = 0
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +122,12 @@ def prove(
 ) -> Proof:
     """Run the trial on an opened target, with `config`'s speculation against none.
 
-    Raises ContextError where a prompt does not fit, EngineError where the engine fails.
+    Raises ContextError where a prompt does not fit, RequestError where the grammar cannot be
+    used, EngineError where the engine fails.
     """
     prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
     plain = replace(config, speculation="off")
+    compiled = target.compile(trial.grammar) if trial.grammar is not None else None
     sides = [plain] if config.speculation == "off" else [plain, config]
     runs: list[Run] = []
     for temperature in trial.temperatures:
@@ -132,7 +138,7 @@ def prove(
                 done, seconds = answers(
                     target,
                     side,
-                    _requests(prompts, trial, temperature),
+                    _requests(prompts, trial, temperature, compiled),
                     at_once,
                     lambda count, name=name: progress(name, count, len(prompts)),  # type: ignore[misc]
                 )
@@ -142,7 +148,9 @@ def prove(
     return Proof(tuple(runs), config.speculation)
 
 
-def _requests(prompts: Sequence[Ints], trial: Trial, temperature: float) -> list[Request]:
+def _requests(
+    prompts: Sequence[Ints], trial: Trial, temperature: float, grammar: Compiled | None
+) -> list[Request]:
     return [
         make_request(
             prompt,
@@ -150,6 +158,7 @@ def _requests(prompts: Sequence[Ints], trial: Trial, temperature: float) -> list
             temperature=temperature,
             seed=trial.seed + index,
             ignore_eos=True,
+            grammar=grammar,
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -9,6 +9,7 @@ from rich.table import Table
 from forerun.bench.prove import Divergence, Proof, Trial, as_dict, prove
 from forerun.bench.workload import read_prompts, spread
 from forerun.commands.console import bars, emit_json, open_shown, out, say
+from forerun.commands.constraint import grammar_of
 from forerun.config import EngineConfig
 from forerun.flags import configured
 from forerun.machine import stamp
@@ -42,11 +43,14 @@ def _trial(arguments: argparse.Namespace) -> Trial:
         temperatures=arguments.temperatures,
         group=arguments.group or (QUICK_GROUP if quick else 16),
         seed=arguments.seed,
+        grammar=grammar_of(arguments),
     )
 
 
 def _show(proof: Proof, trial: Trial, name: str) -> None:
-    table = Table(title=f"{name}: {len(trial.prompts)} prompts x {trial.tokens} tokens")
+    asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
+    bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
+    table = Table(title=f"{name}: {asked}{bound}")
     for heading in ("T", "speculation", "at once"):
         table.add_column(heading)
     for heading in ("identical", "tokens/s", "tokens per step", "guesses", "accepted"):

@@ -2,15 +2,16 @@
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from forerun.api import Loaded, encode_chat
 from forerun.commands.console import emit_json, interactive, load_shown, say
+from forerun.commands.constraint import grammar_of
 from forerun.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
-from forerun.engine.request import Speculation
+from forerun.engine.request import Request, Speculation
 from forerun.errors import RequestError
 from forerun.flags import configured
 from forerun.spec.costs import StepCosts
@@ -38,14 +39,20 @@ class Timed:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
-    text = _prompt(arguments.prompt)
+    text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(config)
     try:
-        prompt = _encode(loaded, text, arguments)
-        answer = answered(loaded, prompt, ask, Speculation(stats=True), show=not arguments.json)
+        request = make_request(
+            _encode(loaded, text, arguments),
+            loaded.tokenizer.eos_ids,
+            grammar=None if grammar is None else loaded.target.compile(grammar),
+            **asdict(ask),
+        )
+        answer = answered(loaded, request, show=not arguments.json)
         plain = None
         if arguments.compare and config.speculation != "off":
-            plain = answered(loaded, prompt, ask, Speculation(enabled=False, stats=True))
+            off = Speculation(enabled=False, stats=True)
+            plain = answered(loaded, replace(request, speculation=off))
         report = summary(answer, plain, loaded.target.costs)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
@@ -56,11 +63,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if report.get("same_text", True) else 1
 
 
-def answered(
-    loaded: Loaded, prompt: Ints, ask: AskConfig, speculation: Speculation, show: bool = False
-) -> Timed:
+def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
     """Answer once, timing the tokens; with `show`, text goes to stdout as it comes."""
-    request = make_request(prompt, loaded.tokenizer.eos_ids, speculation=speculation, **asdict(ask))
     completion, started, first, first_tokens = Completion(), perf_counter(), 0.0, 0
     for delta in stream(loaded.engine, request):
         completion.add(delta)

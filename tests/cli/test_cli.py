@@ -173,3 +173,25 @@ def test_help_loads_nothing_heavy_and_is_quick():
 
     python = cpu_seconds([sys.executable, "-c", "pass"])
     assert cpu_seconds([*FORERUN, "--help"]) < max(0.2, 10 * python)
+
+
+def test_constrained_answers(capsys, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["Paris", "Amsterdam"]}')
+    assert main(["run", "Which city?", *TOY, "--schema", str(schema)]) == 0
+    assert json.loads(capsys.readouterr().out) in ("Paris", "Amsterdam")
+    assert main(["run", "Which city?", *TOY, "--regex", "(Paris|Amsterdam)", "--compare"]) == 0
+    assert capsys.readouterr().out.strip() in ("Paris", "Amsterdam")
+    assert main(["run", "Which city?", *TOY, "--regex", "(Paris|Amsterdam}"]) == 2
+    assert "'}' where ')' was expected at character 16" in capsys.readouterr().err
+    schema.write_text("{")
+    assert main(["run", "Which city?", *TOY, "--schema", str(schema)]) == 2
+    assert f"--schema {schema} is not JSON" in capsys.readouterr().err
+    assert main(["run", "Which city?", *TOY, "--grammar", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_prove_with_a_grammar(capsys):
+    quick = ["--quick", "--count", "3", "--json", "--regex", "([a-d][m-p]){3,9}!"]
+    assert main(["prove", *TOY, *quick]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"] is True

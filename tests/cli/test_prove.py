@@ -6,7 +6,8 @@ import pytest
 from forerun.bench.prove import Trial, first_difference, prove
 from forerun.bench.workload import read_prompts, spread
 from forerun.config import EngineConfig
-from forerun.errors import ContextError
+from forerun.constrain.grammar import Grammar
+from forerun.errors import ContextError, RequestError
 from forerun.executors.toy import ToyExecutor, ToyScores
 from tests.cli.toys import CONFIG, toy_target
 
@@ -112,3 +113,14 @@ def test_built_in_prompts_are_many_and_of_many_kinds():
     eight = spread(prompts, 8)
     assert len({prompt.kind for prompt in eight}) >= 6
     assert np.all([prompt.messages[-1]["role"] == "user" for prompt in prompts])
+
+
+def test_constrained_texts_are_proved():
+    """Half of these letters the toy would not write next: the grammar is at work."""
+    trial = replace(TRIAL, grammar=Grammar.regex("([a-d][m-p]){3,30}!"))
+    with toy_target() as target:
+        proof = prove(target, target.config, trial)
+        assert proof.holds and len(proof.runs) == 2 * len(trial.temperatures) * 2
+        bad = replace(TRIAL, grammar=Grammar.regex("(?=a)b"))
+        with pytest.raises(RequestError, match="look-ahead"):
+            prove(target, target.config, bad)
