@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun import profile
 from forerun.config import EngineConfig
 from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.compile import Compiler
@@ -132,8 +133,13 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Open the target and start an engine on it. Raises what `open_target` raises."""
+    """Open the target and start an engine on it, speculating as `forerun tune` found best, if
+    it ever ran and `config` does not say how. Raises what `open_target` raises.
+    """
     target = open_target(config, progress)
+    tuned = profile.find(config, target.config)
+    if tuned is not None:
+        target = replace(target, config=tuned.on(target.config))
     engine = make_engine(target, target.config)
     engine.start()
     return Loaded(
@@ -143,7 +149,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         name=target.name,
         context=target.memory.limits.context,
         config=target.config,
-        info=_facts(target),
+        info=_facts(target) | {"profile": tuned.name if tuned else None},
         target=target,
     )
 

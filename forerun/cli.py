@@ -212,6 +212,22 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     flags_of(EngineConfig, parser, "model and engine", policy="fixed")
 
 
+def _tune_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        "--batches",
+        type=_numbers,
+        default=(1, 4, 16),
+        metavar="N,N,...",
+        help="sequences at once, one after the other (default: 1,4,16)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=48, metavar="N", help="tokens per prompt (default: 48)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
+    flags_of(EngineConfig, parser, "model and engine")
+
+
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (it is slow)")
 
@@ -238,6 +254,7 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "bench": ("Measure any OpenAI endpoint under load.", _bench_flags),
     "prove": ("Show that speculation changes no token.", _prove_flags),
     "eval": ("Measure what a draft reaches on prompt sets.", _eval_flags),
+    "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),

@@ -69,7 +69,10 @@ def plain_warnings() -> Iterator[None]:
 def load_shown(config: EngineConfig) -> Loaded:
     """Load and start a model while showing what takes long."""
     with plain_warnings(), bars() as report:
-        return load(config, report)
+        loaded = load(config, report)
+    if loaded.info["profile"]:
+        say(f"speculation as tuned on this machine: {loaded.info['profile']}")
+    return loaded
 
 
 def open_shown(config: EngineConfig) -> Target:

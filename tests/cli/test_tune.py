@@ -1,0 +1,71 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from forerun import profile
+from forerun.api import load, open_target
+from forerun.bench.tune import OFF, Sweep, Trial, _best, tune
+from forerun.bench.workload import read_prompts
+from forerun.cli import main
+from forerun.config import EngineConfig
+from forerun.executors.toy import ToyExecutor
+from forerun.profile import Setting
+
+TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
+FOUR = Setting("ngram", 4, 4, "fixed")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_free_guesses_win_and_off_is_always_there():
+    target = open_target(TOY)
+    # A step takes five milliseconds whatever it holds.
+    target = replace(target, executor=ToyExecutor(target.memory.limits, 0.005))
+    sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=40)
+    tuning = tune(target, sweep)
+    target.close()
+    assert tuning.best == FOUR
+    assert {(trial.setting, trial.batch) for trial in tuning.trials} == {
+        (setting, batch) for setting in (OFF, FOUR) for batch in (1, 2)
+    }
+    won = next(trial for trial in tuning.trials if trial.setting == FOUR)
+    assert won.ratio > 1.05 and won.tokens_per_step > 1.05
+
+
+def test_off_wins_where_nothing_beats_it():
+    trials = [Trial(OFF, 1, 1, 50.0, 1.0, 1.0), Trial(FOUR, 1, 1, 49.0, 0.98, 1.4)]
+    assert _best(trials) == OFF
+    assert _best([*trials, Trial(OFF, 4, 1, 50.0, 1.0, 1.0), Trial(FOUR, 4, 1, 75, 1.5, 1)]) == FOUR
+
+
+def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys):
+    flags = ["--model", "toy", "--kv-tokens", "4096", "--context", "512"]
+    assert main(["tune", *flags, "--batches", "1", "--tokens", "8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    best = Setting(**result["best"])
+    asked = EngineConfig(model="toy", kv_tokens=4096, context=512)
+    with_profile = load(asked)
+    with_profile.close()
+    assert with_profile.info["profile"] == best.name
+    assert with_profile.config.policy == best.policy
+    assert with_profile.config.speculation == best.speculation
+    other = load(replace(asked, draft_nodes=3))
+    other.close()
+    assert other.info["profile"] is None and other.config.draft_nodes == 3
+
+
+def test_a_broken_profile_is_no_profile():
+    config = EngineConfig(model="toy")
+    path = profile.save(config, FOUR, {})
+    assert profile.find(config, config) == FOUR
+    path.write_text('{"setting": {"speculation": "nonsense"}}')
+    assert profile.find(config, config) is None
+
+
+def test_there_is_nothing_to_tune_without_a_drafter(capsys):
+    assert main(["tune", "--model", "toy", "--speculation", "off"]) == 2
+    assert "nothing to tune" in capsys.readouterr().err
