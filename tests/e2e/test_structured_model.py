@@ -1,0 +1,103 @@
+"""Structured output and tool calls with the default model."""
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.api import load
+from forerun.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app
+
+pytestmark = pytest.mark.model
+
+CHAT = "/v1/chat/completions"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "skills": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 20},
+            "minItems": 2,
+            "maxItems": 4,
+        },
+    },
+    "required": ["name", "age", "skills"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    loaded = load(EngineConfig(kv_tokens=4096, max_sequences=8, policy="fixed"))
+    with TestClient(create_app(loaded, ServeSettings())) as client:
+        yield client
+
+
+def asked(server, question, **body):
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 160, **body}
+    answer = server.post(CHAT, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=str)
+def test_answers_under_a_schema_are_valid_and_need_fewer_steps(server, sampling):
+    wrapped = {"name": "person", "strict": True, "schema": PERSON}
+    bound = {"response_format": {"type": "json_schema", "json_schema": wrapped}, **sampling}
+    on = asked(server, "Invent a person.", speculative={"stats": True}, n=3, **bound)
+    off = asked(server, "Invent a person.", speculative={"enabled": False}, n=3, **bound)
+    texts = [choice["message"]["content"] for choice in on["choices"]]
+    assert texts == [choice["message"]["content"] for choice in off["choices"]]
+    for choice, text in zip(on["choices"], texts, strict=True):
+        assert choice["finish_reason"] == "stop"
+        person = json.loads(text)
+        assert list(person) == ["name", "age", "skills"]
+        assert 0 <= person["age"] <= 120 and len(person["name"]) <= 30
+        assert 2 <= len(person["skills"]) <= 4
+        assert all(len(skill) <= 20 for skill in person["skills"])
+    stats = on["metrics"]["speculative_decoding"]
+    assert stats["mean_acceptance_length"] > 1.05
+
+
+def test_paris_or_amsterdam(server):
+    for number in range(4):
+        answer = asked(server, "Name a city.", regex="(Paris|Amsterdam)", seed=number)
+        (choice,) = answer["choices"]
+        assert choice["message"]["content"] in ("Paris", "Amsterdam")
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+def test_a_tool_is_called(server, choice):
+    body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
+    answer = asked(server, "What is the weather like in Lisbon?", temperature=0, **body)
+    (choice,) = answer["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+
+
+def test_a_tool_may_be_called_or_not(server):
+    plain = asked(server, "Say hello.", temperature=0, tools=[WEATHER])["choices"][0]
+    assert plain["message"]["content"] or plain["message"]["tool_calls"]
+    for call in plain["message"].get("tool_calls", ()):
+        assert json.loads(call["function"]["arguments"]).keys() == {"city"}
