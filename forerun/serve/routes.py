@@ -27,7 +27,7 @@ from forerun.serve.render import token_text
 from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
 from forerun.serve.service import Served, Service
 from forerun.serve.sse import EventStream
-from forerun.serve.wire import dump_json, parse_json, read_body
+from forerun.serve.wire import dump_json, parse_json
 
 LARGE = 1 << 14
 """Bodies above this many bytes are parsed and encoded on another thread: others go on."""
@@ -168,6 +168,7 @@ async def server_info(request: Request) -> Response:
             "state": service.state,
             "settings": settings,
             **served.loaded.info,
+            **served.loaded.engine.describe(),
             "stats": asdict(served.loaded.engine.stats()),
         }
     )
@@ -220,8 +221,7 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]
     """The checked body, the model it is for, and its size in bytes."""
     service = _service(request)
     service.enter()
-    settings = service.settings
-    data = await read_body(request, settings.max_body_bytes, settings.send_seconds)
+    data = await service.bodies.receive(request)
     value = await _worked(len(data), parse_json, data)
     body = await _worked(len(data), read, kind, value)
     return body, service.named(body.model), len(data)

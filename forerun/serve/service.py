@@ -20,6 +20,7 @@ from forerun.constrain.matcher import Compiled
 from forerun.serve.bridge import Bridge
 from forerun.serve.errors import ApiError, unavailable
 from forerun.serve.metrics import Meter
+from forerun.serve.wire import Bodies
 
 Loader = Callable[[], Loaded]
 
@@ -51,6 +52,7 @@ class Service:
 
     def __init__(self, source: Loaded | Loader, settings: ServeSettings) -> None:
         self.settings = settings
+        self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
         self._source = source

@@ -77,6 +77,11 @@ def structured_rules(value: Any, where: str) -> Rules:
     found = one_of(given, _KINDS, f"{where}.")
     if found is None:
         raise RequestError(f"{where} needs one of {', '.join(_KINDS)}.", where)
+    if given.disable_any_whitespace:
+        if given.json is None:
+            place = f"{where}.disable_any_whitespace"
+            raise RequestError(f"{place} is for json only.", place)
+        return found.on_one_line()
     return found
 
 
@@ -113,11 +118,11 @@ class _StructuredOutputs:
     choice: Rules | None = accept(choice_rules)
     grammar: Rules | None = accept(grammar_rules)
     structural_tag: Rules | None = accept(structural_rules)
+    disable_any_whitespace: bool = accept(boolean, False)
 
     refused: ClassVar[dict[str, str]] = {
         "json_object": "use response_format with the type json_object",
         "whitespace_pattern": "white space in JSON is bounded already",
-        "disable_any_whitespace": "white space in JSON is bounded already",
         "disable_additional_properties": "say additionalProperties: false in the schema",
         "disable_fallback": "there is one back end",
     }

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,19 +13,83 @@ DISCARDED = 16
 """A body that is too large is read, and thrown away, up to so many times the limit: a client
 that is still sending would not see the answer. Beyond that the connection is cut."""
 
+AT_ONCE = 16
+"""All bodies that are being received may together hold so many times the limit of one."""
 
-async def read_body(request: Request, limit: int, patience: float) -> bytes:
-    """The body of a request that says it is JSON, at most `limit` bytes.
 
-    patience  seconds the client may be silent while it sends
+class Bodies:
+    """Receives request bodies, of at most `limit` bytes each and AT_ONCE times that together.
 
-    Raises ApiError (400, 408, 413, 415) and ClientGoneError.
+    patience  seconds a client may be silent while it sends
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # Web pages can post any other type to a server on this machine without asking it.
-        raise ApiError(415, "The body must be JSON, with content-type: application/json.")
-    return await _received(request, limit, patience)
+
+    def __init__(self, limit: int, patience: float) -> None:
+        self._limit = limit
+        self._patience = patience
+        self._held = 0
+
+    async def receive(self, request: Request) -> bytes:
+        """The body of a request that says it is JSON.
+
+        Raises ApiError (400, 408, 413, 415, 429) and ClientGoneError.
+        """
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Web pages can post any other type to a server on this machine without asking it.
+            raise ApiError(415, "The body must be JSON, with content-type: application/json.")
+        declared = request.headers.get("content-length", "")
+        too_large = declared.isdigit() and int(declared) > self._limit
+        if too_large and "expect" in request.headers:
+            raise self._too_large()  # It asked before sending: the answer saves it the work.
+        body = bytearray()
+        try:
+            await self._fill(body, request)
+        finally:
+            self._held -= len(body)
+        return bytes(body)
+
+    async def _fill(self, body: bytearray, request: Request) -> None:
+        received = 0
+        async for chunk in self._chunks(request):
+            received += len(chunk)
+            if received <= self._limit:
+                self._hold(len(chunk))
+                body += chunk
+            elif received > self._limit * DISCARDED:
+                break
+        if received > self._limit:
+            raise self._too_large()
+
+    def _hold(self, size: int) -> None:
+        if self._held + size > self._limit * AT_ONCE:
+            wait = {"retry-after": "1", "connection": "close"}
+            message = "Too many large bodies arrive at once; try again later."
+            raise ApiError(429, message, "too_many_bodies", headers=wait)
+        self._held += size
+
+    async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
+        stream = request.stream()
+        try:
+            while True:
+                async with asyncio.timeout(self._patience):
+                    chunk = await anext(stream, None)
+                if chunk is None:
+                    return
+                yield chunk
+        except TimeoutError:
+            message = f"The body stopped arriving for {self._patience:g} s."
+            raise ApiError(408, message, "timeout") from None
+        except ClientDisconnect:
+            raise ClientGoneError from None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"The body is larger than {self._limit} bytes, the limit of this server "
+            "(--max-body-bytes).",
+            "body_too_large",
+            headers={"connection": "close"},
+        )
 
 
 def parse_json(body: bytes) -> Any:
@@ -48,42 +113,3 @@ def dump_json(value: Any) -> bytes:
 
 def _not_json(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-async def _received(request: Request, limit: int, patience: float) -> bytes:
-    declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > limit
-    if too_large and "expect" in request.headers:
-        raise _too_large(limit)  # It asked before sending: the answer saves it the work.
-    body, received = bytearray(), 0
-    stream = request.stream()
-    try:
-        while True:
-            async with asyncio.timeout(patience):
-                chunk = await anext(stream, None)
-            if chunk is None:
-                break
-            received += len(chunk)
-            if received > limit * DISCARDED:
-                break
-            too_large = too_large or received > limit
-            if too_large:
-                body.clear()
-            else:
-                body += chunk
-    except TimeoutError:
-        raise ApiError(408, f"The body stopped arriving for {patience:g} s.", "timeout") from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    if too_large:
-        raise _too_large(limit)
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"The body is larger than {limit} bytes, the limit of this server (--max-body-bytes).",
-        "body_too_large",
-        headers={"connection": "close"},
-    )

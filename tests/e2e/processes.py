@@ -24,6 +24,10 @@ class Server:
         self.address = (parts.hostname, parts.port)
         self.http = httpx.Client(base_url=self.root, timeout=30, trust_env=False)
 
+    def healthy(self):
+        assert self.process.poll() is None, self.logged()
+        return self.http.get("/health").status_code == 200
+
     def post(self, path, body, **headers):
         return self.http.post(path, json=body, headers=headers)
 
@@ -76,7 +80,7 @@ def serving(tmp_path, wait=True, **options):
             assert url, (log.seek(0), log.read())
             server = Server(process, url, log)
             if wait:
-                assert wait_for(lambda: server.http.get("/health").status_code == 200, 20)
+                assert wait_for(server.healthy, 20), server.logged()
             yield server
         finally:
             process.kill()

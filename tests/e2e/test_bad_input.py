@@ -332,6 +332,27 @@ def test_a_body_that_stops_arriving(server):
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 408")
 
 
+def test_many_large_bodies_at_once(server):
+    """Sixteen times the limit is held for all together; then a further one is turned away."""
+    part = b" " * (LIMIT - 1)
+    head = request_bytes(COMPLETIONS, part, content_length=LIMIT)
+    socks = [server.connect() for _ in range(16)]
+    try:
+        for sock in socks:
+            sock.sendall(head)
+        refusal = []
+
+        def refused():
+            refusal[:] = [raw(server, b" " * 32 + part[32:])]
+            return refusal[0].status_code == 429
+
+        assert wait_for(refused, 0.9)
+        assert error_of(refusal[0], 429)["code"] == "too_many_bodies"
+    finally:
+        for sock in socks:
+            sock.close()
+
+
 def test_a_client_that_leaves_amid_its_body(server):
     with server.connect() as sock:
         sock.sendall(request_bytes(COMPLETIONS, b'{"prompt"', content_length=100))
@@ -357,6 +378,17 @@ def test_nothing_said_reaches_the_log(server):
     body = {**HELLO, "messages": [{"role": "user", "content": "secret"}], "secret": 1}
     assert server.post(CHAT, body).status_code == 400
     assert "secret" not in server.logged()
+
+
+def test_server_info(server):
+    server.complete(max_tokens=60)
+    info = server.http.get("/server_info").json()
+    assert info["config"]["speculation"] == "ngram"
+    assert info["executor"]["executor"] == "toy"
+    assert info["drafter"]["drafter"] == "ngram"
+    assert info["settings"]["max_body_bytes"] == LIMIT
+    # Why the last rows got the guesses they got.
+    assert info["stats"]["load"]["granted"][0]["reason"] == "fixed by the configuration"
 
 
 def test_tokenize_and_detokenize(server):
