@@ -17,14 +17,17 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from forerun.llm import LLM
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.errors import RequestError
+from forerun.llm import LLM
 from forerun.text.tokenizer import Tokenizer
 
-DRAFTS = ("draft2020-12", "draft7")
+DIALECTS = {
+    "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
+    "draft7": "http://json-schema.org/draft-07/schema#",
+}
 VERDICTS = ("right", "invalid accepted", "valid refused", "grammar refused")
 
 PERSON = {
@@ -63,7 +66,15 @@ SPEED: dict[str, tuple[str, Grammar]] = {
     "grammar": ("List four animals.", Grammar.grammar(LINES)),
     "json_object": ("Describe an invented person in JSON.", Grammar.json_object()),
     "schema": ("Describe an invented person in JSON.", Grammar.json_schema(PERSON)),
+    "schema, one line": (
+        "Describe an invented person in JSON.",
+        Grammar.json_schema(PERSON).on_one_line(),
+    ),
     "records": ("List some cities as JSON records.", Grammar.json_schema(CITIES)),
+    "records, one line": (
+        "List some cities as JSON records.",
+        Grammar.json_schema(CITIES).on_one_line(),
+    ),
 }
 
 
@@ -92,13 +103,26 @@ def verdicts(cases: list[tuple[Any, str, bool]], make: Any) -> Counter[str]:
     return counts
 
 
+def _named(schema: Any, dialect: str) -> Any:
+    """The schema saying which dialect it is of."""
+    return {"$schema": dialect, **schema} if isinstance(schema, dict) else schema
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def suite(data: Path) -> None:
     """One line per keyword file and kind of grammar."""
     table: dict[str, Counter[str]] = {}
-    for draft in DRAFTS:
+    for draft, dialect in DIALECTS.items():
         for path in sorted((data / "json_schema_test_suite" / "tests" / draft).glob("*.json")):
             cases = [
-                (group["schema"], json.dumps(test["data"], ensure_ascii=False), test["valid"])
+                (
+                    _named(group["schema"], dialect),
+                    json.dumps(test["data"], ensure_ascii=False),
+                    test["valid"],
+                )
                 for group in json.loads(path.read_text())
                 for test in group["tests"]
             ]
@@ -115,9 +139,7 @@ def suite(data: Path) -> None:
     }
     for kind, rows in kinds.items():
         table[f"xgrammar {kind}"] = verdicts(rows, make[kind])
-    show(
-        ("", *VERDICTS), [(name, *(counts[v] for v in VERDICTS)) for name, counts in table.items()]
-    )
+    show(("", *VERDICTS), [(name, [counts[v] for v in VERDICTS]) for name, counts in table.items()])
 
 
 def speed(model: str, tokens: int) -> None:

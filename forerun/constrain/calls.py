@@ -67,6 +67,10 @@ class Rules:
                 compile(part)
             raise
 
+    def on_one_line(self) -> "Rules":
+        """The same JSON, with white space as Python's json.dumps writes it."""
+        return Rules(self.grammar.on_one_line(), self.parts)
+
     def after(self, start: Sequence[int]) -> "Rules":
         """The same, beginning after the token ids `start`."""
         return Rules(self.grammar.after(start), self.parts)
@@ -148,7 +152,8 @@ def _call(format: ToolFormat, index: int, tool: Signature) -> list[str]:
     if format.closer == "</tool_call>":
         begin, end = "\n" + begin, end + "\n" + format.closer
     rule = f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}"
-    return [rule, f"json_{index}: {_json(tool.arguments)}"]
+    # Chat templates write calls on one line, so models do.
+    return [rule, f"json_{index}: {_json(tool.arguments.on_one_line())}"]
 
 
 def _glm_pairs(index: int, schema: dict[str, Any], grammar: Grammar) -> tuple[str, list[str]]:
@@ -189,8 +194,8 @@ def _content(answer: Grammar) -> str:
 
 def _json(grammar: Grammar) -> str:
     """Texts of a schema."""
-    schema = {**json.loads(grammar.source), "x-guidance": json_options(grammar.lenient)}
-    return f"%json {_plain(schema)}"
+    options = json_options(grammar.lenient, grammar.one_line)
+    return f"%json {_plain({**json.loads(grammar.source), 'x-guidance': options})}"
 
 
 def _literal(text: str) -> str:

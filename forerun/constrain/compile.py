@@ -22,7 +22,7 @@ WORKER = [sys.executable, "-m", "forerun.constrain.worker"]
 MAX_WAITING = 64
 """Grammars that may wait for the compiling process; more are refused for the moment."""
 
-_Key = tuple[str, str, bool]
+_Key = tuple[str, str, bool, bool]
 _Value = llguidance.LLMatcher | str
 
 _FIXED_COST = 256 * 1024
@@ -56,7 +56,7 @@ class Compiler:
         Raises RequestError naming the field and, where it can be told, the place at fault;
         BusyError when too many wait.
         """
-        key = (grammar.kind, grammar.source, grammar.lenient)
+        key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
             found = self._cache.get(key)
         if found is None:
@@ -89,7 +89,8 @@ class Compiler:
 
     def _compile(self, grammar: Grammar) -> _Value:
         """A matcher at the beginning of the grammar, or why there is none."""
-        request = {"kind": grammar.kind, "source": grammar.source, "lenient": grammar.lenient}
+        names = ("kind", "source", "lenient", "one_line")
+        request = {name: getattr(grammar, name) for name in names}
         answer = self._worker.ask(request)
         if "error" in answer:
             return answer["error"]

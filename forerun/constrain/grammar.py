@@ -36,6 +36,8 @@ class Grammar:
     source   a JSON schema as JSON text; a regular expression that the whole text must match
              (no look-around, no back-references); or a grammar in Lark or GBNF
     lenient  of a schema: keywords that cannot be honoured are ignored instead of refused
+    one_line of a schema: white space as Python's json.dumps writes it and nowhere else, so that
+             more of the text is forced and needs no step of its own
     start    token ids: the constraint begins after they appear in the output (the end of
              reasoning); empty = at once
     field    the request field that errors name
@@ -44,6 +46,7 @@ class Grammar:
     kind: Kind
     source: str
     lenient: bool = False
+    one_line: bool = False
     start: tuple[int, ...] = ()
     field: str = field(default="grammar", compare=False)
 
@@ -62,7 +65,7 @@ class Grammar:
             source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RequestError(f"{field} is not JSON: {error}", field) from error
-        return cls(Kind.JSON_SCHEMA, source, lenient, (), field)._checked()
+        return cls(Kind.JSON_SCHEMA, source, lenient, field=field)._checked()
 
     @classmethod
     def json_object(cls, field: str = "grammar") -> Self:
@@ -75,7 +78,7 @@ class Grammar:
 
         Raises RequestError that points at a bracket without its partner.
         """
-        grammar = cls(Kind.REGEX, pattern, False, (), field)._checked()
+        grammar = cls(Kind.REGEX, pattern, field=field)._checked()
         return replace(grammar, source=portable(pattern, field))
 
     @classmethod
@@ -84,15 +87,24 @@ class Grammar:
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"{field} must be a list of at least one non-empty string", field)
         pattern = "|".join("".join(map(_escaped, text)) for text in dict.fromkeys(choices))
-        return cls(Kind.REGEX, pattern, False, (), field)._checked()
+        return cls(Kind.REGEX, pattern, field=field)._checked()
 
     @classmethod
     def grammar(cls, source: str, field: str = "grammar") -> Self:
         """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`)."""
-        grammar = cls(Kind.GRAMMAR, source, False, (), field)._checked()
+        grammar = cls(Kind.GRAMMAR, source, field=field)._checked()
         if max(_depths(source), default=0) > MAX_NESTING:
             raise RequestError(f"{field} nests brackets deeper than {MAX_NESTING} levels", field)
         return grammar
+
+    def on_one_line(self) -> Self:
+        """The same JSON, with white space as Python's json.dumps writes it.
+
+        Raises RequestError where the grammar is no schema.
+        """
+        if self.kind is not Kind.JSON_SCHEMA:
+            raise RequestError(f"{self.field} is no JSON schema; its own white space counts")
+        return replace(self, one_line=True)
 
     def after(self, start: Sequence[int]) -> Self:
         """The same constraint, beginning after the token ids `start`."""

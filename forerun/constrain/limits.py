@@ -9,13 +9,13 @@ WHITESPACE = r"( {0,2}|\r?\n[ \t]{0,40})"
 a model may write spaces until max_tokens."""
 
 
-def json_options(lenient: bool) -> dict[str, Any]:
+def json_options(lenient: bool, one_line: bool) -> dict[str, Any]:
     """How llguidance is to read a JSON schema."""
-    return {
-        "whitespace_pattern": WHITESPACE,
-        "lenient": lenient,
-        "coerce_one_of": lenient,
-    }
+    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
+    if one_line:
+        separators = {"item_separator": ", ", "key_separator": ": "}
+        return options | separators | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": WHITESPACE}
 
 
 LIMITS = llguidance.LLParserLimits(

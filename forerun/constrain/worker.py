@@ -1,10 +1,11 @@
 """The process that compiles strangers' grammars first, so that a hostile one can be killed.
 
-Reads one JSON request per line, `{"kind", "source", "lenient"}`, and answers each with one
+Reads one JSON request per line, the arguments of `translate`, and answers each with one
 line: `{"grammar": ...}` in llguidance's form, or `{"error": ...}`.
 """
 
 import json
+import re
 import resource
 import sys
 from typing import Any
@@ -15,13 +16,13 @@ from llguidance.gbnf_to_lark import any_to_lark
 from forerun.constrain.limits import LIMITS, MEMORY, json_options
 
 
-def translate(kind: str, source: str, lenient: bool) -> str:
+def translate(kind: str, source: str, lenient: bool, one_line: bool) -> str:
     """The grammar in llguidance's form. Raises ValueError where the source cannot be read."""
     matcher = llguidance.LLMatcher
     if kind == "regex":
         return str(matcher.grammar_from_regex(source))
     if kind == "json_schema":
-        options: Any = json_options(lenient)
+        options: Any = json_options(lenient, one_line)
         return str(matcher.grammar_from_json_schema(source, overrides=options))
     if "::=" not in source:
         return str(matcher.grammar_from_lark(source))
@@ -45,13 +46,18 @@ class Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
+_TOKEN = re.compile(r"<\[\d+\]>")
+
+
 def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, str]:
     """Translate one grammar, compile it and ask for its first mask."""
     try:
-        grammar = translate(request["kind"], request["source"], request["lenient"])
+        grammar = translate(**request)
     except (ValueError, RecursionError, MemoryError) as error:
         return {"error": str(error) or type(error).__name__}
-    matcher = llguidance.LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0)
+    # Ids of the model's control tokens mean nothing here: the one there is stands for all.
+    probe = _TOKEN.sub("<[256]>", grammar)
+    matcher = llguidance.LLMatcher(vocabulary, probe, limits=LIMITS, log_level=0)
     matcher.compute_bitmask()
     if matcher.is_error() and "<special_token>" not in matcher.get_error():
         return {"error": matcher.get_error()}

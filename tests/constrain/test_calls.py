@@ -5,10 +5,14 @@ import json
 import pytest
 
 from forerun.constrain.calls import Calling, Rules, Signature, Tag, tag_rules, tool_rules
+from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Matcher
 from forerun.errors import RequestError
+from forerun.text.pieces import Pieces
+from forerun.text.tokenizer import AddedToken, Ends, Tokenizer
 from forerun.text.tools import FORMATS, HERMES, ToolReader
-from tests.constrain.tools import compiler, fits
+from tests.constrain.tools import allowed, compiler, fits
 
 WEATHER = {
     "type": "object",
@@ -141,3 +145,29 @@ def test_a_tag_without_its_trigger():
     with pytest.raises(RequestError, match="none of the triggers"):
         tag_rules(TAGS, ["<f="], "f")
     assert isinstance(tag_rules(TAGS, ["<f=", "["], "f"), Rules)
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_an_opener_that_is_a_control_token(name, required):
+    format, special = FORMATS[name], 7000
+    tokenizer = Tokenizer(
+        lambda text, first: list(text.encode()),
+        Pieces((*(bytes([value]) for value in range(256)), *[b"x"] * 6744, b"[T]", b"<end>"), 0),
+        [AddedToken(special, "[T]", True), AddedToken(7001, "<end>", True)],
+        Ends((7001,)),
+    )
+    made = Compiler(tokenizer)
+    grammar = tool_rules(format, TOOLS, Calling(required, True, special)).grammar
+    compiled = made.compile(grammar)
+    made.close()
+    call = list(WRITTEN[name].removeprefix(format.opener).encode())
+
+    def taken(tokens):
+        matcher = Matcher(compiled)
+        return all(map(matcher.advance, tokens)) and allowed(matcher.mask(), 7001)
+
+    assert taken([special, *call])
+    assert taken([*b"Sure. ", special, *call]) is not required
+    assert taken(list(WRITTEN[name].encode())) is not required
+    assert not taken([special, *b" x"])

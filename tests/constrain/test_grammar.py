@@ -40,6 +40,11 @@ VECTORS = [
             SAM.replace("Sam", "Samwise"),
         ],
     ),
+    (
+        Grammar.json_schema(PERSON).on_one_line(),
+        [SAM],
+        [SAM.replace(" ", ""), SAM.replace(" ", "  ")],
+    ),
     (Grammar.json_schema(True), ["1", "null", '"x"', "[]", "{}"], ["x", ""]),
     (Grammar.json_schema(LIST_OF_LISTS), ["[]", "[[], [[]]]"], ["[1]", "[[]"]),
     (Grammar.json_schema(NUMBERS), ["[1, 2]", "[1,\n  2]"], ["[1,   2]", "[1,\n\n2]"]),
