@@ -47,32 +47,38 @@ def compiler() -> list[str]:
     return [found]
 
 
-def run_all(commands: list[list[str]]) -> None:
-    """Run commands at the same time; end with the first failure's text."""
+def run_all(commands: list[list[str]]) -> list[str | None]:
+    """Run commands at the same time. None or what went wrong, for each."""
     try:
         running = [subprocess.Popen(job, stderr=subprocess.PIPE, text=True) for job in commands]
     except OSError as error:
         sys.exit(f"{commands[0][0]} cannot be run: {error}")
     results = [(process.communicate()[1], process.returncode) for process in running]
-    for text, code in results:
-        if code:
-            sys.exit(f"{commands[0][0]} failed:\n{text.strip()[:4000]}")
+    return [text.strip()[:4000] or "no reason given" if code else None for text, code in results]
 
 
 def build(target: Path) -> None:
     """Compile every csrc/*.cpp and link them to `target`, replacing it at once."""
     command = compiler()
     with tempfile.TemporaryDirectory() as folder:
-        jobs, objects = [], []
-        for source in sorted(HERE.glob("*.cpp")):
-            objects.append(str(Path(folder, f"{source.stem}.o")))
-            flags = [*FLAGS, *STRICT, *extra_flags(source.name)]
-            jobs.append([*command, *flags, "-c", str(source), "-o", objects[-1]])
-        run_all(jobs)
+        sources = sorted(HERE.glob("*.cpp"))
+        objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
+        plain = [
+            [*command, *FLAGS, *STRICT, "-c", str(source), "-o", output]
+            for source, output in zip(sources, objects, strict=True)
+        ]
+        tuned = [
+            [*job, *extra_flags(source.name)] for job, source in zip(plain, sources, strict=True)
+        ]
+        # A compiler may not know the newest instructions; such a file is then empty.
+        again = [job for job, fault in zip(plain, run_all(tuned), strict=True) if fault is not None]
         # A new file, not new contents: a process that runs the old library keeps it.
         staged = target.with_name(f".{target.name}.{os.getpid()}")
+        link = [*command, "-shared", "-pthread", *objects, "-o", str(staged)]
         try:
-            run_all([[*command, "-shared", "-pthread", *objects, "-o", str(staged)]])
+            for fault in (*run_all(again), *run_all([link])):
+                if fault is not None:
+                    sys.exit(f"{command[0]} failed:\n{fault}")
             staged.replace(target)
         finally:
             staged.unlink(missing_ok=True)

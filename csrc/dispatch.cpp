@@ -1,5 +1,6 @@
 // Which kernels this machine can run.
 #include <cstring>
+#include <initializer_list>
 
 #include "kernels.h"
 #if defined(__x86_64__)
@@ -13,41 +14,49 @@ namespace forerun {
 namespace {
 
 #if defined(__x86_64__)
-// Leaf 7.1, EAX bit 4. AVX2 being usable means that the system keeps 256-bit registers.
+
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("f16c");
+}
+
+// Leaf 7.1, EAX bit 4. That the system keeps 256-bit registers is part of having AVX2.
 bool has_avx_vnni() {
     unsigned eax, ebx, ecx, edx;
-    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+    return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
 }
+
+bool has_avx512_vnni() {
+    return has_avx2() && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+
 #endif
 
-bool runs(const Kernels* kernels) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                      __builtin_cpu_supports("f16c");
-    if (kernels == &kAvx2) return avx2;
-    if (kernels == &kAvx512Vnni) {
-        return avx2 && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    }
-    if (kernels == &kAvxVnni) return avx2 && has_avx_vnni();
+bool has_dot_products() {
+#if defined(__aarch64__) && defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#else
+    return true;  // Apple silicon
 #endif
-    return kernels == &kPortable;
+}
+
+bool runs(const Kernels* kernels) {
+    if (!kernels) return false;
+#if defined(__x86_64__)
+    if (kernels == kAvx512Vnni) return has_avx512_vnni();
+    if (kernels == kAvxVnni) return has_avx_vnni();
+    if (kernels == kAvx2) return has_avx2();
+#endif
+    return kernels != kNeon || has_dot_products();
 }
 
 }  // namespace
 
 const Kernels* choose_kernels(const char* name) {
-    const Kernels* const best_first[] = {
-#if defined(__x86_64__)
-        &kAvx512Vnni,
-        &kAvxVnni,
-        &kAvx2,
-#endif
-        &kPortable,
-    };
-    for (const Kernels* kernels : best_first) {
-        const bool named = !name || !*name || strcmp(name, kernels->name) == 0;
-        if (named && runs(kernels)) return kernels;
+    for (const Kernels* kernels : {kAvx512Vnni, kAvxVnni, kAvx2, kNeon, kPortable}) {
+        if (!runs(kernels)) continue;
+        if (!name || !*name || strcmp(name, kernels->name) == 0) return kernels;
     }
     return nullptr;
 }

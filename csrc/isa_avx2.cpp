@@ -1,10 +1,10 @@
 // The kernels for x86-64 with AVX2, FMA and F16C (2013 and later).
-#if defined(__x86_64__)
+#include "kernels.h"
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <cmath>
 #include <cstring>
 
 #include "half.h"
-#include "kernels.h"
 #include "simd_avx2.h"
 #include "matmul.inl"
 #include "rows.inl"
@@ -12,6 +12,9 @@
 #include "sample.inl"
 
 namespace forerun {
-const Kernels kAvx2 = {"avx2", FORERUN_KERNELS};
+static const Kernels kTable = {"avx2", FORERUN_KERNELS};
+const Kernels* const kAvx2 = &kTable;
 }  // namespace forerun
+#else
+const forerun::Kernels* const forerun::kAvx2 = nullptr;
 #endif

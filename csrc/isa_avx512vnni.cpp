@@ -1,10 +1,10 @@
 // The AVX2 kernels with AVX-512's dot products on 256-bit vectors (Ice Lake, Zen 4 and later).
-#if defined(__x86_64__)
+#include "kernels.h"
+#if defined(__AVX512VL__) && defined(__AVX512VNNI__)
 #include <cmath>
 #include <cstring>
 
 #include "half.h"
-#include "kernels.h"
 #define FORERUN_VNNI _mm256_dpbusd_epi32
 #include "simd_avx2.h"
 #include "matmul.inl"
@@ -13,6 +13,9 @@
 #include "sample.inl"
 
 namespace forerun {
-const Kernels kAvx512Vnni = {"avx512-vnni", FORERUN_KERNELS};
+static const Kernels kTable = {"avx512-vnni", FORERUN_KERNELS};
+const Kernels* const kAvx512Vnni = &kTable;
 }  // namespace forerun
+#else
+const forerun::Kernels* const forerun::kAvx512Vnni = nullptr;
 #endif

@@ -1,10 +1,10 @@
 // The AVX2 kernels with AVX-VNNI's dot products (Intel since 2021, AMD Zen 5).
-#if defined(__x86_64__)
+#include "kernels.h"
+#if defined(__AVX2__) && defined(__AVXVNNI__)
 #include <cmath>
 #include <cstring>
 
 #include "half.h"
-#include "kernels.h"
 #define FORERUN_VNNI _mm256_dpbusd_avx_epi32
 #include "simd_avx2.h"
 #include "matmul.inl"
@@ -13,6 +13,9 @@
 #include "sample.inl"
 
 namespace forerun {
-const Kernels kAvxVnni = {"avx-vnni", FORERUN_KERNELS};
+static const Kernels kTable = {"avx-vnni", FORERUN_KERNELS};
+const Kernels* const kAvxVnni = &kTable;
 }  // namespace forerun
+#else
+const forerun::Kernels* const forerun::kAvxVnni = nullptr;
 #endif

@@ -7,5 +7,6 @@
 #include "sample.inl"
 
 namespace forerun {
-const Kernels kPortable = {"portable", FORERUN_KERNELS};
+static const Kernels kTable = {"portable", FORERUN_KERNELS};
+const Kernels* const kPortable = &kTable;
 }  // namespace forerun

@@ -78,14 +78,13 @@ struct Kernels {
 #define FORERUN_KERNELS \
     product, quantise, norm_quantise, silu_quantise, rotate, to_halves, attend, choose
 
-extern const Kernels kPortable;
-#if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvxVnni;
-extern const Kernels kAvx512Vnni;
-#elif defined(__aarch64__)
-extern const Kernels kNeon;
-#endif
+// One table per instruction set; null where it was compiled for another kind of machine or by a
+// compiler that does not know the instructions.
+extern const Kernels* const kPortable;
+extern const Kernels* const kAvx2;
+extern const Kernels* const kAvxVnni;
+extern const Kernels* const kAvx512Vnni;
+extern const Kernels* const kNeon;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.

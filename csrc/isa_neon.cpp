@@ -1,0 +1,21 @@
+// The kernels for 64-bit ARM with dot products (Armv8.2: most phones and servers since 2018, all
+// Apple silicon).
+#include "kernels.h"
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#include <cmath>
+#include <cstring>
+
+#include "half.h"
+#include "simd_neon.h"
+#include "matmul.inl"
+#include "rows.inl"
+#include "attention.inl"
+#include "sample.inl"
+
+namespace forerun {
+static const Kernels kTable = {"neon", FORERUN_KERNELS};
+const Kernels* const kNeon = &kTable;
+}  // namespace forerun
+#else
+const forerun::Kernels* const forerun::kNeon = nullptr;
+#endif

@@ -1,0 +1,153 @@
+// The operations of simd_portable.h with NEON and its dot products (Armv8.2 and later): eight lanes
+// are two registers of four.
+#pragma once
+#include <arm_neon.h>
+
+#include <cstdint>
+
+#include "quant.h"
+
+#define FORERUN_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+using forerun::Group;
+using forerun::kGroup;
+
+struct F8 {
+    float32x4_t low, high;
+};
+struct I8 {
+    int32x4_t low, high;
+};
+
+FORERUN_INLINE F8 load8(const float* at) { return {vld1q_f32(at), vld1q_f32(at + 4)}; }
+FORERUN_INLINE void store8(float* at, F8 a) {
+    vst1q_f32(at, a.low);
+    vst1q_f32(at + 4, a.high);
+}
+FORERUN_INLINE F8 splat8(float a) { return {vdupq_n_f32(a), vdupq_n_f32(a)}; }
+FORERUN_INLINE F8 add8(F8 a, F8 b) {
+    return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)};
+}
+FORERUN_INLINE F8 sub8(F8 a, F8 b) {
+    return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)};
+}
+FORERUN_INLINE F8 mul8(F8 a, F8 b) {
+    return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)};
+}
+FORERUN_INLINE F8 div8(F8 a, F8 b) {
+    return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)};
+}
+FORERUN_INLINE F8 fma8(F8 a, F8 b, F8 c) {
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+
+// NEON's own max and min prefer NaN; x86 and the definition take b.
+FORERUN_INLINE F8 max8(F8 a, F8 b) {
+    return {vbslq_f32(vcgtq_f32(a.low, b.low), a.low, b.low),
+            vbslq_f32(vcgtq_f32(a.high, b.high), a.high, b.high)};
+}
+FORERUN_INLINE F8 min8(F8 a, F8 b) {
+    return {vbslq_f32(vcltq_f32(a.low, b.low), a.low, b.low),
+            vbslq_f32(vcltq_f32(a.high, b.high), a.high, b.high)};
+}
+
+FORERUN_INLINE float sum8(F8 a) {
+    const float32x4_t half = vaddq_f32(a.low, a.high);
+    const float32x2_t pair = vadd_f32(vget_low_f32(half), vget_high_f32(half));
+    return vget_lane_f32(pair, 0) + vget_lane_f32(pair, 1);
+}
+
+FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
+    float sums[8];
+    for (int i = 0; i < 8; i++) sums[i] = sum8(a[i]);
+    return load8(sums);
+}
+
+FORERUN_INLINE F8 load_half8(const void* at) {
+    const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)at));
+    return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
+}
+FORERUN_INLINE void store_half8(void* at, F8 a) {
+    const float16x8_t halves = vcombine_f16(vcvt_f16_f32(a.low), vcvt_f16_f32(a.high));
+    vst1q_u16((uint16_t*)at, vreinterpretq_u16_f16(halves));
+}
+
+FORERUN_INLINE F8 power8(F8 n) {
+    const int32x4_t bias = vdupq_n_s32(127);
+    const int32x4_t low = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.low), bias), 23);
+    const int32x4_t high = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.high), bias), 23);
+    return {vreinterpretq_f32_s32(low), vreinterpretq_f32_s32(high)};
+}
+FORERUN_INLINE F8 round8(F8 a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
+FORERUN_INLINE F8 float8(I8 a) { return {vcvtq_f32_s32(a.low), vcvtq_f32_s32(a.high)}; }
+
+// Four activations in every lane of four.
+FORERUN_INLINE int8x16_t splat_bytes(const int8_t* at) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    return vreinterpretq_s8_s32(vdupq_n_s32(four));
+}
+
+template <int R>
+FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+    const uint8x16_t mask = vdupq_n_u8(15);
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        int8x16_t w[4];
+        for (int i = 0; i < 4; i++) {
+            const uint8x16_t both = vld1q_u8(tile + 64 * (j / 2) + 16 * i);
+            w[i] = vreinterpretq_s8_u8(j % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, mask));
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const int8x16_t q = splat_bytes(x.q[r] + 4 * j);
+            for (int h = 0; h < 2; h++) {
+                sum[r][h].low = vdotq_s32(sum[r][h].low, w[2 * h], q);
+                sum[r][h].high = vdotq_s32(sum[r][h].high, w[2 * h + 1], q);
+            }
+        }
+    }
+}
+
+template <int R>
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        int8x16_t w[4];
+        for (int i = 0; i < 4; i++) w[i] = vld1q_s8((const int8_t*)tile + 64 * j + 16 * i);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const int8x16_t q = splat_bytes(x.q[r] + 4 * j);
+            for (int h = 0; h < 2; h++) {
+                sum[r][h].low = vdotq_s32(sum[r][h].low, w[2 * h], q);
+                sum[r][h].high = vdotq_s32(sum[r][h].high, w[2 * h + 1], q);
+            }
+        }
+    }
+}
+
+FORERUN_INLINE uint32_t largest_bits(const float* x) {
+    const uint32x4_t mask = vdupq_n_u32(0x7fffffff);
+    uint32x4_t most = vdupq_n_u32(0);
+    for (int i = 0; i < kGroup; i += 4) {
+        most = vmaxq_u32(most, vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + i)), mask));
+    }
+    return vmaxvq_u32(most);
+}
+
+FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) {
+    int32x4_t total = vdupq_n_s32(0);
+    for (int i = 0; i < kGroup; i += 8) {
+        const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i), inverse));
+        const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4), inverse));
+        total = vaddq_s32(total, vaddq_s32(low, high));
+        vst1_s8(q + i, vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high))));
+    }
+    return vaddvq_s32(total);
+}
+
+}  // namespace

@@ -1,0 +1,170 @@
+// Every set of kernels of this build that this machine runs, against plain C++: the same bits.
+// Linked with all of csrc/*.cpp. With -DEMULATE_VNNI also the VNNI kernels, their one special
+// instruction played by others, on machines that have none. Prints the names; code 1 on a
+// difference.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+#include "half.h"
+
+#ifdef EMULATE_VNNI
+#include <immintrin.h>
+static inline __m256i emulated(__m256i sum, __m256i u, __m256i s) {
+    const __m256i zero = _mm256_setzero_si256();
+    const __m256i low = _mm256_madd_epi16(_mm256_unpacklo_epi8(u, zero),
+                                          _mm256_srai_epi16(_mm256_unpacklo_epi8(s, s), 8));
+    const __m256i high = _mm256_madd_epi16(_mm256_unpackhi_epi8(u, zero),
+                                           _mm256_srai_epi16(_mm256_unpackhi_epi8(s, s), 8));
+    return _mm256_add_epi32(sum, _mm256_hadd_epi32(low, high));
+}
+#define FORERUN_VNNI emulated
+#include "simd_avx2.h"
+#include "matmul.inl"
+#include "rows.inl"
+#include "attention.inl"
+#include "sample.inl"
+static const forerun::Kernels kEmulated = {"emulated vnni", FORERUN_KERNELS};
+#endif
+
+using namespace forerun;
+using Floats = std::vector<float>;
+
+static std::mt19937 random_bits(7);
+
+static Floats normal(size_t count, float spread) {
+    std::normal_distribution<float> draw(0, spread);
+    Floats made(count);
+    for (float& x : made) x = draw(random_bits);
+    return made;
+}
+
+static int faults = 0;
+
+template <class T>
+static void same(const char* name, const char* what, const std::vector<T>& a,
+                 const std::vector<T>& b) {
+    if (a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0) return;
+    printf("%s: %s differs\n", name, what);
+    faults++;
+}
+
+// One row of everything that reads rows, as bytes one after the other.
+static std::vector<uint8_t> rows_by(const Kernels& k, const Floats& x, const Floats& w) {
+    const int count = (int)x.size();
+    std::vector<Group> groups(3 * ((count + 31) / 32));
+    memset(groups.data(), 0, groups.size() * sizeof(Group));
+    const size_t third = groups.size() / 3;
+    k.quantise(x.data(), count, &groups[0], 1);
+    k.norm_quantise(x.data(), w.data(), 1e-5f, count, &groups[third], 2);
+    k.silu_quantise(x.data(), w.data(), count, &groups[2 * third], 3);
+    Floats turned(x.begin(), x.begin() + 48), cosine(24), sine(24);
+    for (int i = 0; i < 24; i++) cosine[i] = std::cos(i * 0.3f), sine[i] = std::sin(i * 0.3f);
+    k.rotate(turned.data(), w.data(), 1e-6f, cosine.data(), sine.data(), 24, 0.125f);
+    std::vector<uint16_t> halves(count / 8 * 8);
+    k.to_halves(x.data(), (int)halves.size(), halves.data());
+    std::vector<uint8_t> all(groups.size() * sizeof(Group) + 48 * 4 + halves.size() * 2);
+    memcpy(all.data(), groups.data(), groups.size() * sizeof(Group));
+    memcpy(&all[groups.size() * sizeof(Group)], turned.data(), 48 * 4);
+    memcpy(&all[groups.size() * sizeof(Group) + 48 * 4], halves.data(), halves.size() * 2);
+    return all;
+}
+
+static Floats product_by(const Kernels& k, int format, int channels, int inputs, int rows,
+                         const std::vector<uint8_t>& tiles, const Floats& x) {
+    Matrix w;
+    w.tiles = tiles.data();
+    w.format = format;
+    w.channels = channels;
+    w.inputs = inputs;
+    std::vector<Group> groups((size_t)(rows + 3) / 4 * w.groups());
+    for (int r = 0; r < rows; r++) {
+        k.quantise(&x[(size_t)r * inputs], inputs, &groups[(size_t)(r / 4) * w.groups()], r % 4);
+    }
+    Floats out((size_t)rows * channels, 0.5f);
+    k.product(w, groups.data(), rows, 0, w.blocks(), {out.data(), channels, true});
+    return out;
+}
+
+static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int tail,
+                        const Floats& queries, const std::vector<uint16_t>& cache) {
+    std::vector<int32_t> places(trunk), path(tail);
+    for (int i = 0; i < trunk; i++) places[i] = (i * 7) % 300;
+    for (int i = 0; i < tail; i++) path[i] = 299 - i;
+    Floats out((size_t)heads * size), scratch((size_t)attend_scratch(trunk + tail));
+    Attend job = {cache.data(), cache.data() + 300 * size, places.data(), {trunk, tail, path.data()},
+                  heads,        size,                      queries.data(), out.data(),
+                  scratch.data()};
+    k.attend(job);
+    return out;
+}
+
+static std::vector<int32_t> choices_by(const Kernels& k, const Floats& logits) {
+    std::vector<int32_t> chosen;
+    for (float temperature : {0.0f, 0.5f, 1.0f, 2.5f}) {
+        for (uint32_t p = 0; p < 8; p++) {
+            const uint64_t seed = 0x9E3779B97F4A7C15ull * (p + 1);
+            chosen.push_back(k.choose(logits.data(), (int)logits.size(), temperature, seed, p));
+        }
+    }
+    return chosen;
+}
+
+static void compare(const Kernels& k) {
+    const Kernels& plain = *kPortable;
+    for (float spread : {1e-20f, 0.01f, 1.0f, 30.0f, 1e5f}) {
+        for (int count : {48, 64, 100, 576}) {
+            const Floats x = normal(count, spread), w = normal(count, 1);
+            same(k.name, "rows", rows_by(k, x, w), rows_by(plain, x, w));
+        }
+        const Floats logits = normal(1003, spread);
+        same(k.name, "choice", choices_by(k, logits), choices_by(plain, logits));
+    }
+    for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0}) {
+        for (int rows : {1, 2, 3, 4, 7, 65}) {
+            const int channels = 40, inputs = 96;
+            std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
+            for (uint8_t& byte : file) byte = (uint8_t)(random_bits() & 0xff);
+            // Scales: a byte of which every value makes a modest half.
+            const size_t step = source_row_bytes((Source)source, 32);
+            for (size_t at = 0; at < file.size(); at += step) {
+                file[at + 1] = 0x20 | (file[at + 1] & 0x93);
+                if (source == kFileQ4_1) file[at + 3] = 0x20 | (file[at + 3] & 0x93);
+            }
+            std::vector<uint8_t> tiles(packed_bytes((Source)source, channels, inputs));
+            pack((Source)source, file.data(), channels, inputs, 0, (channels + 15) / 16,
+                 tiles.data());
+            const int format = packed_format((Source)source);
+            const Floats x = normal((size_t)rows * inputs, 3);
+            same(k.name, "product", product_by(k, format, channels, inputs, rows, tiles, x),
+                 product_by(plain, format, channels, inputs, rows, tiles, x));
+        }
+    }
+    for (int size : {8, 24, 64, 96, 128}) {
+        std::vector<uint16_t> cache(600 * size);
+        for (uint16_t& half : cache) half = half_from_float(normal(1, 1)[0]);
+        for (int heads : {1, 2, 3, 4, 7}) {
+            const Floats queries = normal((size_t)heads * size, 0.3f);
+            for (int trunk : {1, 7, 8, 9, 50, 290}) {
+                for (int tail : {0, 1, 5}) {
+                    same(k.name, "attention", attend_by(k, size, heads, trunk, tail, queries, cache),
+                         attend_by(plain, size, heads, trunk, tail, queries, cache));
+                }
+            }
+        }
+    }
+    printf("%s\n", k.name);
+}
+
+int main() {
+    for (const char* name : {"avx512-vnni", "avx-vnni", "avx2", "neon"}) {
+        if (const Kernels* found = choose_kernels(name)) compare(*found);
+    }
+#ifdef EMULATE_VNNI
+    compare(kEmulated);
+#endif
+    return faults != 0;
+}
