@@ -141,10 +141,22 @@ def _encode(target: Target, prompt: Prompt) -> Any:
 def _best(trials: Sequence[Trial]) -> Setting:
     """The setting with the highest geometric mean of its ratios; OFF where none is above 1.
 
-    One that was dropped early at a batch size counts there with the ratio it had then.
+    Only settings that won somewhere are looked at. Where one was dropped early, it counts with
+    the ratio it had then, but no more than the winner: it lost against it.
     """
+    winners = {
+        batch: max((t for t in trials if t.batch == batch and t.setting != OFF), key=_progress)
+        for batch in {trial.batch for trial in trials}
+    }
+    finalists = {OFF, *(winner.setting for winner in winners.values())}
     ratios: dict[Setting, list[float]] = {}
     for trial in trials:
-        ratios.setdefault(trial.setting, []).append(log(trial.ratio))
+        if trial.setting in finalists:
+            most = 1.0 if trial.setting == OFF else winners[trial.batch].ratio
+            ratios.setdefault(trial.setting, []).append(log(min(trial.ratio, most)))
     mean = {setting: exp(sum(logs) / len(logs)) for setting, logs in ratios.items()}
     return max(mean, key=lambda setting: (mean[setting], setting == OFF))
+
+
+def _progress(trial: Trial) -> tuple[int, float]:
+    return trial.rounds, trial.ratio

@@ -9,11 +9,13 @@ import numpy as np
 from forerun.types import AnyArray
 
 FOLLOW = 0.1
-"""Share of a step's error that is put down to the machine being slower or faster just now."""
+"""Share of a step's error that is put down to the machine being slower or faster just now; more
+in the first steps, which are the first news since start-up."""
 REFIT = 0.02
-"""Share of it that is put down to its number of nodes having been measured wrongly."""
-CLIP = 0.3
-"""Errors count up to this (a factor of 1.35): that a step was interrupted is no news."""
+"""Least share of it that is put down to its number of nodes having been measured wrongly; the
+first steps of a size count for more, as in a mean of which start-up supplied four terms."""
+CLIP = 0.5
+"""Errors count up to this (a factor of 1.65): that a step was interrupted is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,9 @@ class LiveCosts:
     def __init__(self, measured: StepCosts) -> None:
         self.measured = measured
         # Logarithms of the corrections: of all counts, and of each in measured.nodes.
-        self._pace = 0.0
+        self._pace, self._steps = 0.0, 0
         self._each = [0.0] * len(measured.nodes)
+        self._seen = [4.0] * len(measured.nodes)
 
     def step_ms(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
         """Milliseconds of a step, drafting not counted; the arguments' shape.
@@ -73,13 +76,17 @@ class LiveCosts:
         believed = float(self.step_ms(np.array(nodes), np.array(cached)))
         error = max(-CLIP, min(CLIP, log(max(ms, 1e-6) / max(believed, 1e-6))))
         counts = self.measured.nodes
-        self._pace += FOLLOW * error
+        self._steps += 1
+        follow = max(FOLLOW, 1.0 / (self._steps + 1))
+        self._pace += follow * error
+        error *= 1.0 - follow
         above = min(bisect_left(counts, nodes), len(counts) - 1)
         below = max(above - 1, 0) if nodes < counts[above] else above
         # The measured counts on both sides share what was learnt, the nearer one more.
         share = (nodes - counts[below]) / (counts[above] - counts[below]) if above > below else 1.0
-        self._each[above] += REFIT * share * error
-        self._each[below] += REFIT * (1.0 - share) * error
+        for count, weight in ((above, share), (below, 1.0 - share)):
+            self._seen[count] += weight
+            self._each[count] += max(REFIT, 1.0 / self._seen[count]) * weight * error
 
     def describe(self) -> dict[str, float]:
         """Milliseconds by number of nodes, as believed now, with little context."""

@@ -27,7 +27,12 @@ LOOK = 16
 with what came; that costs the drafter's microseconds and no verification."""
 
 ASKED = "the drafter is asked; guesses that pay are verified"
+PROBING = "off, but measuring what a guess costs now"
 LOOKING = "off, but looking whether the text has become easier"
+PROBE = 64
+"""Where all guesses seem too dear, sequences with good ones verify one each every so many steps:
+what start-up measured may have been wrong."""
+
 WRONG = "off: the guesses of this text are mostly wrong"
 DEAR = "off: at this batch a guess costs as much as a token"
 NO_MATCH = "nothing: nothing like the present came before"
@@ -69,6 +74,7 @@ class SelectivePolicy:
         self._rows: dict[int, _Row] = {}
         self._expected = self._hits = 10.0
         self._price = 0.0
+        self._dear_steps = 0
 
     @property
     def shared(self) -> float:
@@ -88,6 +94,7 @@ class SelectivePolicy:
         if len(slots) == 0:
             return []
         price = self._price = self._least_price(kv_len)
+        self._dear_steps = self._dear_steps + 1 if price >= 1.0 else 0
         return [self._ask(self._rows[slot], price) for slot in slots.tolist()]
 
     def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
@@ -111,7 +118,8 @@ class SelectivePolicy:
         ms = self.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
         tokens = len(counts) + np.append(0.0, np.cumsum(worth[ranked]))
         kept = np.zeros(len(worth), np.bool_)
-        kept[ranked[: int(np.argmax(tokens / ms))]] = True
+        best = len(ranked) if self._probing else int(np.argmax(tokens / ms))
+        kept[ranked[:best]] = True
         ends = np.cumsum(counts).tolist()
         return [
             self._cut(draft, kept[end - count : end])
@@ -147,6 +155,11 @@ class SelectivePolicy:
             "chosen": dict(self.chosen),
         }
 
+    @property
+    def _probing(self) -> bool:
+        """True in a step that verifies guesses only to see what they cost."""
+        return self._dear_steps > 0 and self._dear_steps % PROBE == 0
+
     def _least_price(self, kv_len: Ints) -> float:
         """What a guess costs in tokens, when as many are bought as makes them cheapest."""
         rows = len(kv_len)
@@ -160,6 +173,8 @@ class SelectivePolicy:
         """All that is allowed, or nothing where even a sure guess would not pay."""
         trust = min(1.0, row.hits / row.expected)
         facts = (round(price, 2), round(trust, 2))
+        if self._probing and trust > 0.5:
+            return _budget(1, 1, PROBING, facts)
         if trust > price:
             return _budget(self._nodes, self._depth, ASKED, facts)
         reason = DEAR if price >= 1.0 else WRONG
