@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow check prove bench gpu-test clean
+.PHONY: setup tools demo serve test test-slow check prove bench gpu-test gpu-bench clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -40,7 +40,10 @@ test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
 
 gpu-test: tools
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -rpfEs tests/gpu
+
+gpu-bench: tools
+	$(BIN)/python bench/gpu.py --out bench/results/gpu.json
 
 check: tools
 	$(BIN)/ruff check .

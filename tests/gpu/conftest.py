@@ -1,0 +1,55 @@
+"""Everything here needs a CUDA device, and says so where there is none.
+
+`pytest tests/gpu --rehearse` runs the same tests on the CPU: no minute of a lent device should be
+spent on a typo.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forerun.models.folder import FolderCheckpoint
+from tests.models import tiny
+
+HERE = Path(__file__).parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rehearse", action="store_true", help="run tests/gpu on the CPU")
+
+
+def rehearsed(config):
+    return config.getoption("--rehearse", default=False)
+
+
+def pytest_collection_modifyitems(config, items):
+    missing = not (rehearsed(config) or torch.cuda.is_available())
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device here"))
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return "cpu" if rehearsed(request.config) else "cuda"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    made = {}
+
+    def build(family="llama", layers=2):
+        if (family, layers) not in made:
+            hf = tiny.model(family, max_position_embeddings=512, num_hidden_layers=layers)
+            made[family, layers] = tiny.save_folder(hf, tmp_path_factory.mktemp(family))
+        return made[family, layers]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def checkpoint(folder):
+    return lambda family="llama": FolderCheckpoint(folder(family))

@@ -1,0 +1,91 @@
+"""What runs on a GPU, run on the CPU: bfloat16 products, features computed on the way, a clock."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.drafts import head_for
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.answers import Ask, Chat
+from forerun.train.corpus import batches, write_chats
+from forerun.train.generate import DenseAuthor
+from forerun.train.loop import Schedule, Trial, train
+from forerun.train.loss import Vocabulary
+from forerun.train.reader import online_reader
+from forerun.train.start import calibrate, start_from_target
+from forerun.train.target import DenseTarget
+from tests.models import tiny
+from tests.train.test_generate import outputs, prompts
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    hf = tiny.model("llama", num_hidden_layers=6)
+    return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def corpus(checkpoint, tmp_path_factory):
+    author = DenseAuthor(DenseTarget(checkpoint, "cpu", torch.float32), [], 20, 64, 30)
+    asks = [Ask(p, 0.0, i, 30) for i, p in enumerate(prompts(12, 20))]
+    chats = []
+    for key, ids in outputs(author, asks).items():
+        tokens = np.concatenate([asks[key].prompt, np.array(ids, np.int32)])
+        chats.append(Chat(tokens, np.arange(len(tokens)) >= len(asks[key].prompt)))
+    chats += chats[:4]  # What is held out was seen: does anything get learnt at all?
+    return write_chats(tmp_path_factory.mktemp("corpus"), chats, held_out=4)
+
+
+def trial(checkpoint, corpus, folder, dtype, **schedule):
+    torch.manual_seed(0)
+    target = DenseTarget(checkpoint, "cpu", dtype)
+    about = head_for(checkpoint.architecture, 200)
+    vocabulary = Vocabulary.of(torch.arange(200), target.head)
+    read = online_reader(corpus, target, about.features)
+    values = {"tokens": 512, "length": 64, "check_every": 1000, "look_every": 5} | schedule
+    made = Trial(
+        EagleHead(about), target.embed, vocabulary, corpus, read, Schedule(**values), folder, dtype
+    )
+    start_from_target(made.head, checkpoint, vocabulary, 0)
+    first = next(batches(corpus, corpus.training, 64, 512, 0))
+    with made.computing():
+        loss = calibrate(made.head, read(first), made.embed, vocabulary)
+    assert loss <= math.log(200) + 0.05
+    return made
+
+
+def test_bfloat16_products_learn_as_float32_does(checkpoint, corpus, tmp_path):
+    losses = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        run = trial(checkpoint, corpus, tmp_path / str(dtype), dtype, epochs=15, rate=1e-2, steps=2)
+        assert all(p.dtype == torch.float32 for p in run.head.parameters())
+        progress = train(run, lambda p: None)
+        assert progress.step == progress.total
+        losses[dtype] = [row["loss"] for row in (progress.history[0], progress.history[-1])]
+    for first, last in losses.values():
+        assert last < first - 0.1
+    for a, b in zip(*losses.values(), strict=True):
+        assert abs(a - b) < 0.1, losses
+
+
+def test_the_clock_ends_training_and_the_rate_falls_in_time(checkpoint, corpus, tmp_path):
+    run = trial(
+        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.03, look_every=1
+    )
+    progress = train(run, lambda p: None)
+    assert 0 < progress.step < progress.total
+    assert 1.8 <= progress.seconds < 20
+    assert (tmp_path / "best").exists()
+    again = trial(
+        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.03, look_every=1
+    )
+    assert train(again, lambda p: None).step == progress.step  # The time was spent before.
+
+
+def test_rate_follows_the_further_of_steps_and_time():
+    schedule = Schedule(rate=1.0, warm_up=0.1, floor=0.1)
+    rates = [schedule.rate_at(place, 100) for place in (0, 9.5, 10, 55, 100)]
+    assert rates == pytest.approx([0.1, 1.05, 1.0, 0.55, 0.1], abs=1e-6)
