@@ -149,6 +149,16 @@ def test_a_text_format_is_no_constraint(server):
     assert texts(server, CHAT, **body)[0][0] in CITIES
 
 
+def test_json_on_one_line(server):
+    asked = {"json": PERSON, "disable_any_whitespace": True}
+    (text, finish), *_ = texts(
+        server, CHAT, structured_outputs=asked, temperature=0, max_tokens=300
+    )
+    assert (text, finish) == (json.dumps(json.loads(text), ensure_ascii=False), "stop")
+    asked = {"regex": "a", "disable_any_whitespace": True}
+    assert server.post(CHAT, {"messages": ASKED, "structured_outputs": asked}).status_code == 400
+
+
 def test_what_is_not_strict_ignores_what_it_cannot_honour(server):
     schema = {"type": "array", "items": {"type": "null"}, "uniqueItems": True, "maxItems": 2}
     error = server.post(CHAT, {"messages": ASKED, "response_format": strict(schema)}).json()
