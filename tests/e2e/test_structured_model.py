@@ -101,3 +101,17 @@ def test_a_tool_may_be_called_or_not(server):
     assert plain["message"]["content"] or plain["message"]["tool_calls"]
     for call in plain["message"].get("tool_calls", ()):
         assert json.loads(call["function"]["arguments"]).keys() == {"city"}
+
+
+def test_a_model_without_the_marker_cannot_wait_for_it(server):
+    """Its own spelling of `</think>` may run into what follows: the beginning could be missed."""
+    service = server.app.state.service
+    settings, service.settings = service.settings, ServeSettings(reasoning_end="</think>")
+    try:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+        refused = server.post(CHAT, json={**body, "regex": "a"})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "regex"
+        assert "--reasoning-end off" in refused.json()["error"]["message"]
+        assert server.post(CHAT, json=body).status_code == 200
+    finally:
+        service.settings = settings
