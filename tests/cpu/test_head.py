@@ -10,7 +10,8 @@ from forerun.engine.heads import HeadPass
 from forerun.engine.plan import Opening, Plan
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
-from forerun.executors.torch.eagle import EagleHead, rotation
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.layers import rotation
 from forerun.models.draft_folder import open_draft
 from forerun.models.drafts import head_for
 from forerun.models.folder import FolderCheckpoint
