@@ -16,15 +16,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 LIBRARY = HERE.parent / "forerun" / "executors" / "cpu" / "_core.so"
 # Products may not be fused or reordered: the same bits on every machine are a promise.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
-STRICT = ("-Wall", "-Wextra", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
+STRICT = ("-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
+AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
 X86 = {
     "isa_avx2.cpp": AVX2,
     "isa_avxvnni.cpp": (*AVX2, "-mavxvnni"),
     "isa_avx512vnni.cpp": (*AVX2, "-mavx512vl", "-mavx512vnni"),
 }
-ARM = {"isa_neon.cpp": ("-march=armv8.2-a+dotprod",)}
+ARM = {
+    "isa_neon.cpp": (
+        "-O3",
+        "-march=armv8.2-a+dotprod",
+    )
+}
 NAMES = ("c++", "g++", "clang++")
 
 

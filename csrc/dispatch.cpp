@@ -1,6 +1,6 @@
 // Which kernels this machine can run.
 #include <cstring>
-#include <initializer_list>
+#include <vector>
 
 #include "kernels.h"
 #if defined(__x86_64__)
@@ -20,15 +20,22 @@ bool has_avx2() {
            __builtin_cpu_supports("f16c");
 }
 
-// Leaf 7.1, EAX bit 4. That the system keeps 256-bit registers is part of having AVX2.
+// Leaf 7.1, EAX bit 4. That the system keeps 256-bit registers is part of AVX2.
 bool has_avx_vnni() {
     unsigned eax, ebx, ecx, edx;
-    return has_avx2() && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
 }
 
 bool has_avx512_vnni() {
-    return has_avx2() && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
+    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+}
+
+// AVX2's kernels under another name, with products of their own.
+Kernels with(const char* name, Product product) {
+    Kernels kernels = *kAvx2;
+    kernels.name = name;
+    kernels.product = product;
+    return kernels;
 }
 
 #endif
@@ -41,22 +48,30 @@ bool has_dot_products() {
 #endif
 }
 
-bool runs(const Kernels* kernels) {
-    if (!kernels) return false;
+// All that this machine runs, best first.
+std::vector<Kernels> usable() {
+    std::vector<Kernels> found;
 #if defined(__x86_64__)
-    if (kernels == kAvx512Vnni) return has_avx512_vnni();
-    if (kernels == kAvxVnni) return has_avx_vnni();
-    if (kernels == kAvx2) return has_avx2();
+    __builtin_cpu_init();
+    if (kAvx2 && has_avx2()) {
+        if (kAvx512VnniProduct && has_avx512_vnni()) {
+            found.push_back(with("avx512-vnni", kAvx512VnniProduct));
+        }
+        if (kAvxVnniProduct && has_avx_vnni()) found.push_back(with("avx-vnni", kAvxVnniProduct));
+        found.push_back(*kAvx2);
+    }
 #endif
-    return kernels != kNeon || has_dot_products();
+    if (kNeon && has_dot_products()) found.push_back(*kNeon);
+    found.push_back(*kPortable);
+    return found;
 }
 
 }  // namespace
 
 const Kernels* choose_kernels(const char* name) {
-    for (const Kernels* kernels : {kAvx512Vnni, kAvxVnni, kAvx2, kNeon, kPortable}) {
-        if (!runs(kernels)) continue;
-        if (!name || !*name || strcmp(name, kernels->name) == 0) return kernels;
+    static const std::vector<Kernels> all = usable();
+    for (const Kernels& kernels : all) {
+        if (!name || !*name || strcmp(name, kernels.name) == 0) return &kernels;
     }
     return nullptr;
 }

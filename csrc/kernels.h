@@ -44,12 +44,15 @@ static inline int64_t padded_positions(int64_t length) {
 // Floats of scratch for a node that sees `length` positions: scores of three heads.
 static inline int64_t attend_scratch(int64_t length) { return 3 * padded_positions(length); }
 
+// Blocks [first, last) of out = W x (+ bias) for `rows` rows, four to a Group column:
+// x[(row / 4) * groups + group].
+using Product = void (*)(const Matrix& w, const Group* x, int rows, int first, int last,
+                         Target out);
+
 struct Kernels {
     const char* name;
 
-    // Blocks [first, last) of out = W x (+ bias) for `rows` rows, four to a Group column:
-    // x[(row / 4) * groups + group].
-    void (*product)(const Matrix& w, const Group* x, int rows, int first, int last, Target out);
+    Product product;
 
     // One row into lane `lane` of its Group column, quantised in groups of 32:
     // x itself; RMSNorm(x) * weight; silu(gate) * up.
@@ -82,9 +85,11 @@ struct Kernels {
 // compiler that does not know the instructions.
 extern const Kernels* const kPortable;
 extern const Kernels* const kAvx2;
-extern const Kernels* const kAvxVnni;
-extern const Kernels* const kAvx512Vnni;
 extern const Kernels* const kNeon;
+
+// AVX2's table with other products.
+extern const Product kAvxVnniProduct;
+extern const Product kAvx512VnniProduct;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.
