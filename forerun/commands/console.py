@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,9 @@ from forerun.api import Loaded, Target, load, open_target
 from forerun.api import Progress as Report
 from forerun.config import EngineConfig
 from forerun.memory import human
+
+QUIET = 20.0
+"""Seconds between two lines of progress in a log."""
 
 err = Console(stderr=True, highlight=False)
 # A pipe has no width: give tables room there, they are read later.
@@ -32,7 +36,12 @@ def emit_json(value: Any) -> None:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """A function that draws progress bars, one per task name. Silent unless stderr is a tty."""
+    """A function that draws progress bars, one per task: what stands before the first colon.
+    Where stderr is no terminal, but a log, it writes a line every QUIET seconds instead.
+    """
+    if not err.is_terminal:
+        yield _lines()
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -40,15 +49,31 @@ def bars() -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as drawn:
+    with Progress(*columns, console=err, transient=True) as drawn:
 
         def report(what: str, done: int, total: int) -> None:
             amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
-            if what not in tasks:
-                tasks[what] = drawn.add_task(what, total=total, amount=amount)
-            drawn.update(tasks[what], completed=done, total=total or None, amount=amount)
+            task = what.partition(":")[0]
+            if task not in tasks:
+                tasks[task] = drawn.add_task(what, total=total, amount=amount)
+            drawn.update(
+                tasks[task], description=what, completed=done, total=total or None, amount=amount
+            )
 
         yield report
+
+
+def _lines() -> Report:
+    """Progress for a log. What is over within QUIET seconds leaves no line."""
+    said = monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal said
+        if monotonic() - said >= QUIET:
+            said = monotonic()
+            say(f"{what}: {done} of {total}")
+
+    return report
 
 
 @contextmanager

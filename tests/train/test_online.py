@@ -68,7 +68,7 @@ def test_bfloat16_products_learn_as_float32_does(checkpoint, corpus, tmp_path):
     for first, last in losses.values():
         assert last < first - 0.1
     for a, b in zip(*losses.values(), strict=True):
-        assert abs(a - b) < 0.1, losses
+        assert abs(a - b) < 0.2, losses
 
 
 def test_the_clock_ends_training_and_the_rate_falls_in_time(checkpoint, corpus, tmp_path):
