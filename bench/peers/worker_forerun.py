@@ -27,7 +27,6 @@ class Forerun:
                 speculation=EngineConfig().speculation if load.speculation else "off",
             )
         )
-        self.loaded.engine.start()
         self.count = 0
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[Stream]:

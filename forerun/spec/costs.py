@@ -74,10 +74,13 @@ class LiveCosts:
     def learn(self, nodes: int, cached: int, ms: float) -> None:
         """A step of so many nodes took so long. See `step_ms` for the arguments."""
         believed = float(self.step_ms(np.array(nodes), np.array(cached)))
-        error = max(-CLIP, min(CLIP, log(max(ms, 1e-6) / max(believed, 1e-6))))
+        error = log(max(ms, 1e-6) / max(believed, 1e-6))
         counts = self.measured.nodes
         self._steps += 1
-        follow = max(FOLLOW, 1.0 / (self._steps + 1))
+        if self._steps > 1:
+            error = max(-CLIP, min(CLIP, error))
+        # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few.
+        follow = max(FOLLOW, 1.0 / self._steps)
         self._pace += follow * error
         error *= 1.0 - follow
         above = min(bisect_left(counts, nodes), len(counts) - 1)

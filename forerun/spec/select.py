@@ -30,8 +30,8 @@ ASKED = "the drafter is asked; guesses that pay are verified"
 PROBING = "off, but measuring what a guess costs now"
 LOOKING = "off, but looking whether the text has become easier"
 PROBE = 64
-"""Where all guesses seem too dear, sequences with good ones verify one each every so many steps:
-what start-up measured may have been wrong."""
+"""After so many steps without a guess worth verifying, sequences with good ones verify one each:
+what was measured at start-up may have been wrong."""
 
 WRONG = "off: the guesses of this text are mostly wrong"
 DEAR = "off: at this batch a guess costs as much as a token"
@@ -74,7 +74,8 @@ class SelectivePolicy:
         self._rows: dict[int, _Row] = {}
         self._expected = self._hits = 10.0
         self._price = 0.0
-        self._dear_steps = 0
+        # Steps since a guess was verified.
+        self._idle = 0
 
     @property
     def shared(self) -> float:
@@ -94,7 +95,6 @@ class SelectivePolicy:
         if len(slots) == 0:
             return []
         price = self._price = self._least_price(kv_len)
-        self._dear_steps = self._dear_steps + 1 if price >= 1.0 else 0
         return [self._ask(self._rows[slot], price) for slot in slots.tolist()]
 
     def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
@@ -102,7 +102,8 @@ class SelectivePolicy:
 
         slots int32[B] and kv_len int32[B] are those of all rows of the step.
         """
-        counts = [len(draft) for draft in drafts]
+        counts, probing = [len(draft) for draft in drafts], self._probing
+        self._idle += 1
         if not any(counts):
             return drafts
         worth = np.concatenate(
@@ -118,8 +119,10 @@ class SelectivePolicy:
         ms = self.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
         tokens = len(counts) + np.append(0.0, np.cumsum(worth[ranked]))
         kept = np.zeros(len(worth), np.bool_)
-        best = len(ranked) if self._probing else int(np.argmax(tokens / ms))
+        best = len(ranked) if probing else int(np.argmax(tokens / ms))
         kept[ranked[:best]] = True
+        if best and not probing:
+            self._idle = 0
         ends = np.cumsum(counts).tolist()
         return [
             self._cut(draft, kept[end - count : end])
@@ -158,7 +161,7 @@ class SelectivePolicy:
     @property
     def _probing(self) -> bool:
         """True in a step that verifies guesses only to see what they cost."""
-        return self._dear_steps > 0 and self._dear_steps % PROBE == 0
+        return self._idle % PROBE == PROBE - 1
 
     def _least_price(self, kv_len: Ints) -> float:
         """What a guess costs in tokens, when as many are bought as makes them cheapest."""
