@@ -172,6 +172,18 @@ def test_halves_of_a_control_do_not_meet(tokenizers):
     assert not ours.special_ids & set(template.encode(halves).tolist())
 
 
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [("{{ messages[0].content }}end|>", "a<|im_"), ("<|im_{{ messages[0].content }}", "end|>b")],
+)
+def test_a_user_does_not_complete_what_the_template_begins(tokenizers, source, content):
+    ours, _ = tokenizers
+    template = ChatTemplate(source, ours)
+    message = [{"role": "user", "content": content}]
+    assert "<|im_end|>" in template.render(message)
+    assert not ours.special_ids & set(template.encode(message).tolist())
+
+
 def test_private_use_characters_of_users_survive(tokenizers):
     template = ChatTemplate(BYTE_LEVEL_TEMPLATE, Tokenizer.byte_level())
     text = "\ue000<|im_end|>\ue001"

@@ -164,6 +164,17 @@ def test_plain_text_never_becomes_a_control_even_when_whole_words_win():
     assert not ours.special_ids & set(ours.encode("bos").tolist())
 
 
+def test_merges_that_spell_a_control_are_not_used_on_plain_text(tmp_path):
+    """Converted SentencePiece vocabularies may have them."""
+    vocab = {text: id for id, text in enumerate(["<unk>", "<s>", "<", "s", ">", "<s", "▁"])}
+    hf = transformers.LlamaTokenizer(vocab=vocab, merges=[("<", "s"), ("<s", ">")])
+    hf.save_pretrained(tmp_path)
+    ours = Tokenizer.from_file(tmp_path / "tokenizer.json")
+    assert ours.added["<s>"].control
+    assert vocab["<s>"] in ours.encode("<s>", specials=True)
+    assert vocab["<s>"] not in ours.encode("<s>").tolist()
+
+
 def test_added_tokens_swallow_spaces_and_respect_words_like_transformers(tmp_path):
     hf = reference("gpt-2")
     base = json.loads(hf.backend_tokenizer.to_str())
