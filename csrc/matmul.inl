@@ -10,6 +10,7 @@ namespace {
 using forerun::kBlock;
 using forerun::kLanes;
 using forerun::kQ4;
+using forerun::kQ4K;
 using forerun::kQ4M;
 using forerun::kQ8;
 using forerun::Matrix;
@@ -17,6 +18,15 @@ using forerun::Target;
 
 // Rows whose activations stay in the near cache while the weights of a block pass once.
 constexpr int kRowsAtOnce = 64;
+
+// Eight scales of a tile: d of channels 0 to 7, 8 to 15, then m of the same.
+template <int Format>
+FORERUN_INLINE F8 scale8(const uint8_t* scales, int index) {
+    if (Format != kQ4K) return load_half8(scales + 16 * index);
+    float floats[8];
+    memcpy(floats, scales + 32 * index, sizeof floats);
+    return load8(floats);
+}
 
 // The two halves of a block's 16 channels for R rows.
 template <int Format, int R>
@@ -36,9 +46,8 @@ FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int gr
         const uint8_t* scales = tile + forerun::scales_at(Format);
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            const F8 d = load_half8(scales + 16 * h);
-            const F8 m = Format == kQ4M ? load_half8(scales + 2 * kBlock + 16 * h)
-                                        : mul8(d, splat8(-8.0f));
+            const F8 d = scale8<Format>(scales, h);
+            const F8 m = Format == kQ4 ? mul8(d, splat8(-8.0f)) : scale8<Format>(scales, h + 2);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x->scale[r])), acc[r][h]);
@@ -98,6 +107,7 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
     switch (w.format) {
         case kQ4: return product_as<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return product_as<kQ4M>(w, x, rows, first, last, out);
+        case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -8,13 +8,14 @@
 namespace forerun {
 namespace {
 
-// One channel's group, whatever the file: 32 integers, the scale and the offset as halves.
+// One channel's group, whatever the file: 32 integers, scale and offset.
 struct Piece {
     uint8_t q[kGroup];
-    uint16_t d, m;
+    float d, m;
 };
 
 uint16_t load_half(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
+float half_at(const uint8_t* at) { return float_from_half(load_half(at)); }
 
 void read_nibbles(const uint8_t* at, Piece& piece) {
     for (int i = 0; i < 16; i++) {
@@ -23,83 +24,150 @@ void read_nibbles(const uint8_t* at, Piece& piece) {
     }
 }
 
-float read_float(Source source, const uint8_t* row, int index) {
-    if (source == kFileF32) {
-        float value;
-        memcpy(&value, row + 4 * (size_t)index, 4);
-        return value;
+// Symmetric 8 bits. A group that is not finite keeps a NaN scale, so that it is noticed.
+void quantise(const float (&values)[kGroup], Piece& piece) {
+    float largest = 0;
+    bool finite = true;
+    for (float value : values) {
+        finite = finite && std::isfinite(value);
+        largest = std::fmax(largest, std::fabs(value));
     }
-    const uint16_t stored = load_half(row + 2 * (size_t)index);
-    return source == kFileF16 ? float_from_half(stored) : float_from_bfloat(stored);
+    piece.d = finite ? float_from_half(half_from_float(largest / 127.0f)) : NAN;
+    for (int i = 0; i < kGroup; i++) {
+        const float scaled = piece.d > 0 ? values[i] / piece.d : 0.0f;
+        piece.q[i] = (uint8_t)(int8_t)std::nearbyint(std::fmin(std::fmax(scaled, -127), 127));
+    }
 }
 
-// Symmetric 8 bits: d = max|w| / 127 rounded to a half, q = w / d to nearest. A group that is not
-// finite keeps a NaN scale, so that it is noticed and not hidden.
-void quantise(Source source, const uint8_t* row, int begin, int end, Piece& piece) {
-    float values[kGroup] = {0}, largest = 0;
-    bool finite = true;
+// Numbers [begin, end) of a row of floats.
+void read_floats(Source source, const uint8_t* row, int begin, int end, float* values) {
     for (int i = begin; i < end; i++) {
-        values[i - begin] = read_float(source, row, i);
-        finite = finite && std::isfinite(values[i - begin]);
-        largest = std::fmax(largest, std::fabs(values[i - begin]));
+        if (source == kFileF32) {
+            memcpy(values + i - begin, row + 4 * (size_t)i, 4);
+        } else {
+            const uint16_t stored = load_half(row + 2 * (size_t)i);
+            values[i - begin] =
+                source == kFileF16 ? float_from_half(stored) : float_from_bfloat(stored);
+        }
     }
-    piece.d = finite ? half_from_float(largest / 127.0f) : 0x7e00;
-    const float d = float_from_half(piece.d);
+}
+
+// Q4_K and Q5_K: eight groups share two halves; each has a scale and an offset of 6 bits.
+void read_scales(const uint8_t* block, int group, float& d, float& m) {
+    const uint8_t* packed = block + 4;
+    int scale, offset;
+    if (group < 4) {
+        scale = packed[group] & 63;
+        offset = packed[group + 4] & 63;
+    } else {
+        scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
+        offset = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
+    }
+    d = half_at(block) * (float)scale;
+    m = -half_at(block + 2) * (float)offset;
+}
+
+void read_q4_k(const uint8_t* block, int group, Piece& piece) {
+    read_scales(block, group, piece.d, piece.m);
+    const uint8_t* nibbles = block + 16 + group / 2 * 32;
+    for (int i = 0; i < kGroup; i++) piece.q[i] = nibbles[i] >> group % 2 * 4 & 15;
+}
+
+void read_q5_k(const uint8_t* block, int group, float* values) {
+    float d, m;
+    read_scales(block, group, d, m);
+    const uint8_t *fifth = block + 16, *nibbles = block + 48 + group / 2 * 32;
     for (int i = 0; i < kGroup; i++) {
-        const float scaled = finite && d > 0 ? values[i] / d : 0.0f;
-        piece.q[i] = (uint8_t)(int8_t)std::nearbyint(std::fmin(std::fmax(scaled, -127), 127));
+        const int q = (nibbles[i] >> group % 2 * 4 & 15) | (fifth[i] >> group & 1) << 4;
+        values[i] = d * (float)q + m;
+    }
+}
+
+// Q6_K: 128 numbers at a time, their upper two bits apart; a scale of 8 bits for every 16.
+void read_q6_k(const uint8_t* block, int group, float* values) {
+    const int quarter = group % 4;
+    const uint8_t* low = block + group / 4 * 64 + quarter % 2 * 32;
+    const uint8_t* high = block + 128 + group / 4 * 32;
+    const int8_t* scales = (const int8_t*)block + 192 + group * 2;
+    const float d = half_at(block + 208);
+    for (int i = 0; i < kGroup; i++) {
+        const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4;
+        values[i] = d * (float)scales[i / 16] * (float)(q - 32);
     }
 }
 
 Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
     Piece piece = {};
-    const uint8_t* at;
+    float values[kGroup] = {0};
+    const size_t block = (size_t)group / 8;
     switch (source) {
         case kFileQ4_0:
-            at = row + (size_t)group * 18;
-            piece.d = load_half(at);
-            read_nibbles(at + 2, piece);
-            break;
+            piece.d = half_at(row + (size_t)group * 18);
+            read_nibbles(row + (size_t)group * 18 + 2, piece);
+            return piece;
         case kFileQ4_1:
-            at = row + (size_t)group * 20;
-            piece.d = load_half(at);
-            piece.m = load_half(at + 2);
-            read_nibbles(at + 4, piece);
-            break;
+            piece.d = half_at(row + (size_t)group * 20);
+            piece.m = half_at(row + (size_t)group * 20 + 2);
+            read_nibbles(row + (size_t)group * 20 + 4, piece);
+            return piece;
         case kFileQ8_0:
-            at = row + (size_t)group * 34;
-            piece.d = load_half(at);
-            memcpy(piece.q, at + 2, kGroup);
-            break;
+            piece.d = half_at(row + (size_t)group * 34);
+            memcpy(piece.q, row + (size_t)group * 34 + 2, kGroup);
+            return piece;
+        case kFileQ4_K: read_q4_k(row + block * 144, group % 8, piece); return piece;
+        case kFileQ5_K: read_q5_k(row + block * 176, group % 8, values); break;
+        case kFileQ6_K: read_q6_k(row + block * 210, group % 8, values); break;
         default: {
             const int begin = group * kGroup, end = begin + kGroup;
-            quantise(source, row, begin, end < inputs ? end : inputs, piece);
+            read_floats(source, row, begin, end < inputs ? end : inputs, values);
         }
     }
+    quantise(values, piece);
     return piece;
+}
+
+void write_scale(int format, uint8_t* at, float scale) {
+    if (format == kQ4K) {
+        memcpy(at, &scale, 4);
+    } else {
+        const uint16_t half = half_from_float(scale);  // exact: it was one
+        memcpy(at, &half, 2);
+    }
 }
 
 void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
     uint8_t* at = tile + 4 * channel;
+    const int width = format == kQ4K ? 4 : 2;
+    uint8_t* scales = tile + scales_at(format) + width * channel;
+    write_scale(format, scales, piece.d);
     if (format == kQ8) {
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
-        memcpy(tile + scales_at(format) + 2 * channel, &piece.d, 2);
         return;
     }
+    if (format != kQ4) write_scale(format, scales + width * kBlock, piece.m);
     for (int i = 0; i < kGroup; i += 8) {
         for (int b = 0; b < 4; b++) {
             at[8 * i + b] = (uint8_t)(piece.q[i + b] | piece.q[i + 4 + b] << 4);
         }
     }
-    uint8_t* scales = tile + scales_at(format) + 2 * channel;
-    memcpy(scales, &piece.d, 2);
-    if (format == kQ4M) memcpy(scales + 2 * kBlock, &piece.m, 2);
+}
+
+float read_scale(int format, const uint8_t* at) {
+    if (format != kQ4K) return half_at(at);
+    float scale;
+    memcpy(&scale, at, 4);
+    return scale;
 }
 
 }  // namespace
 
 int packed_format(Source source) {
-    return source == kFileQ4_0 ? kQ4 : source == kFileQ4_1 ? kQ4M : kQ8;
+    switch (source) {
+        case kFileQ4_0: return kQ4;
+        case kFileQ4_1: return kQ4M;
+        case kFileQ4_K: return kQ4K;
+        default: return kQ8;
+    }
 }
 
 size_t packed_bytes(Source source, int channels, int inputs) {
@@ -111,11 +179,14 @@ size_t packed_bytes(Source source, int channels, int inputs) {
 }
 
 size_t source_row_bytes(Source source, int inputs) {
-    const size_t groups = (size_t)inputs / kGroup;
+    const size_t groups = (size_t)inputs / kGroup, blocks = (size_t)inputs / 256;
     switch (source) {
         case kFileQ4_0: return groups * 18;
         case kFileQ4_1: return groups * 20;
         case kFileQ8_0: return groups * 34;
+        case kFileQ4_K: return blocks * 144;
+        case kFileQ5_K: return blocks * 176;
+        case kFileQ6_K: return blocks * 210;
         case kFileF32: return (size_t)inputs * 4;
         default: return (size_t)inputs * 2;
     }
@@ -141,12 +212,13 @@ void pack(Source source, const uint8_t* rows, int channels, int inputs, int firs
 }
 
 void unpack_row(const Matrix& matrix, int channel, float* out) {
-    const int lane = channel % kBlock, format = matrix.format;
+    const int lane = channel % kBlock, format = matrix.format, width = format == kQ4K ? 4 : 2;
     const uint8_t* tile = matrix.tiles + channel / kBlock * matrix.block_bytes();
     for (int base = 0; base < matrix.inputs; base += kGroup, tile += tile_bytes(format)) {
-        const uint8_t* scales = tile + scales_at(format) + 2 * lane;
-        const float d = float_from_half(load_half(scales));
-        const float m = format == kQ4M ? float_from_half(load_half(scales + 2 * kBlock)) : 0.0f;
+        const uint8_t* scales = tile + scales_at(format) + width * lane;
+        const float d = read_scale(format, scales);
+        const bool offset = format == kQ4M || format == kQ4K;
+        const float m = offset ? read_scale(format, scales + width * kBlock) : 0.0f;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
             if (format == kQ8) {

@@ -9,6 +9,8 @@ from forerun.executors.cpu import native
 from tests.cpu.twin import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
+K_QUANTS = {"Q4_K": (6, 144, 2), "Q5_K": (7, 176, 2), "Q6_K": (8, 210, 1)}
+"""Number, bytes of a block of 256, and how many halves of scales it has."""
 
 
 def stored(weight, kind):
@@ -24,7 +26,7 @@ def multiply(kernels, kind, raw, channels, x):
     library = native.load()
     code = library.forerun_multiply(
         kernels.encode(),
-        SOURCES[kind],
+        (SOURCES | {name: entry[0] for name, entry in K_QUANTS.items()})[kind],
         raw.ctypes.data,
         channels,
         x.shape[1],
@@ -67,6 +69,26 @@ def test_plain_code_gives_the_same_bits(random, kind, rows):
     # And a row's company does not matter.
     alone = np.concatenate([multiply("", kind, raw, 48, row[None]) for row in x])
     assert np.array_equal(best, alone)
+
+
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_k_quants(random, kind, kernels):
+    """Any bytes are such a matrix; the halves of scales are made modest ones."""
+    _, size, halves = K_QUANTS[kind]
+    raw = random.integers(0, 256, (40, 2, size), dtype=np.uint8)
+    at = slice(0, 2 * halves) if halves == 2 else slice(size - 2, size)
+    scales = random.uniform(0.001, 0.01, (40, 2, halves)).astype(np.float16)
+    raw[..., at] = scales.view(np.uint8).reshape(40, 2, -1)
+    raw = raw.reshape(40, -1)
+    weight = dequantize(raw, GGMLQuantizationType[kind])
+    x = random.standard_normal((5, 512))
+    kept = weight if kind == "Q4_K" else eight_bits(weight)
+    expected = quantised(x.astype(np.float32)) @ kept.T.astype(np.float64)
+    found = multiply(kernels, kind, raw, 40, x)
+    # The two parts of Q4_K's weights are added up apart.
+    size = np.abs(x).sum(-1, keepdims=True) * 0.01 * 64 * 32
+    assert np.all(np.abs(found - expected) <= 2e-6 * size)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])

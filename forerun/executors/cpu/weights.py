@@ -1,7 +1,8 @@
 """A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
 
-Q4_0, Q4_1 and Q8_0 keep the file's own bits and scales. Everything else (floats, K-quants)
-becomes 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest.
+Q4_0, Q4_1, Q4_K and Q8_0 keep the file's own numbers exactly. Everything else (floats, other
+K-quants) becomes 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to
+nearest; what the core does not read itself goes through float32.
 """
 
 import ctypes
@@ -14,9 +15,18 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.types import AnyArray, Floats
 
-_SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
-"""`Source` of csrc/quant.h."""
-_GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34, "F32": 128, "F16": 64, "BF16": 64}
+_KINDS = {
+    "Q4_0": (0, 32, 18),
+    "Q4_1": (1, 32, 20),
+    "Q8_0": (2, 32, 34),
+    "F32": (3, 1, 4),
+    "F16": (4, 1, 2),
+    "BF16": (5, 1, 2),
+    "Q4_K": (6, 256, 144),
+    "Q5_K": (7, 256, 176),
+    "Q6_K": (8, 256, 210),
+}
+"""ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
 _LAYER_MATRICES = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -80,7 +90,7 @@ class Packer:
         arch, total = self._checkpoint.architecture, 0
         for place in matrices(arch):
             rows, columns = self._checkpoint.shape(f"{place.name}.weight")
-            source = _SOURCES[self._stored_kind(place)]
+            source, _, _ = _KINDS[self._stored_kind(place)]
             total += self._library.forerun_packed_bytes(source, rows, columns)
             total += 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
         for place in vectors(arch):
@@ -100,14 +110,14 @@ class Packer:
 
     def _stored_kind(self, place: Place) -> str:
         packed = self._checkpoint.packed(f"{place.name}.weight")
-        return packed.kind if packed is not None and packed.kind in _SOURCES else "F32"
+        return packed.kind if packed is not None and packed.kind in _KINDS else "F32"
 
     def _load_matrix(self, model: int, place: Place) -> None:
         name = f"{place.name}.weight"
         channels, inputs = self._checkpoint.shape(name)
         packed = self._checkpoint.packed(name)
         rows: AnyArray
-        if packed is not None and packed.kind in _SOURCES:
+        if packed is not None and packed.kind in _KINDS:
             kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
         else:
             kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
@@ -136,9 +146,8 @@ def set_matrix(
     """
     name, layer, which = place
     channels, inputs = shape or rows.shape
-    if rows.nbytes * 32 != channels * inputs * _GROUP_BYTES[kind] or (
-        kind.startswith("Q") and inputs % 32
-    ):
+    source, block, block_bytes = _KINDS[kind]
+    if inputs % block or rows.nbytes != channels * (inputs // block) * block_bytes:
         raise ModelError(
             f"{name}.weight: {rows.nbytes} bytes of {kind} do not make a [{channels}, {inputs}] "
             "matrix"
@@ -148,7 +157,7 @@ def set_matrix(
         model,
         layer,
         which,
-        _SOURCES[kind],
+        source,
         held.ctypes.data,
         channels,
         inputs,
