@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow check prove bench gpu-test gpu-bench clean
+.PHONY: setup tools demo serve test test-slow check prove bench bench-peers gpu-test gpu-bench clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -56,6 +56,9 @@ prove: setup
 
 bench: setup
 	$(BIN)/forerun bench --launch --out bench/out
+
+bench-peers: setup
+	$(BIN)/python bench/peers/run.py --out bench/out/peers.json
 
 clean:
 	rm -rf $(VENV) build dist

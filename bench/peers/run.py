@@ -10,7 +10,6 @@ rounds and ratios to llama.cpp. Every stream generates exactly --tokens tokens, 
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,12 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dequantise import write_folder
 from protocol import Load
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from forerun.catalog import open_model
+from forerun.machine import stamp
+from forerun.text.chat import ChatTemplate
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -120,6 +122,13 @@ def read_prompts(path: Path, tokenizer_of: Any, count: int) -> list[list[int]]:
     return prompts[::step][:count]
 
 
+def made(name: str, stream: dict[str, Any], expected: int) -> int:
+    """How many tokens a stream got. Raises RuntimeError where that is not what was asked."""
+    if len(stream["tokens"]) != expected:
+        raise RuntimeError(f"{name} made {len(stream['tokens'])} tokens instead of {expected}")
+    return expected
+
+
 def measure(workers: dict[str, Worker], plan: list[tuple[int, list[list[int]]]], args: Any) -> Any:
     """Rounds x stream counts x peers, order rotating. Seconds and tokens per run."""
     results: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in workers}
@@ -138,7 +147,7 @@ def measure(workers: dict[str, Worker], plan: list[tuple[int, list[list[int]]]],
                         {"do": "run", "prompts": group, "max_tokens": args.tokens}
                     )
                     seconds += reply["seconds"]
-                    tokens += sum(len(s["tokens"]) for s in reply["streams"])
+                    tokens += sum(made(name, s, args.tokens) for s in reply["streams"])
                     firsts += [s["first"] for s in reply["streams"]]
                     workers[name].loaded["resident_mb"] = reply["resident_mb"]
                 results[name].setdefault(streams, []).append(
@@ -178,8 +187,8 @@ def table(results: Any, workers: dict[str, Worker], baseline: str) -> Table:
     return view
 
 
-def main() -> None:
-    """Parse, measure, print, write."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompts", type=Path, default=ROOT / "forerun/bench/prompts.jsonl")
@@ -191,14 +200,36 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=[e.name for e in ENTRIES])
     parser.add_argument("--folder", type=Path, default=ROOT / "bench/out/dequantised")
     parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--quick", action="store_true", help="1 and 4 streams, 32 tokens, 2 prompts, one round"
+    )
     args = parser.parse_args()
+    if args.quick:
+        args.streams, args.tokens, args.single, args.rounds = [1, 4], 32, 2, 1
+    return args
+
+
+def start(model: Any, args: argparse.Namespace) -> dict[str, Worker]:
+    """The workers that could be installed and load the model; a word on the others."""
+    workers: dict[str, Worker] = {}
+    for entry in (e for e in ENTRIES if e.name in args.peers):
+        if entry.worker in ("transformers", "vllm"):
+            write_folder(model, args.folder)
+        streams = min(max(args.streams), entry.most_streams)
+        load = Load(
+            str(model.path), str(args.folder), args.threads, 1024, streams, entry.speculation
+        )
+        try:
+            workers[entry.name] = Worker(entry, load)
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            console.print(f"[yellow]{entry.name} left out:[/] {error}")
+    return workers
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    args = parse()
     model = open_model(args.model)
-    if any(e.worker in ("transformers", "vllm") for e in ENTRIES if e.name in args.peers):
-        from dequantise import write_folder  # noqa: PLC0415 - only these two need it
-
-        write_folder(model, args.folder)
-    from forerun.text.chat import ChatTemplate  # noqa: PLC0415
-
     chat = ChatTemplate(model.chat_template, model.tokenizer)
 
     def ids(messages: Any) -> list[int]:
@@ -208,36 +239,22 @@ def main() -> None:
     for count in args.streams:
         prompts = read_prompts(args.prompts, ids, max(count, args.single if count == 1 else count))
         plan.append((count, prompts))
-    workers: dict[str, Worker] = {}
-    for entry in (e for e in ENTRIES if e.name in args.peers):
-        streams = min(max(args.streams), entry.most_streams)
-        load = Load(
-            str(model.path), str(args.folder), args.threads, 1024, streams, entry.speculation
-        )
-        try:
-            workers[entry.name] = Worker(entry, load)
-        except (RuntimeError, subprocess.CalledProcessError) as error:
-            console.print(f"[yellow]{entry.name} left out:[/] {error}")
-    results = measure(workers, plan, args)
+    workers = start(model, args)
+    try:
+        results = measure(workers, plan, args)
+    finally:
+        for worker in workers.values():
+            worker.close()
     Console().print(table(results, workers, "llama.cpp"))
     if args.out:
         record = {
-            "machine": {"cpu": cpu_name(), "platform": platform.platform()},
+            "machine": stamp(),
             "command": sys.argv,
             "workers": {name: worker.loaded for name, worker in workers.items()},
             "results": results,
         }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1))
-    for worker in workers.values():
-        worker.close()
-
-
-def cpu_name() -> str:
-    """Model name of the processor, as the kernel tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

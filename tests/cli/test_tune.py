@@ -23,9 +23,9 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_free_guesses_win_and_off_is_always_there():
     target = open_target(TOY)
-    # A step takes five milliseconds whatever it holds.
-    target = replace(target, executor=ToyExecutor(target.memory.limits, 0.005))
-    sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=40)
+    # A step takes ten milliseconds whatever it holds.
+    target = replace(target, executor=ToyExecutor(target.memory.limits, 0.01))
+    sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=80)
     tuning = tune(target, sweep)
     target.close()
     assert tuning.best == FOUR
