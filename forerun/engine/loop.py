@@ -91,7 +91,9 @@ class Engine:
         return self._turns.scheduler.context
 
     def start(self) -> None:
-        """Begin to run requests on a thread of its own."""
+        """Begin to run requests on a thread of its own. Raises EngineError the second time."""
+        if self._thread is not None:
+            raise EngineError("the engine was started already; two threads would share its slots")
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 

@@ -200,7 +200,9 @@ def test_a_rows_place_and_company_do_not_matter(shape):
     for size in sizes:
         chosen = torch.randperm(MOST_ROWS)[:size]
         assert torch.equal(linear(x[chosen]), expected[chosen])
-    torch.testing.assert_close(expected, x @ weight.T + bias, rtol=1e-5, atol=1e-4)
+    # Sums of K products of unit size, in another order.
+    atol = 1e-5 * shape[1] ** 0.5
+    torch.testing.assert_close(expected, x @ weight.T + bias, rtol=1e-5, atol=atol)
 
 
 def test_sizes_whose_bits_differ_are_not_used():
