@@ -47,13 +47,14 @@ std::string Draft::step(const DraftStep& step) {
 std::string Draft::check(const DraftStep& step) const {
     const auto within = [](int64_t value, int64_t end) { return 0 <= value && value < end; };
     if (step.rows < 1 || step.nodes < 1 || step.first < 0 || step.start[0] != 0 ||
-        step.start[step.rows] != step.nodes || step.first + step.nodes > sizes.max_nodes) {
+        step.start[step.rows] != step.nodes ||
+        (int64_t)step.first + step.nodes > sizes.max_nodes) {
         return "draft rows do not cover the nodes, or there are too many";
     }
     if (step.extend && step.first) return "an extension begins at node 0";
     for (int b = 0; b < step.rows; b++) {
         const int64_t kv_len = step.kv_len[b], end = step.start[b + 1];
-        if (end <= step.start[b]) return "a draft row without nodes";
+        if (end <= step.start[b] || end > step.nodes) return "a draft row without nodes";
         if (step.extend && !within(step.slots[b], kind_.slots)) return "a slot that is not there";
         if (!within(kv_len, sizes.context)) return "a draft row beyond the context";
         for (int64_t p = 0; p * sizes.page_size < kv_len; p++) {

@@ -24,7 +24,7 @@ std::string Model::check(const Step& step) const {
     }
     for (int b = 0; b < step.rows; b++) {
         const int first = step.start[b], end = step.start[b + 1], kv_len = step.kv_len[b];
-        if (end <= first || !within(step.known[b], 1, end - first + 1)) {
+        if (end <= first || end > step.nodes || !within(step.known[b], 1, end - first + 1)) {
             return say("a row without known tokens", b);
         }
         if (!within(kv_len, 0, sizes.context)) return say("a row beyond the context", b);
