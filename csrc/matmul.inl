@@ -47,7 +47,8 @@ FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int gr
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             const F8 d = scale8<Format>(scales, h);
-            const F8 m = Format == kQ4 ? mul8(d, splat8(-8.0f)) : scale8<Format>(scales, h + 2);
+            F8 m = mul8(d, splat8(-8.0f));
+            if (Format == kQ4M || Format == kQ4K) m = scale8<Format>(scales, h + 2);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x->scale[r])), acc[r][h]);

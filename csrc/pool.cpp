@@ -1,6 +1,7 @@
 #include "pool.h"
 
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cfenv>
@@ -68,11 +69,16 @@ void Crowd::observe(double wall, double lost) {
     }
 }
 
-Pool::Pool(int most) : most_(most < 1 ? 1 : most), crowd_(most_), lost_(most_) {
+Pool::Pool(int most)
+    : most_(most < 1 ? 1 : most), process_((int)getpid()), crowd_(most_), lost_(most_) {
     for (int id = 1; id < most_; id++) workers_.emplace_back([this, id] { loop(id); });
 }
 
 Pool::~Pool() {
+    if (getpid() != process_) {
+        for (std::thread& worker : workers_) worker.detach();
+        return;
+    }
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_ = true;
@@ -95,7 +101,7 @@ void Pool::run(const std::function<void(int)>& work) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         work_ = &work;
-        threads_ = crowd_.active();
+        threads_ = getpid() == process_ ? crowd_.active() : 1;
         turn_++;
     }
     if (threads_ > 1) wake_.notify_all();

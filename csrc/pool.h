@@ -53,6 +53,7 @@ private:
     void work_as(int id, const std::function<void(int)>& work);
 
     const int most_;
+    const int process_;  // that has the threads; a forked child works alone
     Crowd crowd_;
     std::vector<std::thread> workers_;
     std::vector<double> lost_;  // [most] seconds off its core of each thread, last run

@@ -59,27 +59,45 @@ def test_the_library_is_built_from_these_sources(tmp_path):
     assert int(found.stdout) > 0
 
 
-@pytest.mark.slow
-def test_every_instruction_set_gives_the_same_bits(tmp_path):
-    """same_bits.cpp, with VNNI's dot product emulated where the machine may lack it.
-
-    By hand for ARM: build the same with a cross compiler, run under qemu-aarch64 -cpu max.
-    """
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Compiles tests/cpu/<name>.cpp with all of csrc and returns the program's path."""
     spec = importlib.util.spec_from_file_location("build", BUILD)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    sources = sorted((ROOT / "csrc").glob("*.cpp"))
+    folder = tmp_path_factory.mktemp("core")
     jobs, objects = [], []
-    for source in sources:
-        objects.append(str(tmp_path / f"{source.stem}.o"))
+    for source in sorted((ROOT / "csrc").glob("*.cpp")):
+        objects.append(str(folder / f"{source.stem}.o"))
         flags = (*tool.FLAGS, *tool.extra_flags(source.name))
         jobs.append([*tool.compiler(), *flags, "-c", str(source), "-o", objects[-1]])
     assert tool.run_all(jobs) == [None] * len(jobs)
-    emulate = ("-DEMULATE_VNNI", *tool.AVX2) if platform.machine() == "x86_64" else ()
-    program = str(tmp_path / "same_bits")
-    test = str(ROOT / "tests" / "cpu" / "same_bits.cpp")
-    link = [*tool.compiler(), *tool.FLAGS, *emulate, f"-I{ROOT / 'csrc'}", test, *objects]
-    assert tool.run_all([[*link, "-o", program]]) == [None]
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
+
+    def compile(name, *flags):
+        source, made = str(ROOT / "tests" / "cpu" / f"{name}.cpp"), str(folder / name)
+        include = f"-I{ROOT / 'csrc'}"
+        job = [*tool.compiler(), *tool.FLAGS, *flags, include, source, *objects, "-o", made]
+        assert tool.run_all([job]) == [None]
+        return made
+
+    return compile
+
+
+@pytest.mark.slow
+def test_every_instruction_set_gives_the_same_bits(program):
+    """With VNNI's dot product emulated, for machines that lack it.
+
+    By hand for ARM: build the same with a cross compiler, run under qemu-aarch64 -cpu max.
+    """
+    emulate = ("-DEMULATE_VNNI", "-mavx2", "-mfma", "-mf16c")
+    flags = emulate if platform.machine() == "x86_64" else ()
+    made = program("same_bits", *flags)
+    done = subprocess.run([made], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert not emulate or "emulated vnni" in done.stdout
+    assert not flags or "emulated vnni" in done.stdout
+
+
+@pytest.mark.slow
+def test_threads_under_stress(program):
+    done = subprocess.run([program("pool_test")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

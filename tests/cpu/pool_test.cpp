@@ -1,0 +1,70 @@
+// The pool under stress, and its sense of a crowd. Linked with all of csrc/*.cpp; code 1 on a fault.
+#include <atomic>
+#include <cstdio>
+#include <set>
+
+#include "pool.h"
+
+using namespace forerun;
+
+static int faults = 0;
+static void expect(bool good, const char* what) {
+    if (!good) printf("%s\n", what), faults++;
+}
+
+// Every thread of a run sees what all others wrote before the barrier.
+static void stress(int most) {
+    Pool pool(most);
+    std::vector<int> written(most);
+    std::atomic<int> wrong{0};
+    std::set<int> sizes;
+    for (int turn = 1; turn <= 3000; turn++) {
+        pool.run([&](int id) {
+            const int all = pool.threads();
+            if (id == 0) sizes.insert(all);
+            for (int phase = 0; phase < 5; phase++) {
+                written[id] = turn * 10 + phase;
+                pool.barrier();
+                for (int other = 0; other < all; other++) {
+                    if (written[other] != turn * 10 + phase) wrong++;
+                }
+                pool.barrier();
+            }
+        });
+    }
+    expect(wrong == 0, "a barrier let somebody through");
+    expect(*sizes.begin() >= 1 && *sizes.rbegin() == most, "numbers of threads");
+}
+
+static void crowd() {
+    Crowd alone(1);
+    for (int i = 0; i < 100; i++) alone.observe(0.01, 0.01);
+    expect(alone.active() == 1, "one thread stays");
+
+    Crowd calm(4);
+    for (int i = 0; i < 1000; i++) calm.observe(0.01, 0.0001);
+    expect(calm.active() == 4, "nothing changes when nothing disturbs");
+
+    Crowd busy(4);
+    for (int i = 0; i < 1000; i++) busy.observe(0.01, 0.005);
+    expect(busy.active() == 1, "half of the time lost: down to one");
+    for (int i = 0; i < 1000; i++) busy.observe(0.01, 0.0);
+    expect(busy.active() == 4, "and back when it is over");
+
+    // Three threads run free, a fourth never does: tried again and again, but ever more rarely.
+    Crowd neighbour(4);
+    int tried = 0;
+    for (int i = 0; i < 20000; i++) {
+        const bool all = neighbour.active() == 4;
+        tried += all;
+        neighbour.observe(0.01, all ? 0.005 : 0.0);
+    }
+    expect(neighbour.active() >= 3, "three remain");
+    expect(tried > 4 && tried < 60, "probes are rare");
+}
+
+int main() {
+    for (int most : {1, 2, 3, 5}) stress(most);
+    crowd();
+    return faults != 0;
+}
