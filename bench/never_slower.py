@@ -82,7 +82,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.adversary:
         ngram.NgramDrafter.propose = Wrong.propose
-    target = open_target(EngineConfig(kv_tokens=max(args.batches) * 1024, context=2048))
+    target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
     every = read_prompts(args.set)
     rows, same = [], True
     for batch in args.batches:

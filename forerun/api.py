@@ -20,11 +20,12 @@ from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.draft_choice import open_chosen, with_draft
 from forerun.drafters.heads import HeadDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
-from forerun.engine.costs import measure_costs
+from forerun.engine.costs import measure_costs, with_head
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
 from forerun.engine.heads import HeadDevice
@@ -33,7 +34,7 @@ from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.draft_folder import DraftFile
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
 from forerun.spec.select import SelectivePolicy
@@ -202,6 +203,8 @@ def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
 def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
+    if config.draft is not None:
+        raise ConfigError("the toy model takes no draft; leave --draft out.")
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
@@ -237,14 +240,20 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
         per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
     )
+    draft = open_chosen(config, arch)
+    if draft is not None:
+        needs = with_draft(needs, draft)
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    head = _open_head(config, model.checkpoint, executor)
+    head = (draft, _head_device(executor, model.checkpoint, draft)) if draft else None
     config = replace(config, speculation=_speculation(config, head is not None))
+    costs = _costs(config, executor)
+    if costs is not None and head is not None:
+        costs = with_head(costs, head[1], config.page_size)
     return Target(
         head=head,
         executor=executor,
@@ -253,7 +262,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         name=model.name,
         config=config,
         memory=memory,
-        costs=_costs(config, executor),
+        costs=costs,
         compiler=_compiler(model.tokenizer),
     )
 
@@ -267,26 +276,11 @@ def _speculation(config: EngineConfig, head: bool) -> str:
     return "ngram" if config.speculation == "auto" else config.speculation
 
 
-def _open_head(
-    config: EngineConfig, checkpoint: Checkpoint, executor: Executor
-) -> tuple[DraftFile, HeadDevice] | None:
-    """The draft that the configuration names, on the executor's device. Warns of its traps."""
-    if config.draft is None or config.speculation not in ("auto", "head"):
-        return None
-    try:
-        draft = open_draft(Path(config.draft), checkpoint.architecture)
-        for warning in draft.warnings:
-            warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
-        from forerun.executors.cpu import CpuExecutor, CpuHead
+def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> HeadDevice:
+    from forerun.executors.cpu import CpuExecutor, CpuHead
 
-        if not isinstance(executor, CpuExecutor):
-            raise ModelError(f"draft heads run on the CPU core only yet, not on {executor.name}")
-        return draft, CpuHead(executor, checkpoint, draft)
-    except ModelError as error:
-        if config.draft_on_error != "disable":
-            raise
-        warnings.warn(f"speculation is off: {error}", stacklevel=2)
-        return None
+    assert isinstance(executor, CpuExecutor), "open_chosen refuses other executors"
+    return CpuHead(executor, checkpoint, draft)
 
 
 def _choose_executor(config: EngineConfig) -> EngineConfig:

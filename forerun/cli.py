@@ -143,12 +143,18 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="jsonl of chats; may be repeated (default: the built-in prompts)",
     )
-    parser.add_argument("--count", type=int, metavar="N", help="prompts per set (default: all)")
     parser.add_argument(
-        "--tokens", type=int, default=128, metavar="N", help="tokens per answer (default: 128)"
+        "--count", type=_positive, metavar="N", help="prompts per set (default: all)"
     )
     parser.add_argument(
-        "--group", type=int, default=1, metavar="N", help="sequences at once (default: 1)"
+        "--tokens",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="tokens per answer (default: 128)",
+    )
+    parser.add_argument(
+        "--group", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)"
     )
     parser.add_argument(
         "--temperatures",
@@ -175,10 +181,13 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         help="requests in flight at once, one level after the other (default: 1,4,16)",
     )
     parser.add_argument(
-        "--requests", type=int, metavar="N", help="requests per level (default: 2 x level, min. 8)"
+        "--requests",
+        type=_positive,
+        metavar="N",
+        help="requests per level (default: 2 x level, min. 8)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="median over repeats (default: 3)"
+        "--repeats", type=_positive, default=3, metavar="N", help="median over repeats (default: 3)"
     )
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
     parser.add_argument(
@@ -195,8 +204,10 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 def _prove_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
-    parser.add_argument("--count", type=int, metavar="N", help="prompts to use (default: all)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens each (default: 128)")
+    parser.add_argument(
+        "--count", type=_positive, metavar="N", help="prompts to use (default: all)"
+    )
+    parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens each (default: 128)")
     parser.add_argument(
         "--temperatures",
         type=_reals,
@@ -205,7 +216,10 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
         help="one pass for each (default: 0,0.8)",
     )
     parser.add_argument(
-        "--group", type=int, metavar="N", help="sequences at once in the batched runs (default: 16)"
+        "--group",
+        type=_positive,
+        metavar="N",
+        help="sequences at once in the batched runs (default: 16)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
     _grammar_flags(parser)
@@ -222,7 +236,7 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
         help="sequences at once, one after the other (default: 1,4,16)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=48, metavar="N", help="tokens per prompt (default: 48)"
+        "--tokens", type=_positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
     flags_of(EngineConfig, parser, "model and engine")
@@ -234,6 +248,13 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="built-in name or hub id")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
+    return value
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
 """What a step costs on this machine, measured in a fraction of a second at start-up."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor, ExecutorLimits
+from forerun.engine.heads import HeadDevice, HeadPass
 from forerun.engine.plan import Opening, Plan
 from forerun.errors import ConfigError
 from forerun.spec.costs import StepCosts
@@ -155,8 +158,6 @@ def _time_step(executor: Executor, step: _Step) -> float:
 
 def _time_guess(drafter: Drafter, limits: ExecutorLimits) -> float:
     """Seconds to propose one guess, on a text that repeats itself."""
-    if drafter.traits.needs_features:
-        return 0.0
     tokens = np.tile(np.arange(8, dtype=np.int32), 4)
     drafter.begin(Opening(0, tokens, len(tokens), Sampling()))
     try:
@@ -167,3 +168,33 @@ def _time_guess(drafter: Drafter, limits: ExecutorLimits) -> float:
         return (perf_counter() - started) / REPEATS / max(1, len(drafts[0]))
     finally:
         drafter.end(0)
+
+
+def with_head(costs: StepCosts, device: HeadDevice, page_size: int) -> StepCosts:
+    """The costs with a draft head's added: a pass per level of guesses, and the pass over what
+    was accepted, which every step pays. Features of an earlier step are read; slots stay closed.
+    """
+    width = -(-PER_ROW // page_size)
+    one, alone = np.zeros(1, np.int32), np.array([-1], np.int32)
+    work = HeadPass(
+        tokens=one,
+        sources=one,
+        parents=alone,
+        start=np.array([0, 1], np.int32),
+        kv_len=one,
+        slots=one,
+        pages=np.arange(width, dtype=np.int32)[None],
+        first=0,
+        scored=one,
+    )
+    guess = replace(work, sources=alone)
+    device.extend(work)
+    extend_ms = 1000.0 * min(_seconds(lambda: device.extend(work)) for _ in range(2 * REPEATS))
+    guess_ms = 1000.0 * min(_seconds(lambda: device.guess(guess)) for _ in range(2 * REPEATS))
+    return replace(costs, draft_ms=guess_ms, host_ms=costs.host_ms + extend_ms)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started

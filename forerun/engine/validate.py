@@ -1,11 +1,13 @@
 """What a request must satisfy before anything is allocated for it."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from forerun.engine.request import Request
 from forerun.errors import ContextError, RequestError
+from forerun.spec.sampling import Sampling
 from forerun.types import Ints
 
 
@@ -33,12 +35,37 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
         )
     if not 0 <= request.sampling.seed < 2**64:
         raise RequestError("seed must be an unsigned 64-bit number.", "seed")
+    _sampling(request.sampling)
     if len(prompt) + max_tokens > context:
         raise ContextError(
             f"The prompt has {len(prompt)} tokens and {max_tokens} more are asked, but the "
             f"context is {context} tokens. Shorten the prompt or lower max_tokens.",
             "prompt" if len(prompt) >= context else "max_tokens",
         )
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 1e6),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e6),
+    "frequency_penalty": (-1e6, 1e6),
+    "presence_penalty": (-1e6, 1e6),
+}
+
+
+def _sampling(sampling: Sampling) -> None:
+    """Every number is one, and within its range. Whoever serves may allow less."""
+    for name, (low, high) in _RANGES.items():
+        value = getattr(sampling, name)
+        if not low <= value <= high:  # False for NaN.
+            raise RequestError(f"{name} is {value}, but must be {low:g} to {high:g}.", name)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(sampling, name)
+        if value is not None and value < 0:
+            raise RequestError(f"{name} is {value}, but must not be negative.", name)
+    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
+        raise RequestError("logit_bias holds a number that is not finite.", "logit_bias")
 
 
 def _within(tokens: Sequence[int] | Ints, vocab: int, name: str) -> None:

@@ -5,6 +5,7 @@ projects that publish heads disagree about names, defaults and where features ar
 each choice is an explicit field, and `draft_folder.py` translates.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +15,8 @@ from forerun.models.rope import Rope
 
 Algorithm = Literal["eagle1", "eagle3"]
 FeatureNorm = Literal["none", "joint", "each"]
+
+_MAPS = ("d2t",)
 
 TARGET_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 """May be absent from a head's file: the target's own are used."""
@@ -60,6 +63,13 @@ class DraftHead:
     def input_width(self) -> int:
         """Columns of q/k/v: the head's width, doubled where the embedding sits beside it."""
         return self.hidden * (2 if self.algorithm == "eagle3" else 1)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights that run, the output head included wherever it comes from."""
+        own = {n: s for n, s in expected_draft_tensors(self).items() if n not in _MAPS}
+        own["lm_head.weight"] = (self.vocab, self.hidden)
+        return sum(math.prod(shape) for shape in own.values())
 
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError where this head cannot serve `target`, and say why."""

@@ -80,7 +80,6 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["prove", *TOY, "--count", "5000"], 2, "5000 prompts"),
         (["prove", *TOY, "--prompts", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["bench", "--url", "http://127.0.0.1:9/v1"], 2, "does not list its models"),
-        (["bench", "--launch", *TOY, "--repeats", "0"], 2, "repeats"),
         (["fetch", "no-such-model"], 3, "no-such-model"),
     ],
 )
@@ -94,7 +93,8 @@ def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
 
 @pytest.mark.parametrize(
     "line", [[], ["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
-             ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"]]
+             ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"],
+             ["bench", "--launch", "--repeats", "0"], ["eval", "--tokens", "0"]]
 )  # fmt: skip
 def test_a_wrong_command_line_is_code_two(line):
     with pytest.raises(SystemExit) as caught:
