@@ -19,6 +19,9 @@ using forerun::Target;
 // Rows whose activations stay in the near cache while the weights of a block pass once.
 constexpr int kRowsAtOnce = 64;
 
+// How far to fetch ahead where a block passes only once, bytes.
+constexpr int64_t kAhead = 2048;
+
 // Eight scales of a tile: d of channels 0 to 7, 8 to 15, then m of the same.
 template <int Format>
 FORERUN_INLINE F8 scale8(const uint8_t* scales, int index) {
@@ -28,15 +31,19 @@ FORERUN_INLINE F8 scale8(const uint8_t* scales, int index) {
     return load8(floats);
 }
 
-// The two halves of a block's 16 channels for R rows.
+// The two halves of a block's 16 channels for R rows. Weights that lie `ahead` bytes further on
+// are fetched in the meantime (0: none).
 template <int Format, int R>
-FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups,
+FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, int64_t ahead,
                                      F8 (&out)[R][2]) {
     F8 acc[R][2], low[R][2];
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) acc[r][h] = low[r][h] = splat8(0.0f);
     }
     for (int g = 0; g < groups; g++, x++, tile += forerun::tile_bytes(Format)) {
+        for (int i = 0; ahead && i < forerun::tile_bytes(Format); i += 64) {
+            __builtin_prefetch(tile + ahead + i, 0, 2);
+        }
         I8 sum[R][2];
         if (Format == kQ8) {
             dot_bytes<R>(tile, *x, sum);
@@ -77,9 +84,10 @@ static void write_block(const Matrix& w, int block, const F8 (&result)[2], float
 }
 
 template <int Format, int R>
-static void rows_of_block(const Matrix& w, int block, const Group* x, int row, Target out) {
+static void rows_of_block(const Matrix& w, int block, const Group* x, int row, int64_t ahead,
+                          Target out) {
     F8 result[R][2];
-    block_times_rows<Format, R>(w.tiles + block * w.block_bytes(), x, w.groups(), result);
+    block_times_rows<Format, R>(w.tiles + block * w.block_bytes(), x, w.groups(), ahead, result);
     for (int r = 0; r < R; r++) {
         write_block(w, block, result[r], out.data + (row + r) * out.stride, out.add);
     }
@@ -90,14 +98,18 @@ static void product_as(const Matrix& w, const Group* x, int rows, int first, int
     const int groups = w.groups();
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) {
         const int end = rows - begin < kRowsAtOnce ? rows : begin + kRowsAtOnce;
+        // Weights come from memory once, in the first pass over a block. While the last pass
+        // computes, the next block is on its way.
+        const int64_t block_after = end - begin > kLanes ? (int64_t)w.block_bytes() : kAhead;
         for (int block = first; block < last; block++) {
             for (int row = begin; row < end; row += kLanes) {
+                const int64_t ahead = row + kLanes < end ? 0 : block_after;
                 const Group* lanes = x + (int64_t)(row / kLanes) * groups;
                 switch (end - row) {
-                    case 1: rows_of_block<Format, 1>(w, block, lanes, row, out); break;
-                    case 2: rows_of_block<Format, 2>(w, block, lanes, row, out); break;
-                    case 3: rows_of_block<Format, 3>(w, block, lanes, row, out); break;
-                    default: rows_of_block<Format, 4>(w, block, lanes, row, out);
+                    case 1: rows_of_block<Format, 1>(w, block, lanes, row, ahead, out); break;
+                    case 2: rows_of_block<Format, 2>(w, block, lanes, row, ahead, out); break;
+                    case 3: rows_of_block<Format, 3>(w, block, lanes, row, ahead, out); break;
+                    default: rows_of_block<Format, 4>(w, block, lanes, row, ahead, out);
                 }
             }
         }
