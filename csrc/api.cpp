@@ -31,7 +31,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 3; }
+int forerun_abi() { return 4; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -150,6 +150,13 @@ int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int
         model->commit(nodes, slots, count);
         return "";
     });
+}
+
+// The same for nodes of the last step, to where their positions lie in the step's own page table
+// int32[rows][page_width].
+int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, const int32_t* nodes,
+                         int count) {
+    return guarded([&] { return model->commit_paths(pages, page_width, nodes, count); });
 }
 
 // A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and

@@ -131,13 +131,24 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     pool.barrier();
     multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, hidden_q_.data(), nodes, ffn, false, thread);
     pool.barrier();
-    for (int n = mine.first; n < mine.last; n++) {
-        kernels->silu_quantise(&gate_[(size_t)n * ffn], &up_[(size_t)n * ffn], ffn,
-                               column(ffn_q_.data(), n, ffn), n % kLanes);
-    }
+    activate(nodes, thread);
     pool.barrier();
     multiply({&at.down}, {&stream_[0]}, ffn_q_.data(), nodes, hidden, true, thread);
     pool.barrier();
+}
+
+// silu(gate) * up, quantised: group by group, so that every thread has some even of one row.
+void Model::activate(int nodes, int thread) {
+    const int ffn = sizes.ffn, groups = (ffn + kGroup - 1) / kGroup;
+    const Share share((nodes + kLanes - 1) / kLanes * groups, thread, pool.threads());
+    for (int piece = share.first; piece < share.last; piece++) {
+        const int begin = piece % groups * kGroup, first = piece / groups * kLanes;
+        const int count = ffn - begin < kGroup ? ffn - begin : kGroup;
+        for (int n = first; n < first + kLanes && n < nodes; n++) {
+            const size_t at = (size_t)n * ffn + begin;
+            kernels->silu_quantise(&gate_[at], &up_[at], count, &ffn_q_[piece], n % kLanes);
+        }
+    }
 }
 
 void Model::rotate_and_store(int layer, int node) {

@@ -42,6 +42,7 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     const int mixed = given.heads * given.head_size;
     sights_.resize(nodes);
     position_.resize(nodes);
+    row_of_.resize(nodes);
     stream_.resize(nodes * given.hidden);
     qkv_.resize(nodes * qkv_width());
     mixed_.resize(nodes * mixed);

@@ -76,6 +76,10 @@ public:
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
 
+    // The same for accepted nodes, by the step's page table. Empty, or what was wrong.
+    std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
+                             int count);
+
     // From now on every step keeps what enters these layers (`layers` itself: what leaves the
     // last), for draft heads: float[node][tap][hidden], valid until the next step.
     void tap(const int32_t* layers, int count);
@@ -104,6 +108,7 @@ protected:
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, const Group* x, int thread);
     void ffn_layer(const Step& step, int layer, int thread);
+    void activate(int nodes, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
     void attend(int layer, const Unit& unit, int thread);
@@ -137,8 +142,9 @@ protected:
     std::vector<int64_t> trunk_at_;  // where a row's begin
     std::vector<int32_t> paths_;     // places of the guesses on the way to each guess
     std::vector<Sight> sights_;      // [nodes]
-    std::vector<int32_t> position_;  // [nodes]
+    std::vector<int32_t> position_, row_of_;  // [nodes]
     std::vector<Unit> units_;
+    int32_t last_nodes_ = 0;  // nodes of the last step
     std::atomic<int> next_unit_{0};
 
     // Rows of numbers between products, [max_nodes] each.

@@ -73,7 +73,24 @@ void Model::prepare(const Step& step) {
         list_places(step, b);
         list_units(step, b);
     }
+    last_nodes_ = step.nodes;
     size_scratch(step.nodes);
+}
+
+std::string Model::commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
+                                int count) {
+    std::vector<int32_t> slots(count);
+    for (int i = 0; i < count; i++) {
+        if (!within(nodes[i], 0, last_nodes_)) return "a node that is not of the last step";
+        const int position = position_[nodes[i]], line = position / sizes.page_size;
+        const int64_t at = (int64_t)row_of_[nodes[i]] * page_width + line;
+        if (line >= page_width || !within(pages[at], 0, sizes.pages)) {
+            return "a page that does not exist";
+        }
+        slots[i] = pages[at] * sizes.page_size + position % sizes.page_size;
+    }
+    commit(nodes, slots.data(), count);
+    return "";
 }
 
 // Room for the scores of the node that sees most.
@@ -102,6 +119,7 @@ void Model::list_places(const Step& step, int row) {
     for (int n = first; n <= root; n++) trunks_.push_back(scratch + n);
     for (int n = first; n < step.start[row + 1]; n++) {
         position_[n] = kv_len + step.depth[n];
+        row_of_[n] = row;
         if (n <= root) {
             sights_[n] = {position_[n] + 1, 0, nullptr};
             continue;

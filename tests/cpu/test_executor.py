@@ -91,6 +91,19 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         assert np.array_equal(made.verify(plan, trees).logits, first)
 
 
+def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random):
+    made = executor()
+    with Driver(made) as driver:
+        driver.open(0, random.integers(0, tiny.VOCAB, 20))
+        plan, trees = driver.plan([Row(0)])
+        scores = made.verify(plan, trees)
+        accepted = made.accept(plan, trees, scores, None)
+        for table in (plan.page_table * 0 - 1, plan.page_table * 0 + 96, plan.page_table[:, :1]):
+            with pytest.raises(EngineError, match="a page that does not exist"):
+                made.commit(replace(plan, page_table=table), trees, scores, accepted)
+        made.commit(plan, trees, scores, accepted)
+
+
 def test_a_step_larger_than_its_limit(executor, random):
     made = executor(max_nodes=8)
     with Driver(made) as driver:

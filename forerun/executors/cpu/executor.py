@@ -195,18 +195,13 @@ class CpuExecutor:
         self, plan: Plan, trees: TreeBatch, scores: Logits, accepted: HostAccepted
     ) -> Outcome:
         """Copy the kept keys and values into pages."""
-        nodes = np.concatenate(accepted.paths).astype(np.int32)
-        rows = np.repeat(np.arange(plan.rows), [len(path) for path in accepted.paths])
-        position = plan.kv_len[rows] + trees.depth[nodes]
-        page = plan.page_table[rows, position // self.limits.page_size]
-        if np.any((page < 0) | (page >= self.limits.pages)):
-            raise EngineError("a step was committed to a page that does not exist")
-        slots = (page * self.limits.page_size + position % self.limits.page_size).astype(np.int32)
-        code = self._library.forerun_commit(
-            self._alive(), nodes.ctypes.data, slots.ctypes.data, len(nodes)
+        nodes = np.concatenate(accepted.paths).astype(np.int32, copy=False)
+        pages = np.ascontiguousarray(plan.page_table, np.int32)
+        code = self._library.forerun_commit_paths(
+            self._alive(), pages.ctypes.data, pages.shape[1], nodes.ctypes.data, len(nodes)
         )
         if code:
-            raise EngineError(f"commit failed: {self._library.forerun_error().decode()}")
+            raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
         return self._sampler.outcome(plan, trees, accepted)
 
     def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 3
+ABI = 4
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -96,6 +96,7 @@ _CALLS = {
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
+    "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 
