@@ -183,6 +183,7 @@ void Model::attend(int layer, const Unit& unit, int thread) {
     job.scratch = scratch_[thread].data();
     for (int n = unit.first; n < unit.last; n++) {
         job.sight = sights_[n];
+        job.cold = n == unit.first;
         job.queries = &qkv_[n * qkv_width() + first_query];
         job.out = &mixed_[(int64_t)n * sizes.heads * size + first_query];
         kernels->attend(job);

@@ -30,6 +30,7 @@ struct Attend {
     Sight sight;
     int32_t heads;         // query heads that share the key/value head
     int32_t size;          // head size, a multiple of 8
+    bool cold;             // nobody has read these keys and values lately
     const float* queries;  // [heads][size], already scaled
     float* out;            // [heads][size]
     float* scratch;        // attend_scratch() floats

@@ -96,7 +96,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     for (int i = 0; i < tail; i++) path[i] = 299 - i;
     Floats out((size_t)heads * size), scratch((size_t)attend_scratch(trunk + tail));
     Attend job = {cache.data(), cache.data() + 300 * size, places.data(), {trunk, tail, path.data()},
-                  heads,        size,                      queries.data(), out.data(),
+                  heads,        size,                      true,           queries.data(), out.data(),
                   scratch.data()};
     k.attend(job);
     return out;
