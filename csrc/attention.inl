@@ -40,13 +40,15 @@ FORERUN_INLINE void fetch(const uint16_t* plane, const int32_t* places, int size
     }
 }
 
-// scores[q * stride + position] of Q heads. Size is the head size where it is known, else 0.
+// scores[q * stride + position] of Q heads at positions [first, last). Size is the head size where
+// it is known, else 0.
 template <int Size, int Q>
-FORERUN_INLINE void score(const Attend& job, int head, float* scores, int64_t stride) {
+static void score(const Attend& job, int head, int first, int last, float* scores,
+                          int64_t stride) {
     const int size = Size ? Size : job.size;
     const float* queries = job.queries + head * size;
     int32_t buffer[kPositions];
-    for (int first = 0; first < job.sight.length(); first += kPositions) {
+    for (; first < last; first += kPositions) {
         const int32_t* places = places_at(job, first, buffer);
         if (job.cold && head == 0) {
             if (first + kFetch + kPositions <= job.sight.trunk) {
@@ -72,7 +74,7 @@ FORERUN_INLINE void score(const Attend& job, int head, float* scores, int64_t st
 }
 
 // scores[length] become e^(score - largest), zero up to a multiple of 8. Returns their sum.
-FORERUN_INLINE float weigh(float* scores, int length) {
+static float weigh(float* scores, int length) {
     const int padded = (length + 7) / 8 * 8;
     for (int i = length; i < padded; i++) scores[i] = scores[0];
     F8 most = load8(scores);
@@ -91,8 +93,8 @@ FORERUN_INLINE float weigh(float* scores, int length) {
 
 // Numbers [e, e + 8 * Eights) of Q heads' output.
 template <int Size, int Q, int Eights>
-FORERUN_INLINE void mix(const Attend& job, int head, int e, const float* weights, int64_t stride,
-                        const float (&totals)[Q]) {
+FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* weights,
+                               int64_t stride, const float* totals) {
     const int size = Size ? Size : job.size;
     int32_t buffer[kPositions];
     F8 sum[Q][Eights];
@@ -117,42 +119,76 @@ FORERUN_INLINE void mix(const Attend& job, int head, int e, const float* weights
     }
 }
 
+// Numbers [first, last).
 template <int Size, int Q>
-FORERUN_INLINE void heads_together(const Attend& job, int head) {
-    const int size = Size ? Size : job.size, length = job.sight.length();
-    const int64_t stride = forerun::padded_positions(length);
-    score<Size, Q>(job, head, job.scratch, stride);
-    float totals[Q];
-    for (int q = 0; q < Q; q++) totals[q] = weigh(job.scratch + q * stride, length);
-    int e = 0;
-    for (; e + 32 <= size; e += 32) mix<Size, Q, 4>(job, head, e, job.scratch, stride, totals);
-    for (; e < size; e += 8) mix<Size, Q, 1>(job, head, e, job.scratch, stride, totals);
+static void mix(const Attend& job, int head, int first, int last, const float* weights,
+                int64_t stride, const float* totals) {
+    int e = first;
+    for (; e + 32 <= last; e += 32) mix_eights<Size, Q, 4>(job, head, e, weights, stride, totals);
+    for (; e < last; e += 8) mix_eights<Size, Q, 1>(job, head, e, weights, stride, totals);
 }
 
-template <int Size>
-static void attend_sized(const Attend& job) {
+template <int N>
+struct Count {
+    static constexpr int value = N;
+};
+
+// call(size) with the head size as a constant where there is a version for it.
+template <class Call>
+FORERUN_INLINE void by_size(int size, Call call) {
+    if (size == 64) return call(Count<64>());
+    if (size == 128) return call(Count<128>());
+    call(Count<0>());
+}
+
+// call(count, head) for all heads, three at a time, or two, so that few are left alone.
+template <class Call>
+FORERUN_INLINE void by_heads(int heads, Call call) {
     int head = 0;
-    while (head < job.heads) {
-        const int left = job.heads - head;
+    for (int left; (left = heads - head) > 0;) {
         if (left == 1) {
-            heads_together<Size, 1>(job, head);
+            call(Count<1>(), head);
             head += 1;
         } else if (left == 2 || left == 4) {
-            heads_together<Size, 2>(job, head);
+            call(Count<2>(), head);
             head += 2;
         } else {
-            heads_together<Size, 3>(job, head);
+            call(Count<3>(), head);
             head += 3;
         }
     }
 }
 
+static void attend_some_positions(const Attend& job, int first, int last) {
+    by_size(job.size, [&](auto size) {
+        by_heads(job.heads, [&](auto count, int head) {
+            score<decltype(size)::value, decltype(count)::value>(
+                job, head, first, last, job.scores + head * job.stride, job.stride);
+        });
+    });
+}
+
+static void attend_some_numbers(const Attend& job, int first, int last) {
+    by_size(job.size, [&](auto size) {
+        by_heads(job.heads, [&](auto count, int head) {
+            mix<decltype(size)::value, decltype(count)::value>(
+                job, head, first, last, job.scores + head * job.stride, job.stride,
+                job.totals + head);
+        });
+    });
+}
+
 static void attend(const Attend& job) {
-    switch (job.size) {
-        case 64: return attend_sized<64>(job);
-        case 128: return attend_sized<128>(job);
-        default: return attend_sized<0>(job);
-    }
+    const int length = job.sight.length();
+    by_size(job.size, [&](auto size) {
+        by_heads(job.heads, [&](auto count, int head) {
+            constexpr int S = decltype(size)::value, Q = decltype(count)::value;
+            score<S, Q>(job, head, 0, length, job.scores, job.stride);
+            float totals[Q];
+            for (int q = 0; q < Q; q++) totals[q] = weigh(job.scores + q * job.stride, length);
+            mix<S, Q>(job, head, 0, job.size, job.scores, job.stride, totals);
+        });
+    });
 }
 
 }  // namespace

@@ -93,8 +93,6 @@ void Draft::prepare(const DraftStep& step) {
     const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
     trunks_.clear();
     trunk_at_.clear();
-    units_.clear();
-    next_unit_.store(0);
     size_t steps = 0;
     for (int n = 0; n < step.nodes; n++) {
         const int at = step.first + n;
@@ -129,9 +127,8 @@ void Draft::prepare(const DraftStep& step) {
             }
             sights_[n] = {kv_len, tail, &paths_[begin]};
         }
-        list_units(nodes_, b);
     }
-    size_scratch(step.nodes);
+    plan_attention(nodes_);
 }
 
 void Draft::run(const DraftStep& step, int thread) {

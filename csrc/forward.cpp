@@ -106,9 +106,7 @@ void Model::mix(const Step& step, int layer, const Group* x, int thread) {
     const Share rotated(nodes, thread, pool.threads());
     for (int n = rotated.first; n < rotated.last; n++) rotate_and_store(layer, n);
     pool.barrier();
-    for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
-        attend(layer, units_[u], thread);
-    }
+    attend(layer, thread);
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
     for (int n = mine.first; n < mine.last; n++) {
@@ -168,25 +166,6 @@ void Model::rotate_and_store(int layer, int node) {
     }
     for (int head = 0; head < sizes.kv_heads; head++, x += size) {
         kernels->to_halves(x, size, plane(layer, 1, head) + place * size);
-    }
-}
-
-void Model::attend(int layer, const Unit& unit, int thread) {
-    const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
-    const int64_t first_query = (int64_t)unit.head * shared * size;
-    Attend job;
-    job.keys = plane(layer, 0, unit.head);
-    job.values = plane(layer, 1, unit.head);
-    job.trunk = &trunks_[trunk_at_[unit.row]];
-    job.heads = shared;
-    job.size = size;
-    job.scratch = scratch_[thread].data();
-    for (int n = unit.first; n < unit.last; n++) {
-        job.sight = sights_[n];
-        job.cold = n == unit.first;
-        job.queries = &qkv_[n * qkv_width() + first_query];
-        job.out = &mixed_[(int64_t)n * sizes.heads * size + first_query];
-        kernels->attend(job);
     }
 }
 

@@ -33,7 +33,9 @@ struct Attend {
     bool cold;             // nobody has read these keys and values lately
     const float* queries;  // [heads][size], already scaled
     float* out;            // [heads][size]
-    float* scratch;        // attend_scratch() floats
+    float* scores;         // one thread alone: [3][stride]; several together: [heads][stride]
+    int64_t stride;        // padded_positions(of the longest sight)
+    float* totals;         // several together: [heads] sums of the weights
 };
 
 constexpr int kPositions = 8;  // positions that attention takes at a time
@@ -41,9 +43,6 @@ constexpr int kPositions = 8;  // positions that attention takes at a time
 static inline int64_t padded_positions(int64_t length) {
     return (length + kPositions - 1) / kPositions * kPositions;
 }
-
-// Floats of scratch for a node that sees `length` positions: scores of three heads.
-static inline int64_t attend_scratch(int64_t length) { return 3 * padded_positions(length); }
 
 // Blocks [first, last) of out = W x (+ bias) for `rows` rows, four to a Group column:
 // x[(row / 4) * groups + group].
@@ -72,6 +71,13 @@ struct Kernels {
 
     void (*attend)(const Attend& job);
 
+    // The same by several threads: scores of positions [first, last), first a multiple of 8; for
+    // every head its weights, returning their sum for `totals`; numbers [first, last) of all
+    // heads' output, both multiples of 8. Each needs all of what comes before it.
+    void (*score)(const Attend& job, int first, int last);
+    float (*weigh)(float* scores, int length);
+    void (*mix)(const Attend& job, int first, int last);
+
     // The token that forerun.spec chooses from raw logits at one output position under a plain
     // request (temperature 0 = greedy), or -1 where some logit is not finite.
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
@@ -80,7 +86,8 @@ struct Kernels {
 
 // What an isa_*.cpp puts into its table after the name.
 #define FORERUN_KERNELS \
-    product, quantise, norm_quantise, silu_quantise, rotate, to_halves, attend, choose
+    product, quantise, norm_quantise, silu_quantise, rotate, to_halves, attend, \
+        attend_some_positions, weigh, attend_some_numbers, choose
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.

@@ -98,9 +98,8 @@ public:
 protected:
     std::string check(const Step& step) const;
     void prepare(const Step& step);
-    void size_scratch(int nodes);
     void list_places(const Step& step, int row);
-    void list_units(const Step& step, int row);
+    void plan_attention(const Step& step);
 
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
@@ -111,7 +110,9 @@ protected:
     void activate(int nodes, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
-    void attend(int layer, const Unit& unit, int thread);
+    Attend job(int layer, const Unit& unit, int node);
+    void attend(int layer, int thread);
+    void attend_together(int layer, int thread);
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
                   const Group* x, int rows, int stride, bool add, int thread);
 
@@ -150,7 +151,10 @@ protected:
     // Rows of numbers between products, [max_nodes] each.
     std::vector<float> stream_, qkv_, mixed_, gate_, up_, cosine_, sine_;
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
-    std::vector<std::vector<float>> scratch_;  // one per thread
+    std::vector<std::vector<float>> scratch_;  // attention scores, one per thread
+    bool together_ = false;                    // all threads attend to each unit:
+    std::vector<float> scores_, totals_;       // [units][shared heads][stride], [..][..]
+    int64_t stride_ = 0;
 };
 
 }  // namespace forerun

@@ -6,8 +6,6 @@
 namespace forerun {
 namespace {
 
-constexpr int kMostNodes = 8;  // nodes of a row that one thread attends to in turn
-
 bool within(int64_t value, int64_t low, int64_t high) { return low <= value && value < high; }
 
 }  // namespace
@@ -58,8 +56,6 @@ std::string Model::check(const Step& step) const {
 void Model::prepare(const Step& step) {
     trunks_.clear();
     trunk_at_.clear();
-    units_.clear();
-    next_unit_.store(0);
     size_t guesses = 0;  // an upper bound of what paths_ will hold: it must not move while in use
     for (int b = 0; b < step.rows; b++) {
         const int root = step.start[b] + step.known[b] - 1;
@@ -69,12 +65,9 @@ void Model::prepare(const Step& step) {
     }
     paths_.clear();
     paths_.reserve(guesses);
-    for (int b = 0; b < step.rows; b++) {
-        list_places(step, b);
-        list_units(step, b);
-    }
+    for (int b = 0; b < step.rows; b++) list_places(step, b);
     last_nodes_ = step.nodes;
-    size_scratch(step.nodes);
+    plan_attention(step);
 }
 
 std::string Model::commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
@@ -91,18 +84,6 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
     }
     commit(nodes, slots.data(), count);
     return "";
-}
-
-// Room for the scores of the node that sees most.
-void Model::size_scratch(int nodes) {
-    int longest = 0;
-    for (int n = 0; n < nodes; n++) {
-        longest = sights_[n].length() > longest ? sights_[n].length() : longest;
-    }
-    const size_t needed = (size_t)attend_scratch(longest);
-    for (std::vector<float>& floats : scratch_) {
-        if (floats.size() < needed) floats.resize(needed);
-    }
 }
 
 // The row's trunk: the pool's slots of its prefix, then the scratch places of its known chain.
@@ -131,16 +112,6 @@ void Model::list_places(const Step& step, int row) {
             paths_[begin + i] = scratch + at;
         }
         sights_[n] = {kv_len + step.known[row], tail, &paths_[begin]};
-    }
-}
-
-// Cut the row's nodes into pieces for attention.
-void Model::list_units(const Step& step, int row) {
-    const int first = step.start[row], end = step.start[row + 1];
-    for (int head = 0; head < sizes.kv_heads; head++) {
-        for (int n = first; n < end; n += kMostNodes) {
-            units_.push_back({row, n, n + kMostNodes < end ? n + kMostNodes : end, head});
-        }
     }
 }
 

@@ -94,11 +94,32 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     std::vector<int32_t> places(trunk), path(tail);
     for (int i = 0; i < trunk; i++) places[i] = (i * 7) % 300;
     for (int i = 0; i < tail; i++) path[i] = 299 - i;
-    Floats out((size_t)heads * size), scratch((size_t)attend_scratch(trunk + tail));
-    Attend job = {cache.data(), cache.data() + 300 * size, places.data(), {trunk, tail, path.data()},
-                  heads,        size,                      true,           queries.data(), out.data(),
-                  scratch.data()};
+    Floats out((size_t)heads * size);
+    Attend job = {};
+    job.stride = padded_positions(trunk + tail);
+    Floats scores(heads * job.stride + 3 * job.stride), totals(heads);
+    job.keys = cache.data();
+    job.values = cache.data() + 300 * size;
+    job.trunk = places.data();
+    job.sight = {trunk, tail, path.data()};
+    job.heads = heads;
+    job.size = size;
+    job.cold = true;
+    job.queries = queries.data();
+    job.out = out.data();
+    job.scores = scores.data();
+    job.totals = totals.data();
     k.attend(job);
+    // In pieces, as by several threads: the same.
+    Floats pieces((size_t)heads * size);
+    job.out = pieces.data();
+    const int length = trunk + tail, middle = length / 16 * 8;
+    k.score(job, middle, length);
+    k.score(job, 0, middle);
+    for (int h = 0; h < heads; h++) totals[h] = k.weigh(&scores[h * job.stride], length);
+    k.mix(job, 8, size);
+    k.mix(job, 0, 8);
+    same(k.name, "attention in pieces", out, pieces);
     return out;
 }
 

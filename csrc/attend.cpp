@@ -1,0 +1,110 @@
+// Attention of a step: which thread does what. The numbers are those of attention.inl.
+#include "model.h"
+
+namespace forerun {
+namespace {
+
+constexpr int kMostNodes = 8;         // nodes of a row that one thread attends to in turn
+constexpr int kWorthSharing = 128;    // positions from which on threads share a node
+constexpr int64_t kMostScores = 1 << 24;  // numbers that they keep for it at most
+
+}  // namespace
+
+// A unit is some nodes of a row under one key/value head. Usually there are many, and each thread
+// takes the next one that is free. Where there are few, as in plain decoding, all threads work on
+// each of them, on different positions first and on different numbers of the output last.
+void Model::plan_attention(const Step& step) {
+    int longest = 0;
+    for (int n = 0; n < step.nodes; n++) {
+        longest = sights_[n].length() > longest ? sights_[n].length() : longest;
+    }
+    const int64_t whole = (int64_t)step.nodes * sizes.kv_heads, threads = pool.most();
+    const int64_t fair = whole / (4 * threads);
+    const int count = (int)(fair < 1 ? 1 : fair > kMostNodes ? kMostNodes : fair);
+    next_unit_.store(0);
+    units_.clear();
+    for (int row = 0; row < step.rows; row++) {
+        const int end = step.start[row + 1];
+        for (int head = 0; head < sizes.kv_heads; head++) {
+            for (int n = step.start[row]; n < end; n += count) {
+                units_.push_back({row, n, n + count < end ? n + count : end, head});
+            }
+        }
+    }
+    stride_ = padded_positions(longest);
+    const int64_t all_scores = (int64_t)step.nodes * sizes.heads * stride_;
+    together_ = threads > 1 && whole < 3 * threads && stride_ >= kWorthSharing &&
+                all_scores <= kMostScores;
+    if (together_) {
+        if ((int64_t)scores_.size() < all_scores) scores_.resize(all_scores);
+        totals_.resize((size_t)step.nodes * sizes.heads);
+        return;
+    }
+    for (std::vector<float>& floats : scratch_) {
+        if ((int64_t)floats.size() < 3 * stride_) floats.resize(3 * stride_);
+    }
+}
+
+Attend Model::job(int layer, const Unit& unit, int node) {
+    const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
+    const int64_t first_query = (int64_t)unit.head * shared * size;
+    Attend job = {};
+    job.keys = plane(layer, 0, unit.head);
+    job.values = plane(layer, 1, unit.head);
+    job.trunk = &trunks_[trunk_at_[unit.row]];
+    job.sight = sights_[node];
+    job.heads = shared;
+    job.size = size;
+    job.cold = node == unit.first;
+    job.queries = &qkv_[node * qkv_width() + first_query];
+    job.out = &mixed_[(int64_t)node * sizes.heads * size + first_query];
+    job.stride = stride_;
+    return job;
+}
+
+void Model::attend(int layer, int thread) {
+    if (together_) return attend_together(layer, thread);
+    for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
+        for (int n = units_[u].first; n < units_[u].last; n++) {
+            Attend one = job(layer, units_[u], n);
+            one.scores = scratch_[thread].data();
+            kernels->attend(one);
+        }
+    }
+}
+
+void Model::attend_together(int layer, int thread) {
+    const int threads = pool.threads(), whole = (int)units_.size(), size = sizes.head_size;
+    const int shared = sizes.heads / sizes.kv_heads;
+    const auto job_of = [&](int unit) {
+        Attend all = job(layer, units_[unit], units_[unit].first);
+        all.scores = &scores_[(int64_t)unit * shared * stride_];
+        all.totals = &totals_[(size_t)unit * shared];
+        return all;
+    };
+    const Share scored(whole * threads, thread, threads);
+    for (int piece = scored.first; piece < scored.last; piece++) {
+        const Attend all = job_of(piece / threads);
+        const int length = all.sight.length(), eights = (length + kPositions - 1) / kPositions;
+        const Share mine(eights, piece % threads, threads);
+        const int last = mine.last * kPositions < length ? mine.last * kPositions : length;
+        kernels->score(all, mine.first * kPositions, last);
+    }
+    pool.barrier();
+    const Share weighed(whole * shared, thread, threads);
+    for (int query = weighed.first; query < weighed.last; query++) {
+        const int length = sights_[units_[query / shared].first].length();
+        totals_[query] = kernels->weigh(&scores_[query * stride_], length);
+    }
+    pool.barrier();
+    int width = 32;  // numbers of the output at a time, fewer where threads would have none
+    while (width > 8 && whole * (size / width) < threads) width /= 2;
+    const int pieces = (size + width - 1) / width;
+    const Share mixed(whole * pieces, thread, threads);
+    for (int piece = mixed.first; piece < mixed.last; piece++) {
+        const int first = piece % pieces * width;
+        kernels->mix(job_of(piece / pieces), first, first + width < size ? first + width : size);
+    }
+}
+
+}  // namespace forerun
