@@ -19,8 +19,12 @@ using forerun::Target;
 // Rows whose activations stay in the near cache while the weights of a block pass once.
 constexpr int kRowsAtOnce = 64;
 
-// How far to fetch ahead where a block passes only once, bytes.
-constexpr int64_t kAhead = 2048;
+// What to fetch while a tile is worked on: bytes [first, last) of the tile that lies `distance`
+// bytes further on.
+struct Ahead {
+    int64_t distance;
+    int first, last;
+};
 
 // Eight scales of a tile: d of channels 0 to 7, 8 to 15, then m of the same.
 template <int Format>
@@ -31,18 +35,17 @@ FORERUN_INLINE F8 scale8(const uint8_t* scales, int index) {
     return load8(floats);
 }
 
-// The two halves of a block's 16 channels for R rows. Weights that lie `ahead` bytes further on
-// are fetched in the meantime (0: none).
+// The two halves of a block's 16 channels for R rows.
 template <int Format, int R>
-FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, int64_t ahead,
+FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, Ahead ahead,
                                      F8 (&out)[R][2]) {
     F8 acc[R][2], low[R][2];
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) acc[r][h] = low[r][h] = splat8(0.0f);
     }
     for (int g = 0; g < groups; g++, x++, tile += forerun::tile_bytes(Format)) {
-        for (int i = 0; ahead && i < forerun::tile_bytes(Format); i += 64) {
-            __builtin_prefetch(tile + ahead + i, 0, 2);
+        for (int i = ahead.first; i < ahead.last; i += 64) {
+            __builtin_prefetch(tile + ahead.distance + i, 0, 2);
         }
         I8 sum[R][2];
         if (Format == kQ8) {
@@ -84,7 +87,7 @@ static void write_block(const Matrix& w, int block, const F8 (&result)[2], float
 }
 
 template <int Format, int R>
-static void rows_of_block(const Matrix& w, int block, const Group* x, int row, int64_t ahead,
+static void rows_of_block(const Matrix& w, int block, const Group* x, int row, Ahead ahead,
                           Target out) {
     F8 result[R][2];
     block_times_rows<Format, R>(w.tiles + block * w.block_bytes(), x, w.groups(), ahead, result);
@@ -93,17 +96,24 @@ static void rows_of_block(const Matrix& w, int block, const Group* x, int row, i
     }
 }
 
+// Weights come from memory once, for the first pass over a block. Each pass fetches its part of the
+// next block, so that memory is busy all the time; a single pass fetches a little ahead.
+template <int Format>
+FORERUN_INLINE Ahead ahead_of(const Matrix& w, int pass, int passes) {
+    if (passes == 1) return {2048, 0, forerun::tile_bytes(Format)};
+    const int lines = (forerun::tile_bytes(Format) + 63) / 64;
+    return {(int64_t)w.block_bytes(), pass * lines / passes * 64, (pass + 1) * lines / passes * 64};
+}
+
 template <int Format>
 static void product_as(const Matrix& w, const Group* x, int rows, int first, int last, Target out) {
     const int groups = w.groups();
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) {
         const int end = rows - begin < kRowsAtOnce ? rows : begin + kRowsAtOnce;
-        // Weights come from memory once, in the first pass over a block. While the last pass
-        // computes, the next block is on its way.
-        const int64_t block_after = end - begin > kLanes ? (int64_t)w.block_bytes() : kAhead;
+        const int passes = (end - begin + kLanes - 1) / kLanes;
         for (int block = first; block < last; block++) {
             for (int row = begin; row < end; row += kLanes) {
-                const int64_t ahead = row + kLanes < end ? 0 : block_after;
+                const Ahead ahead = ahead_of<Format>(w, (row - begin) / kLanes, passes);
                 const Group* lanes = x + (int64_t)(row / kLanes) * groups;
                 switch (end - row) {
                     case 1: rows_of_block<Format, 1>(w, block, lanes, row, ahead, out); break;
