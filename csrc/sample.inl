@@ -4,28 +4,26 @@
 namespace {
 
 constexpr int kTokens = 32;           // tokens considered at a time: eight counters of Philox
-constexpr float kMostNoise = 22.9f;   // above the noise of any 32-bit word
+constexpr float kMostNoise = 23.0f;   // above the noise of any 32-bit word
 
-// Philox-4x32-10 of eight counters (first + i, position, 0, 0): word[k][i] is word k of counter i.
-FORERUN_INLINE void philox(uint32_t first, uint32_t position, uint64_t seed, uint32_t (&word)[4][8]) {
+// Philox-4x32-10 of eight counters (first + i, position, 0, 0), counter after counter: the words
+// of 32 tokens from 4 * first on.
+FORERUN_INLINE void philox(uint32_t first, uint32_t position, uint64_t seed,
+                           uint32_t (&words)[kTokens]) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-    for (int i = 0; i < 8; i++) {
-        word[0][i] = first + (uint32_t)i;
-        word[1][i] = position;
-        word[2][i] = word[3][i] = 0;
-    }
+    U8 a = count8(first), b = words8(position), c = words8(0), d = words8(0);
     for (int turn = 0; turn < 10; turn++) {
-        for (int i = 0; i < 8; i++) {
-            const uint64_t a = (uint64_t)word[0][i] * 0xD2511F53u;
-            const uint64_t b = (uint64_t)word[2][i] * 0xCD9E8D57u;
-            word[0][i] = (uint32_t)(b >> 32) ^ word[1][i] ^ key0;
-            word[2][i] = (uint32_t)(a >> 32) ^ word[3][i] ^ key1;
-            word[1][i] = (uint32_t)b;
-            word[3][i] = (uint32_t)a;
-        }
+        U8 high_a, low_a, high_c, low_c;
+        multiply8(a, 0xD2511F53u, high_a, low_a);
+        multiply8(c, 0xCD9E8D57u, high_c, low_c);
+        a = xor8(xor8(high_c, b), words8(key0));
+        c = xor8(xor8(high_a, d), words8(key1));
+        b = low_c;
+        d = low_a;
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
+    store_turned(words, a, b, c, d);
 }
 
 FORERUN_INLINE float gumbel(uint32_t word) {
@@ -51,11 +49,11 @@ FORERUN_INLINE float largest_lane(F8 a) {
 
 // Considers tokens [first, first + 32). With u = (x + 1/2) / 2^32 the noise -log(-log u) is below
 // -log(1 - u), so a token can win only where 2^32 (1 - u) = ~x + 1/2 is at most
-// 2^32 e^(z - best): this spares both logarithms for all but a few. The factor and the addend
-// are larger than any rounding.
+// 2^32 e^(z - best): this spares both logarithms for all but a few. Both sides are halved, to fit
+// signed integers; the factor and the addend are larger than any rounding.
 static void consider(const float* logits, int count, int first, Draw& draw) {
     const int present = count - first < kTokens ? count - first : kTokens;
-    float z[kTokens], bounds[kTokens];
+    float z[kTokens];
     for (int i = present; i < kTokens; i++) z[i] = logits[first];
     memcpy(z, logits + first, sizeof(float) * present);
     F8 heated[4];
@@ -64,20 +62,19 @@ static void consider(const float* logits, int count, int first, Draw& draw) {
         store8(z + 8 * k, heated[k]);
     }
     const F8 most = max8(max8(heated[0], heated[1]), max8(heated[2], heated[3]));
-    if (largest_lane(most) + kMostNoise < draw.score) return;
+    if (!any_at_most8(splat8(draw.score - kMostNoise), most)) return;
+    uint32_t words[kTokens];
+    philox((uint32_t)first / 4, draw.position, draw.seed, words);
     for (int k = 0; k < 4; k++) {
-        const F8 bound = exp8(sub8(heated[k], splat8(draw.score)));
-        store8(bounds + 8 * k, fma8(bound, splat8(4.2992e9f), splat8(2.0f)));
-    }
-    uint32_t word[4][8];
-    philox((uint32_t)first / 4, draw.position, draw.seed, word);
-    for (int i = 0; i < present; i++) {
-        const uint32_t x = word[i % 4][i / 4];
-        if ((float)~x > bounds[i]) continue;
-        const float score = z[i] + gumbel(x);
-        if (score > draw.score || (score == draw.score && first + i < draw.token)) {
-            draw.score = score;
-            draw.token = first + i;
+        const F8 bound = fma8(exp8(sub8(heated[k], splat8(draw.score))), splat8(2.1496e9f),
+                              splat8(2.0f));
+        if (!any_at_most8(half_complement8(words + 8 * k), bound)) continue;
+        for (int i = 8 * k; i < 8 * k + 8 && i < present; i++) {
+            const float score = z[i] + gumbel(words[i]);
+            if (score > draw.score || (score == draw.score && first + i < draw.token)) {
+                draw.score = score;
+                draw.token = first + i;
+            }
         }
     }
 }
@@ -106,9 +103,9 @@ static int32_t choose(const float* logits, int count, float temperature, uint64_
                       uint32_t position) {
     const int32_t best = greedy(logits, count);
     if (best < 0 || temperature == 0.0f) return best;
-    uint32_t word[4][8];
-    philox((uint32_t)best / 4, position, seed, word);
-    const float score = logits[best] / temperature + gumbel(word[best % 4][0]);
+    uint32_t words[kTokens];
+    philox((uint32_t)best / 4, position, seed, words);
+    const float score = logits[best] / temperature + gumbel(words[best % 4]);
     Draw draw = {temperature, seed, position, score, best};
     for (int first = 0; first < count; first += kTokens) consider(logits, count, first, draw);
     return draw.token;

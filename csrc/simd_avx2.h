@@ -171,6 +171,38 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
 
 #endif
 
+using U8 = __m256i;
+FORERUN_INLINE void multiply8(U8 x, uint32_t factor, U8& high, U8& low) {
+    const U8 f = _mm256_set1_epi32((int32_t)factor);
+    const U8 even = _mm256_mul_epu32(x, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), f);
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
+FORERUN_INLINE U8 xor8(U8 a, U8 b) { return _mm256_xor_si256(a, b); }
+FORERUN_INLINE U8 words8(uint32_t a) { return _mm256_set1_epi32((int32_t)a); }
+FORERUN_INLINE U8 count8(uint32_t first) {
+    return _mm256_add_epi32(words8(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+FORERUN_INLINE void store_turned(uint32_t* at, U8 a, U8 b, U8 c, U8 d) {
+    const U8 ab[2] = {_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b)};
+    const U8 cd[2] = {_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d)};
+    for (int i = 0; i < 2; i++) {  // counters 2 i and 2 i + 1, and four further on
+        const U8 even = _mm256_unpacklo_epi64(ab[i], cd[i]);
+        const U8 odd = _mm256_unpackhi_epi64(ab[i], cd[i]);
+        _mm_storeu_si128((__m128i*)(at + 8 * i), _mm256_castsi256_si128(even));
+        _mm_storeu_si128((__m128i*)(at + 8 * i + 4), _mm256_castsi256_si128(odd));
+        _mm_storeu_si128((__m128i*)(at + 8 * i + 16), _mm256_extracti128_si256(even, 1));
+        _mm_storeu_si128((__m128i*)(at + 8 * i + 20), _mm256_extracti128_si256(odd, 1));
+    }
+}
+FORERUN_INLINE F8 half_complement8(const uint32_t* at) {
+    const U8 word = _mm256_loadu_si256((const U8*)at);
+    return float8(_mm256_srli_epi32(xor8(word, _mm256_set1_epi32(-1)), 1));
+}
+FORERUN_INLINE bool any_at_most8(F8 a, F8 b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LE_OQ)) != 0;
+}
+
 FORERUN_INLINE uint32_t largest_bits(const float* x) {
     const I8 mask = _mm256_set1_epi32(0x7fffffff);
     I8 most = _mm256_setzero_si256();

@@ -130,6 +130,39 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
+struct U8 {
+    uint32x4_t low, high;
+};
+FORERUN_INLINE void multiply4(uint32x4_t x, uint32_t factor, uint32x4_t& high, uint32x4_t& low) {
+    const uint32x4_t first = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32(x), factor));
+    const uint32x4_t second = vreinterpretq_u32_u64(vmull_n_u32(vget_high_u32(x), factor));
+    low = vuzp1q_u32(first, second);
+    high = vuzp2q_u32(first, second);
+}
+FORERUN_INLINE void multiply8(U8 x, uint32_t factor, U8& high, U8& low) {
+    multiply4(x.low, factor, high.low, low.low);
+    multiply4(x.high, factor, high.high, low.high);
+}
+FORERUN_INLINE U8 xor8(U8 a, U8 b) { return {veorq_u32(a.low, b.low), veorq_u32(a.high, b.high)}; }
+FORERUN_INLINE U8 words8(uint32_t a) { return {vdupq_n_u32(a), vdupq_n_u32(a)}; }
+FORERUN_INLINE U8 count8(uint32_t first) {
+    static const uint32_t steps[4] = {0, 1, 2, 3};
+    const uint32x4_t low = vaddq_u32(vdupq_n_u32(first), vld1q_u32(steps));
+    return {low, vaddq_u32(low, vdupq_n_u32(4))};
+}
+FORERUN_INLINE void store_turned(uint32_t* at, U8 a, U8 b, U8 c, U8 d) {
+    vst4q_u32(at, (uint32x4x4_t{{a.low, b.low, c.low, d.low}}));
+    vst4q_u32(at + 16, (uint32x4x4_t{{a.high, b.high, c.high, d.high}}));
+}
+FORERUN_INLINE F8 half_complement8(const uint32_t* at) {
+    const uint32x4_t low = vshrq_n_u32(vmvnq_u32(vld1q_u32(at)), 1);
+    const uint32x4_t high = vshrq_n_u32(vmvnq_u32(vld1q_u32(at + 4)), 1);
+    return {vcvtq_f32_u32(low), vcvtq_f32_u32(high)};
+}
+FORERUN_INLINE bool any_at_most8(F8 a, F8 b) {
+    return vmaxvq_u32(vorrq_u32(vcleq_f32(a.low, b.low), vcleq_f32(a.high, b.high))) != 0;
+}
+
 FORERUN_INLINE uint32_t largest_bits(const float* x) {
     const uint32x4_t mask = vdupq_n_u32(0x7fffffff);
     uint32x4_t most = vdupq_n_u32(0);

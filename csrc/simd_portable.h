@@ -114,6 +114,34 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
+// 32-bit words: x * factor + 0 as 64 bits, apart; exclusive or; lane i holds first + i.
+typedef uint32_t U8 __attribute__((vector_size(32)));
+FORERUN_INLINE void multiply8(U8 x, uint32_t factor, U8& high, U8& low) {
+    FORERUN_EACH {
+        const uint64_t product = (uint64_t)x[i] * factor;
+        high[i] = (uint32_t)(product >> 32);
+        low[i] = (uint32_t)product;
+    }
+}
+FORERUN_INLINE U8 xor8(U8 a, U8 b) { return a ^ b; }
+FORERUN_INLINE U8 words8(uint32_t a) { return U8{a, a, a, a, a, a, a, a}; }
+FORERUN_INLINE U8 count8(uint32_t first) { return words8(first) + U8{0, 1, 2, 3, 4, 5, 6, 7}; }
+// a0 b0 c0 d0 a1 b1 ... d7
+FORERUN_INLINE void store_turned(uint32_t* at, U8 a, U8 b, U8 c, U8 d) {
+    FORERUN_EACH { at[4 * i] = a[i], at[4 * i + 1] = b[i], at[4 * i + 2] = c[i], at[4 * i + 3] = d[i]; }
+}
+// Half of each word's complement, as a float.
+FORERUN_INLINE F8 half_complement8(const uint32_t* at) {
+    F8 r;
+    FORERUN_EACH r[i] = (float)(int32_t)(~at[i] >> 1);
+    return r;
+}
+FORERUN_INLINE bool any_at_most8(F8 a, F8 b) {
+    bool any = false;
+    FORERUN_EACH any |= a[i] <= b[i];
+    return any;
+}
+
 // The largest |x| of 32 numbers as bits, whose order is that of the numbers with infinity and
 // NaN above all.
 FORERUN_INLINE uint32_t largest_bits(const float* x) {
