@@ -53,17 +53,18 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
         if stream:
             read_until(sock, b"data: ")
     # Plain decoding of what is left would take 20 s.
-    assert wait_for(lambda: aborted(server) == before + 1, 1.0)
+    assert wait_for(lambda: aborted(server) == before + 1, 8.0)
 
 
 def test_a_client_that_leaves_mid_prefill(server):
-    """Its prompt needs 8 chunks of 512 tokens; it goes after the first."""
-    prompt = [random.Random(1).randrange(97, 113) for _ in range(4000)]
+    """Its prompt needs 4 chunks of 512 tokens; it goes after the first."""
+    letters = random.Random(1)
+    prompt = [letters.randrange(97, 113) for _ in range(2000)]
     before = aborted(server)
     with server.connect() as sock:
-        sock.sendall(request_bytes("/v1/completions", {"prompt": prompt, "max_tokens": 50}))
+        sock.sendall(request_bytes("/v1/completions", {**PLAIN, "prompt": prompt, "max_tokens": 2000}))
         assert wait_for(lambda: running(server) == 1)
-    assert wait_for(lambda: aborted(server) == before + 1, 1.0)
+    assert wait_for(lambda: aborted(server) == before + 1, 8.0)
 
 
 def test_all_choices_of_all_prompts_end_with_their_client(server):
@@ -72,7 +73,7 @@ def test_all_choices_of_all_prompts_end_with_their_client(server):
         body = {**PLAIN, "prompt": ["Hi", "Ho", "He"], "n": 2, "stream": True}
         sock.sendall(request_bytes("/v1/completions", body))
         assert wait_for(lambda: running(server) == 6)
-    assert wait_for(lambda: aborted(server) == before + 6, 1.0)
+    assert wait_for(lambda: aborted(server) == before + 6, 8.0)
 
 
 def test_a_stalled_reader_holds_nobody_up_and_is_dropped(server):
