@@ -25,6 +25,9 @@ LONGEST = 16
 """Agreement beyond so many tokens counts no more."""
 DOUBT = 4.0
 """Weight of "something else follows", where a place with m agreeing tokens weighs 2**m."""
+SURE = 0.93
+"""Chance at most that a vote is right, however long the agreement. (Measured: without it, guesses
+with a score of .97 were right in .91, .88, .81, .75 and .71 at depths 1, 2, 3, 4 and beyond.)"""
 
 _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
@@ -107,8 +110,8 @@ def grow(text: list[int], places: Voters, nodes: int, depth: int, least: float) 
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
     with 2**(m+1) for the next one once that was right, and so on. A guess's share of the votes,
-    DOUBT's among them, is its probability; its score is the product along its path, and guesses
-    with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M: guesses
+    DOUBT's among them, times SURE is its probability; its score is the product along its path, and
+    guesses with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M: guesses
     with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and .92.)
     """
     tokens: list[int] = []
