@@ -189,7 +189,8 @@ def _head_drafting(
     depth = min(config.draft_depth, config.draft_nodes)
     drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
     if target.costs is not None and config.policy == "adaptive":
-        return drafter, AdaptivePolicy(target.costs, config.draft_nodes, depth)
+        adaptive = AdaptivePolicy(target.costs, config.draft_nodes, depth)
+        return SelectedDrafter(drafter, adaptive), adaptive
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 

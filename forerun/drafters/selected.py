@@ -5,21 +5,23 @@ from typing import Any
 
 from forerun.engine.drafter import Drafter
 from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.select import SelectivePolicy
+from forerun.spec.policy import GuessingPolicy
 from forerun.spec.tree import Draft, TreeBatch
 
 
 class SelectedDrafter:
     """The Drafter contract around another drafter and the policy that chooses among its guesses.
 
-    It also tells the policy how long each step took, from the proposal to the outcome, and what
-    came of it.
+    It also tells the policy how long each step took, the host's part included, and what came
+    of it.
     """
 
-    def __init__(self, inner: Drafter, policy: SelectivePolicy) -> None:
+    def __init__(self, inner: Drafter, policy: GuessingPolicy) -> None:
         self.traits = inner.traits
         self._inner = inner
         self._policy = policy
+        # Seconds: when the last step ended, drafting in the running one, the pause before it.
+        self._ended = self._drafting = self._pause = 0.0
         self._begun = 0.0
 
     def begin(self, opening: Opening) -> None:
@@ -28,22 +30,42 @@ class SelectedDrafter:
 
     def propose(self, plan: Plan) -> list[Draft]:
         """What the other drafter proposes and the policy finds worth its cost."""
-        drafts = self._inner.propose(plan)
+        started = perf_counter()
+        self._pause = started - self._ended
+        drafts = [NOTHING] * plan.rows
+        if plan.max_nodes.any():
+            drafts = self._policy.select(plan.slots, plan.kv_len, self._inner.propose(plan))
         self._begun = perf_counter()
-        return self._policy.select(plan.slots, plan.kv_len, drafts)
+        self._drafting = self._begun - started
+        return drafts
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on, and let the policy learn. Steps with a prefill say nothing of decoding."""
-        seconds = perf_counter() - self._begun
+        verified = perf_counter()
         self._inner.observe(plan, trees, outcome)
+        if plan.max_nodes.any():
+            self._learn(plan, outcome)
+        self._ended = perf_counter()
+        if trees.known.max() > 1 or plan.constrained.any():
+            return
+        seconds = verified - self._begun
+        # A longer pause than the step itself: there was nothing to do.
+        seconds += self._pause if self._pause < seconds else 0.0
+        nodes = trees.start[1:] - trees.start[:-1]
+        self._policy.ledger.ran(
+            rows=plan.rows,
+            nodes=len(trees.tokens),
+            cached=int(nodes @ plan.kv_len),
+            tokens=int(outcome.n_tokens.sum()),
+            ms=1000.0 * seconds,
+            drafting_ms=1000.0 * (self._drafting + self._ended - verified),
+        )
+
+    def _learn(self, plan: Plan, outcome: Outcome) -> None:
         counts = outcome.n_tokens.tolist()
         for row, slot in enumerate(plan.slots.tolist()):
             if counts[row]:
                 self._policy.learn(slot, outcome.tokens[row, : counts[row]].tolist())
-        if trees.known.max() == 1:
-            nodes = trees.start[1:] - trees.start[:-1]
-            cached = int((nodes * plan.kv_len).sum())
-            self._policy.costs.learn(len(trees.tokens), cached, 1000.0 * seconds)
 
     def end(self, slot: int) -> None:
         """Pass on."""
@@ -52,3 +74,6 @@ class SelectedDrafter:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         return self._inner.describe() | self._policy.describe()
+
+
+NOTHING = Draft()

@@ -191,7 +191,7 @@ def with_head(costs: StepCosts, device: HeadDevice, page_size: int) -> StepCosts
     device.extend(work)
     extend_ms = 1000.0 * min(_seconds(lambda: device.extend(work)) for _ in range(2 * REPEATS))
     guess_ms = 1000.0 * min(_seconds(lambda: device.guess(guess)) for _ in range(2 * REPEATS))
-    return replace(costs, draft_ms=guess_ms, host_ms=costs.host_ms + extend_ms)
+    return replace(costs, draft_ms=guess_ms, follow_ms=extend_ms)
 
 
 def _seconds(work: Callable[[], object]) -> float:

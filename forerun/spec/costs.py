@@ -27,6 +27,7 @@ class StepCosts:
     verify_ms  time to verify that many nodes with little context
     attend_ms  what a node costs on top for every 1,000 cached tokens it sees
     draft_ms   what proposing one guess costs
+    follow_ms  what it costs the drafter, in every step, to follow what was decided
     host_ms    what a step costs whatever it holds
     """
 
@@ -34,6 +35,7 @@ class StepCosts:
     verify_ms: tuple[float, ...]
     attend_ms: float = 0.0
     draft_ms: float = 0.0
+    follow_ms: float = 0.0
     host_ms: float = 0.0
 
     def verify(self, nodes: AnyArray) -> AnyArray:
@@ -71,11 +73,27 @@ class LiveCosts:
         ms: AnyArray = np.exp(self._pace + np.interp(nodes, costs.nodes, self._each)) * base
         return ms
 
+    def step_ms_of(self, nodes: int, cached: int) -> float:
+        """`step_ms` of one step, in microseconds instead of many: it is asked in every step."""
+        costs = self.measured
+        below, above, share = self._between(nodes)
+        line = costs.verify_ms[below] + share * (costs.verify_ms[above] - costs.verify_ms[below])
+        if nodes > costs.nodes[-1]:
+            line = float(costs.verify(np.array(nodes)))
+        each = self._each[below] + share * (self._each[above] - self._each[below])
+        return exp(self._pace + each) * (costs.host_ms + line + costs.attend_ms * cached / 1000.0)
+
+    def _between(self, nodes: int) -> tuple[int, int, float]:
+        """The measured counts around `nodes`, by index, and how far it is from one to the other."""
+        counts = self.measured.nodes
+        above = min(bisect_left(counts, nodes), len(counts) - 1)
+        below = max(above - 1, 0) if nodes < counts[above] else above
+        share = (nodes - counts[below]) / (counts[above] - counts[below]) if above > below else 1.0
+        return below, above, share
+
     def learn(self, nodes: int, cached: int, ms: float) -> None:
         """A step of so many nodes took so long. See `step_ms` for the arguments."""
-        believed = float(self.step_ms(np.array(nodes), np.array(cached)))
-        error = log(max(ms, 1e-6) / max(believed, 1e-6))
-        counts = self.measured.nodes
+        error = log(max(ms, 1e-6) / max(self.step_ms_of(nodes, cached), 1e-6))
         self._steps += 1
         if self._steps > 1:
             error = max(-CLIP, min(CLIP, error))
@@ -83,10 +101,8 @@ class LiveCosts:
         follow = max(FOLLOW, 1.0 / self._steps)
         self._pace += follow * error
         error *= 1.0 - follow
-        above = min(bisect_left(counts, nodes), len(counts) - 1)
-        below = max(above - 1, 0) if nodes < counts[above] else above
+        below, above, share = self._between(nodes)
         # The measured counts on both sides share what was learnt, the nearer one more.
-        share = (nodes - counts[below]) / (counts[above] - counts[below]) if above > below else 1.0
         for count, weight in ((above, share), (below, 1.0 - share)):
             self._seen[count] += weight
             self._each[count] += max(REFIT, 1.0 / self._seen[count]) * weight * error

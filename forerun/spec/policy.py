@@ -4,13 +4,16 @@ A guess brings tokens if it is accepted and costs time whether it is or not. Bot
 the time of a step by its number of nodes at start-up, acceptance online, per sequence.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from forerun.spec.costs import StepCosts
+from forerun.spec.ledger import RESTING, Ledger
+from forerun.spec.tree import Draft
 from forerun.types import AnyArray, Ints
 
 DECAY = 0.95
@@ -58,6 +61,24 @@ class Policy(Protocol):
         ...
 
 
+class GuessingPolicy(Policy, Protocol):
+    """A policy that follows what steps cost, and may leave out guesses after seeing them."""
+
+    ledger: Ledger
+
+    def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
+        """What is worth verifying of `drafts`, one per row of the step."""
+        ...
+
+    def learn(self, slot: int, tokens: list[int]) -> None:
+        """`tokens` came for the slot, at least one."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FixedPolicy:
     """The same budget always."""
@@ -93,7 +114,8 @@ class AdaptivePolicy:
     def __init__(self, costs: StepCosts, max_nodes: int, max_depth: int) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self._costs = costs
+        self.ledger = Ledger(costs)
+        self.chosen: Counter[str] = Counter()
         self._levels = max_depth
         self._width = max_nodes // max_depth
         self._shared = PRIOR
@@ -118,6 +140,10 @@ class AdaptivePolicy:
     def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """See the class."""
         rows = len(slots)
+        if self.ledger.resting:
+            self.chosen[RESTING] += rows
+            self._given[slots] = 0
+            return [Budget(0, 0, RESTING)] * rows
         if rows == 0:
             return []
         rates = self._rates(slots)
@@ -138,7 +164,24 @@ class AdaptivePolicy:
         price = f"t({rows + self._width})/t({rows})={dearer:.2f}"
         percent = np.rint(100.0 * rates[:, 0]).astype(np.int64)
         columns = (self._given[slots].tolist(), probe.tolist(), percent.tolist())
-        return [_budget(self._width, price, *row) for row in zip(*columns, strict=True)]
+        budgets = [_budget(self._width, price, *row) for row in zip(*columns, strict=True)]
+        self.chosen.update(budget.reason.partition(": ")[2] for budget in budgets)
+        return budgets
+
+    def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
+        """All of them: what was asked for was chosen beforehand."""
+        return drafts
+
+    def learn(self, slot: int, tokens: list[int]) -> None:
+        """Nothing: `observe` says enough."""
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info and statistics: what is chosen, how often, and on what ground."""
+        return {
+            "policy": "ask for as many guesses as pay, by the acceptance of late",
+            "acceptance": round(self._shared, 3),
+            "chosen": dict(self.chosen),
+        } | self.ledger.describe()
 
     def observe(self, slot: int, guesses: int, accepted: int) -> None:
         """Learn from a step that carried guesses; one without any says nothing."""
@@ -172,11 +215,12 @@ class AdaptivePolicy:
 
         kv_len int32[B]; owners int[n] is the row of each level.
         """
-        costs = self._costs
+        costs = self.ledger.costs
         guesses = self._width * np.arange(len(owners) + 1)
         cached = np.cumsum(np.append(kv_len.sum(), self._width * kv_len[owners]))
-        alone = costs.host_ms + costs.verify(len(kv_len) + guesses)
-        return alone + costs.draft_ms * guesses + costs.attend_ms * cached / 1000.0
+        verifying = costs.step_ms(len(kv_len) + guesses, cached)
+        drafting = costs.measured.follow_ms + costs.measured.draft_ms * guesses
+        return verifying + costs.slowdown * drafting
 
 
 @lru_cache(maxsize=1024)  # Text is dear: rows of a step, and steps, mostly say the same.

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from forerun.spec.costs import LiveCosts, StepCosts
+from forerun.spec.costs import StepCosts
+from forerun.spec.ledger import RESTING, Ledger
 from forerun.spec.policy import Budget
 from forerun.spec.tree import Draft
 from forerun.types import AnyArray, Ints
@@ -25,6 +26,11 @@ PRIOR = 1.0
 LOOK = 16
 """A row whose guesses do not pay is asked for them every so many steps, only to be compared
 with what came; that costs the drafter's microseconds and no verification."""
+
+MARGIN = 1.02
+"""Guesses must promise at least this many times the speed of none: promises err."""
+PRICED = 16
+"""The price of a guess is reckoned every so many steps in which none was verified."""
 
 ASKED = "the drafter is asked; guesses that pay are verified"
 PROBING = "off, but measuring what a guess costs now"
@@ -68,12 +74,13 @@ class SelectivePolicy:
     def __init__(self, costs: StepCosts, max_nodes: int, max_depth: int) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self.costs = LiveCosts(costs)
+        self.ledger = Ledger(costs)
         self.chosen: Counter[str] = Counter()
         self._nodes, self._depth = max_nodes, max_depth
         self._rows: dict[int, _Row] = {}
         self._expected = self._hits = 10.0
-        self._price = 0.0
+        # What a guess cost when it was last reckoned, and for how many rows.
+        self._price, self._priced = 0.0, 0
         # Steps since a guess was verified.
         self._idle = 0
 
@@ -94,8 +101,12 @@ class SelectivePolicy:
         """Whom to ask. `select` decides what becomes of the answers."""
         if len(slots) == 0:
             return []
-        price = self._price = self._least_price(kv_len)
-        return [self._ask(self._rows[slot], price) for slot in slots.tolist()]
+        if self.ledger.resting:
+            self.chosen[RESTING] += len(slots)
+            return [Budget(0, 0, RESTING)] * len(slots)
+        if self._idle % PRICED == 0 or len(slots) != self._priced:
+            self._price, self._priced = self._least_price(kv_len), len(slots)
+        return [self._ask(self._rows[slot], self._price) for slot in slots.tolist()]
 
     def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
         """The guesses to verify, row by row: any path is kept down to where it stops to pay.
@@ -116,10 +127,14 @@ class SelectivePolicy:
         ranked = np.argsort(-worth, kind="stable")
         owners = np.repeat(np.arange(len(counts)), counts)
         cached = np.cumsum(np.append(kv_len.sum(), kv_len[owners[ranked]]))
-        ms = self.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
+        ms = self.ledger.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
         tokens = len(counts) + np.append(0.0, np.cumsum(worth[ranked]))
         kept = np.zeros(len(worth), np.bool_)
-        best = len(ranked) if probing else int(np.argmax(tokens / ms))
+        speed = tokens / ms
+        best = int(np.argmax(speed))
+        if speed[best] < MARGIN * speed[0]:
+            best = 0
+        best = len(ranked) if probing else best
         kept[ranked[:best]] = True
         if best and not probing:
             self._idle = 0
@@ -153,10 +168,8 @@ class SelectivePolicy:
             "policy": "verify the guesses that pay, by the drafter's scores",
             "a_guess_costs": round(self._price, 3),
             "trust": round(self.shared, 3),
-            "step_ms": self.costs.describe(),
-            "slowdown": round(self.costs.slowdown, 2),
             "chosen": dict(self.chosen),
-        }
+        } | self.ledger.describe()
 
     @property
     def _probing(self) -> bool:
@@ -168,9 +181,9 @@ class SelectivePolicy:
         rows = len(kv_len)
         more = np.arange(rows * self._nodes + 1)
         cached = kv_len.sum() * (1.0 + more / rows)
-        ms = self.costs.step_ms(rows + more, cached)
+        ms = self.ledger.costs.step_ms(rows + more, cached)
         each = (ms[1:] / ms[0] - 1.0) / more[1:]
-        return float(rows * (each.min() + self.costs.measured.draft_ms / ms[0]))
+        return float(rows * (each.min() + self.ledger.costs.measured.draft_ms / ms[0]))
 
     def _ask(self, row: _Row, price: float) -> Budget:
         """All that is allowed, or nothing where even a sure guess would not pay."""

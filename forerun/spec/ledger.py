@@ -1,0 +1,70 @@
+"""Never slower than plain decoding: guessing lives on a credit of time.
+
+Every estimate can be wrong: of what guesses bring, of what they cost. So the outcome is kept as
+well. A step that took m times as long as a plain one and gave its rows t tokens each has won
+t - m plain steps. Losses are paid from a credit that grows by SHARE of a step in every step; when
+it is used up, speculation rests until there is some again. Over n steps it can therefore lose
+START + SHARE * n plain steps at most, and what it had won before up to MOST.
+"""
+
+from forerun.spec.costs import LiveCosts, StepCosts
+
+START = 1.0
+"""Plain steps of credit that speculation begins with, and begins again with after a rest."""
+SHARE = 0.015
+"""Credit that every step adds, in plain steps."""
+MOST = 8.0
+"""Credit at most: what was won long ago must not be lost at leisure."""
+HICCUP = 1.5
+"""A step that took longer than this times what is believed of it was interrupted by something
+else; no more is put down to its guesses."""
+
+RESTING = "off: lately guessing took more time than it saved"
+
+
+class Ledger:
+    """What steps cost on this machine now, and what guessing has won or lost.
+
+    resting  speculation has used up its credit: no guesses in the coming step
+    """
+
+    def __init__(self, measured: StepCosts) -> None:
+        self.costs = LiveCosts(measured)
+        self.resting = False
+        self.rests = 0
+        self.won = 0.0
+        self._credit = START
+
+    def ran(
+        self, rows: int, nodes: int, cached: int, tokens: int, ms: float, drafting_ms: float
+    ) -> None:
+        """A step without prefill is over.
+
+        rows         sequences it advanced; `nodes` known tokens and guesses
+        cached       cached tokens that the nodes see, summed over the nodes
+        tokens       that came out
+        ms           the whole step but for drafting; drafting_ms: that
+        """
+        plain = self.costs.step_ms_of(rows, cached * rows // nodes)
+        spent = min(ms, HICCUP * self.costs.step_ms_of(nodes, cached)) if nodes > rows else plain
+        self.costs.learn(nodes, cached, ms)
+        self._settle(tokens / rows - (spent + drafting_ms) / plain)
+
+    def _settle(self, gain: float) -> None:
+        """`gain` plain steps were won (< 0: lost) in the last step."""
+        self.won += gain
+        self._credit = min(self._credit + gain + SHARE, MOST)
+        if self._credit < 0.0 and not self.resting:
+            self.resting, self.rests = True, self.rests + 1
+        elif self._credit >= START:
+            self.resting = False
+
+    def describe(self) -> dict[str, object]:
+        """Facts for /server_info: won is in plain steps."""
+        return {
+            "step_ms": self.costs.describe(),
+            "slowdown": round(self.costs.slowdown, 2),
+            "won_steps": round(self.won, 1),
+            "resting": self.resting,
+            "rests": self.rests,
+        }
