@@ -220,7 +220,8 @@ class AdaptivePolicy:
         cached = np.cumsum(np.append(kv_len.sum(), self._width * kv_len[owners]))
         verifying = costs.step_ms(len(kv_len) + guesses, cached)
         drafting = costs.measured.follow_ms + costs.measured.draft_ms * guesses
-        return verifying + costs.slowdown * drafting
+        ms: AnyArray = verifying + costs.slowdown * drafting
+        return ms
 
 
 @lru_cache(maxsize=1024)  # Text is dear: rows of a step, and steps, mostly say the same.
