@@ -31,7 +31,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 4; }
+int forerun_abi() { return 5; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -157,6 +157,19 @@ int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int
 int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, const int32_t* nodes,
                          int count) {
     return guarded([&] { return model->commit_paths(pages, page_width, nodes, count); });
+}
+
+// From now on the model's steps keep the hidden states named by `layers`; see Model::tap.
+int forerun_tap(Model* model, const int32_t* layers, int count) {
+    return guarded([&]() -> std::string {
+        model->tap(layers, count);
+        return "";
+    });
+}
+
+// Copies what the last step kept of its first `count` nodes: float32[count][layers][hidden].
+int forerun_tapped(const Model* model, int count, float* out) {
+    return guarded([&] { return model->copy_tapped(count, out); });
 }
 
 // A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and

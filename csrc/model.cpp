@@ -77,6 +77,13 @@ void Model::tap(const int32_t* layers, int count) {
     tapped_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }
 
+std::string Model::copy_tapped(int count, float* out) const {
+    if (count < 0 || count > last_nodes_) return "more nodes than the last step had";
+    const size_t numbers = (size_t)count * taps_.size() * sizes.hidden;
+    if (numbers) memcpy(out, tapped_.data(), numbers * sizeof(float));
+    return "";
+}
+
 uint8_t* Model::take(size_t bytes) {
     const size_t begin = (used_ + 63) / 64 * 64;
     if (begin + bytes > weights_.bytes()) return nullptr;

@@ -86,6 +86,8 @@ public:
     const float* tapped(int node) const {
         return &tapped_[(size_t)node * taps_.size() * sizes.hidden];
     }
+    // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
+    std::string copy_tapped(int count, float* out) const;
 
     // The products of a step alone, for measurements; logits float32[rows][vocab].
     void products(int rows, float* logits);

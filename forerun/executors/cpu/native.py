@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 4
+ABI = 5
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -91,6 +91,8 @@ _CALLS = {
         c_int,
         [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
+    "forerun_tap": (c_int, [c_void_p, c_void_p, c_int]),
+    "forerun_tapped": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],
