@@ -1,10 +1,14 @@
 """t(k): what a step of k rows costs on the CPU executor, matrix products alone and whole.
 
-    python bench/cpu_steps.py [model.gguf] [--context 200] [--json out.json]
+    python bench/cpu_steps.py [model.gguf] [--context 200] [--peers] [--json out.json]
 
 The whole step is one sequence of `context` cached tokens and a chain of k nodes whose logits are
 all wanted: embedding, norms, products, attention, head. Rounds go over all k in turn, so that a
 slow moment of the machine hits them alike; minimum and median are over the rounds. Milliseconds.
+
+`--peers` takes turns with llama.cpp (the same step) and ONNX Runtime's MatMulNBits (the same
+products), each in its own environment (bench/peers/run.py and `make bench-peers` make them), and
+measures how fast two threads read memory: no step is faster than its weights arrive.
 """
 
 import argparse
@@ -12,9 +16,11 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +30,13 @@ from forerun.catalog import open_model
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.plan import Opening, Plan
 from forerun.executors.cpu import CpuExecutor
+from forerun.models.arch import Architecture
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, TreeBatch, batch
 
+VENVS = Path(__file__).parent / "out" / "venvs"
+PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
+BLOCKS = 3
 PAGE = 16
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
@@ -58,18 +68,78 @@ def fill(executor: CpuExecutor, tokens: np.ndarray) -> None:
     executor.commit(plan, trees, scores, executor.accept(plan, trees, scores, None))
 
 
-def measure(work: dict[int, Callable[[], object]], rounds: int) -> dict[str, dict[int, float]]:
-    """Milliseconds, minimum and median per key, over interleaved rounds."""
-    taken: dict[int, list[float]] = {key: [] for key in work}
+Times = dict[int, list[float]]
+
+
+def measure(work: dict[int, Callable[[], object]], rounds: int) -> Times:
+    """Milliseconds per key, over interleaved rounds."""
+    taken: Times = {key: [] for key in work}
     for _ in range(rounds):
         for key, call in work.items():
             start = time.perf_counter()
             call()
             taken[key].append((time.perf_counter() - start) * 1e3)
+    return taken
+
+
+def add(taken: dict[str, Times], name: str, more: Times) -> None:
+    """Keep another block of measurements."""
+    for key, times in more.items():
+        taken.setdefault(name, {}).setdefault(key, []).extend(times)
+
+
+def summary(times: Times) -> dict[str, dict[int, float]]:
+    """Minimum and median per key."""
     return {
-        "min": {key: round(min(times), 3) for key, times in taken.items()},
-        "median": {key: round(statistics.median(times), 3) for key, times in taken.items()},
+        "min": {key: round(min(found), 3) for key, found in times.items()},
+        "median": {key: round(statistics.median(found), 3) for key, found in times.items()},
     }
+
+
+def shapes_of(arch: Architecture) -> dict[str, int]:
+    """What bench/peers/steps_onnx.py builds."""
+    qkv = (arch.heads + 2 * arch.kv_heads) * arch.head_size
+    return {
+        "layers": arch.layers,
+        "hidden": arch.hidden,
+        "qkv": qkv,
+        "ffn": arch.ffn,
+        "vocab": arch.vocab,
+    }
+
+
+def peers(
+    options: argparse.Namespace, threads: int, rounds: int, shapes: dict[str, int]
+) -> Iterator[tuple[str, Times]]:
+    """One block of each peer that is installed."""
+    common = {"threads": threads, "rounds": rounds, "rows": ROWS}
+    facts = {
+        "llamacpp": common | {"path": str(options.path), "context": options.context},
+        "onnx": common | {"shapes": shapes},
+    }
+    for name, place in PEERS.items():
+        python = VENVS / place / "bin" / "python"
+        if not python.exists():
+            sys.stderr.write(f"{name} left out: there is no {python}\n")
+            continue
+        script = Path(__file__).parent / "peers" / f"steps_{place}.py"
+        command = [str(python), str(script), json.dumps(facts[place])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        yield name, {int(key): times for key, times in found.items()}
+
+
+def floor_ms(facts: dict[str, Any]) -> float:
+    """Milliseconds in which this machine's threads read the weights once, at their best."""
+    threads, size = facts["threads"], 1 << 26
+    blocks = [np.ones(size, np.float32) for _ in range(threads)]
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(8):
+            start = time.perf_counter()
+            list(pool.map(np.max, blocks))
+            best = max(best, 4 * size * threads / (time.perf_counter() - start))
+    return float(1e3 * facts["weight_bytes"] / best)
 
 
 def machine() -> dict[str, Any]:
@@ -92,8 +162,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peers", action="store_true")
     options = parser.parse_args()
-    checkpoint = open_model(options.model).checkpoint
+    model = open_model(options.model)
+    options.path, checkpoint = model.path, model.checkpoint
     vocab = checkpoint.architecture.vocab
     pages = -(-(options.context + max(ROWS)) // PAGE)
     size = options.context + max(ROWS)
@@ -106,14 +178,24 @@ def main() -> None:
     steps = {k: chain(tokens[:k], options.context, k - 1) for k in ROWS}
     whole = {k: lambda step=step: executor.verify(*step) for k, step in steps.items()}
     products = {k: lambda k=k: executor.products(k) for k in ROWS}
-    report = {
+    report: dict[str, Any] = {
+        "command": sys.argv,
         "machine": machine(),
         "executor": executor.describe(),
         "load_seconds": round(loaded, 3),
         "context": options.context,
-        "products_ms": measure(products, options.rounds),
-        "step_ms": measure(whole, options.rounds),
+        "floor_ms": round(floor_ms(executor.describe()), 3),
     }
+    taken: dict[str, Times] = {}
+    rounds = -(-options.rounds // BLOCKS)
+    for _ in range(BLOCKS):
+        add(taken, "products", measure(products, rounds))
+        add(taken, "step", measure(whole, rounds))
+        if options.peers:
+            shapes = shapes_of(checkpoint.architecture)
+            for name, times in peers(options, executor.describe()["threads"], rounds, shapes):
+                add(taken, name, times)
+    report["ms"] = {name: summary(times) for name, times in taken.items()}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)
@@ -123,13 +205,15 @@ def print_table(report: dict[str, Any]) -> None:
     """Milliseconds and ratios, one column per k."""
     out = sys.stdout.write
     out(f"{report['machine']} loaded in {report['load_seconds']} s\n")
-    out("rows".ljust(18) + "".join(f"{k:>8}" for k in ROWS) + "\n")
-    for kind in ("products_ms", "step_ms"):
-        for statistic, values in report[kind].items():
-            out(f"{kind} {statistic}".ljust(18) + "".join(f"{values[k]:8.2f}" for k in ROWS) + "\n")
-        first = report[kind]["median"][1]
-        ratios = (report[kind]["median"][k] / first for k in ROWS)
-        out("  over t(1)".ljust(18) + "".join(f"{ratio:8.2f}" for ratio in ratios) + "\n")
+    out(f"reading the weights once takes {report['floor_ms']} ms\n")
+    out("rows".ljust(28) + "".join(f"{k:>8}" for k in ROWS) + "\n")
+    for name, found in report["ms"].items():
+        for statistic, values in found.items():
+            out(f"{name}, {statistic}".ljust(28) + "".join(f"{values[k]:8.2f}" for k in ROWS))
+            out("\n")
+        first = found["median"][1]
+        ratios = (found["median"][k] / first for k in ROWS)
+        out("  over t(1)".ljust(28) + "".join(f"{ratio:8.2f}" for ratio in ratios) + "\n")
 
 
 if __name__ == "__main__":
