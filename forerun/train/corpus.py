@@ -4,24 +4,30 @@ tokens.npy   int32[T]     all chats, one after the other
 wanted.npy   bool[T]      token belongs to an answer
 starts.npy   int64[C+1]   chat c owns tokens starts[c]:starts[c+1]; the last `held_out` are
                           for choosing a checkpoint
+features.npy float16[T,F*H]  as in forerun.train.loss.Batch; and where the next token belongs
+                          to an answer (elsewhere 0):
 choice.npy   int32[T]     the target's argmax for the token after, over the full vocabulary
-features.npy float16[T,F*H], last.npy float16[T,H]   as in forerun.train.loss.Batch
+likely.npy   int32[T,K]   the K likeliest draft ids
+chance.npy   float16[T,K] their probabilities, made to sum to one
 """
 
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from forerun.errors import ModelError
 from forerun.models.drafts import DraftHead
 from forerun.train.answers import Chat
-from forerun.types import AnyArray, Ints
+from forerun.train.teacher import Teacher
+from forerun.types import AnyArray, Floats, Ints
 
-Teacher = Callable[[Ints], tuple[AnyArray, AnyArray, AnyArray]]
-"""int32[T] -> features [T,F*H], last [T,H], choice [T] of one chat."""
+LIKELY = 64
+"""K, unless the draft vocabulary is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,16 @@ class Corpus:
     def span(self, chat: int) -> slice:
         """Where chat `chat` lies."""
         return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
+
+    def scored(self, chat: int) -> Ints:
+        """int32[n]: positions in the chat whose next token is wanted: the teacher's part."""
+        wanted = np.asarray(self.wanted[self.span(chat)])
+        return np.flatnonzero(wanted[1:]).astype(np.int32)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest chat."""
+        return int(np.diff(self.starts).max())
 
     @property
     def training(self) -> range:
@@ -85,38 +101,64 @@ def open_corpus(folder: Path) -> Corpus:
 
 
 def write_features(
-    corpus: Corpus, head: DraftHead, teacher: Teacher, progress: Callable[[int, int], None]
+    corpus: Corpus,
+    head: DraftHead,
+    ids: Ints,
+    teacher: Teacher,
+    progress: Callable[[int, int], None],
 ) -> None:
     """Run the target once over every chat and store what the trainer needs of it.
 
-    Resumable: chats already done (progress.json) are kept.
+    ids int32[Vd]: the draft vocabulary. Resumable: chats already done (progress.json) are kept,
+    unless they were done for another vocabulary.
     """
-    total = len(corpus.tokens)
-    width = head.target_hidden * len(head.features)
+    total, width = len(corpus.tokens), head.target_hidden * len(head.features)
+    likely = min(LIKELY, len(ids))
     shapes = {
         "features": (np.float16, (total, width)),
-        "last": (np.float16, (total, head.target_hidden)),
         "choice": (np.int32, (total,)),
+        "likely": (np.int32, (total, likely)),
+        "chance": (np.float16, (total, likely)),
     }
     note = corpus.folder / "progress.json"
-    done = json.loads(note.read_text())["chats"] if note.exists() else 0
-    mode = "r+" if done else "w+"
+    facts = {"features": list(head.features), "vocabulary": zlib.crc32(ids.tobytes())}
+    done = _chats_done(note, facts)
     arrays = {
         name: np.lib.format.open_memmap(
-            corpus.folder / f"{name}.npy", mode=mode, dtype=dtype, shape=shape
+            corpus.folder / f"{name}.npy", mode="r+" if done else "w+", dtype=dtype, shape=shape
         )
         for name, (dtype, shape) in shapes.items()
     }
     for chat in range(done, corpus.chats):
         span = corpus.span(chat)
-        found = teacher(np.asarray(corpus.tokens[span]))
-        for array, values in zip(arrays.values(), found, strict=True):
-            array[span] = values
+        scored = corpus.scored(chat)
+        features, logits = teacher(np.asarray(corpus.tokens[span]), scored)
+        arrays["features"][span] = features
+        for name, values in zip(
+            ("choice", "likely", "chance"), distil(logits, ids, likely), strict=True
+        ):
+            arrays[name][span.start + scored] = values
         if chat % 50 == 49 or chat == corpus.chats - 1:
             for array in arrays.values():
                 array.flush()
-            note.write_text(json.dumps({"chats": chat + 1}))
+            note.write_text(json.dumps({"chats": chat + 1, **facts}))
         progress(span.stop, total)
+
+
+def _chats_done(note: Path, facts: dict[str, object]) -> int:
+    """How many chats an earlier run finished with the same `facts`."""
+    found = json.loads(note.read_text()) if note.exists() else {}
+    same = all(found.get(name) == value for name, value in facts.items())
+    return int(found["chats"]) if same else 0
+
+
+def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
+    """Logits [n,V] -> choice [n] over the full vocabulary, and of the draft vocabulary `ids`
+    the `likely` best: draft ids [n,K] and probabilities [n,K] that sum to one.
+    """
+    known = torch.from_numpy(logits)
+    best, where = known.index_select(1, torch.from_numpy(ids)).topk(likely)
+    return known.argmax(1).int().numpy(), where.int().numpy(), best.softmax(1).numpy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,48 @@
-"""Training-time test: unroll the head over its own outputs, as serving will (EAGLE-3, 3.2).
-
-Row q of a sequence holds feature f_q and stands, at step s, for position q + s: it reads the
-token after that position and predicts the one after that. Step 0 starts from true features;
-step s >= 1 from the row's own output of step s - 1. Attention at step s: the true history, i.e.
-the step-0 keys of rows 0..q, then the row's own keys of steps 1..s. No row sees another row's
-later keys. This is what serving computes: true history, own guesses after it.
-"""
+"""The loss of the training-time test: soft cross-entropy against the target, step by step."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.layers import rotation
+from forerun.train.unroll import Asking, unrolled
+
+
+class Teacher(Protocol):
+    """The target's distributions over the draft vocabulary, at every token of a batch."""
+
+    def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """For flat positions int64[n]: draft ids [n,K], or None for all, and probabilities."""
+        ...
+
+
+@dataclass(frozen=True)
+class Likely:
+    """The K likeliest draft ids of each position, made to sum to one: ids, chance [B*T,K]."""
+
+    ids: Tensor
+    chance: Tensor
+
+    def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """See Teacher."""
+        return self.ids[rows], self.chance[rows]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """All of the draft vocabulary, computed when asked for.
+
+    last [B*T,H] the target's hidden state after its final norm; head [Vd,H] its output rows.
+    """
+
+    last: Tensor
+    head: Tensor
+
+    def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """See Teacher."""
+        return None, (self.last[rows] @ self.head.T).float().softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -26,15 +53,16 @@ class Batch:
     wanted    bool[B,T]   token is part of an answer: the loss counts predictions of these;
                           on the CPU always, so that choosing rows never waits for a device
     features  [B,T,F*H]   the target's hidden states at the head's feature layers
-    last      [B,T,H]     the target's hidden state after its final norm
-    choice    int64[B,T]  the target's argmax over the full vocabulary for the next token
+    choice    int64[B,T]  the target's argmax over the full vocabulary for the next token; may
+                          be anything where that is not wanted
+    teacher               its distribution for the next token, likewise
     """
 
     tokens: Tensor
     wanted: Tensor
     features: Tensor
-    last: Tensor
     choice: Tensor
+    teacher: Teacher
 
 
 @dataclass(frozen=True)
@@ -54,81 +82,40 @@ class Vocabulary:
         return Vocabulary(target_ids, head[target_ids].contiguous(), draft_ids)
 
 
-def unrolled(head: EagleHead, batch: Batch, embed: Tensor, steps: int) -> list[Tensor]:
-    """What the output head reads at each step: `steps` tensors [B,T,H].
-
-    embed [V,H] is the target's embedding. Rows whose token lies beyond the sequence read the
-    last token again; they are never wanted.
-    """
-    length = batch.tokens.shape[1]
-    frequencies = torch.from_numpy(head.head.rope.frequencies(head.head.head_size))
-    frequencies = frequencies.to(batch.tokens.device)
-    rows = torch.arange(length, device=batch.tokens.device)
-    history = _History(length, batch.tokens.device)
-    hidden = head.fuse(batch.features)
-    reads = []
-    for step in range(steps):
-        tokens = batch.tokens[:, (rows + 1 + step).clamp(max=length - 1)]
-        cos, sin = rotation(rows + step, frequencies, head.head.rope.attention_factor)
-        cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
-        embedded = F.embedding(tokens, embed).to(hidden.dtype)
-        read, hidden = head(embedded, hidden, cos, sin, history.attend)
-        reads.append(read)
-    return reads
-
-
-class _History:
-    """Keys and values of earlier steps, and the attention over them."""
-
-    def __init__(self, length: int, device: Any) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-        self.future = future[None, None]
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[B,T,A,E] queries over step 0's causal keys and the same row's later keys."""
-        group = queries.shape[2] // keys.shape[2]
-        self.keys.append(keys.repeat_interleave(group, 2).transpose(1, 2))
-        self.values.append(values.repeat_interleave(group, 2).transpose(1, 2))
-        q = queries.transpose(1, 2) * queries.shape[-1] ** -0.5
-        causal = (q @ self.keys[0].transpose(-1, -2)).masked_fill(self.future, float("-inf"))
-        own = [(q * k).sum(-1, keepdim=True) for k in self.keys[1:]]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weights = torch.cat([causal, *own], -1).softmax(-1, dtype=wide).to(q.dtype)
-        length = causal.shape[-1]
-        context = weights[..., :length] @ self.values[0]
-        for index, value in enumerate(self.values[1:]):
-            context = context + weights[..., length + index, None] * value
-        return context.transpose(1, 2)
-
-
 class _FusedCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy summed over rows, chunk by chunk, so that logits are never all alive.
 
     Forward also computes the gradient: with the output head frozen, only the rows it reads
-    have one. Returns (loss sum, hits): hits[r] = the draft's argmax.
+    have one. Returns (loss sum, best): best[r] = the draft's argmax.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, read: Tensor, weight: Tensor, last: Tensor, rows: Tensor, counts: Tensor
+        ctx: Any, read: Tensor, weight: Tensor, teacher: Teacher, at: Tensor, counts: Tensor
     ) -> Any:
-        """Read [R,H] grad; weight [Vd,H] draft head; last [R,H], rows [Vd,H] the teacher's;
+        """Read [R,H] grad; weight [Vd,H] draft head; at int64[R] the teacher's positions;
         counts bool[R]: the row is in the loss.
         """
         total = read.new_zeros((), dtype=torch.float32)
         gradient = torch.empty_like(read)
         best = torch.empty(len(read), dtype=torch.int64, device=read.device)
-        chunk = max(1, (1 << 25) // len(weight))
+        # On the CPU a chunk should stay in its caches.
+        chunk = max(1, (1 << (21 if read.device.type == "cpu" else 25)) // len(weight))
         for begin in range(0, len(read), chunk):
             part = slice(begin, begin + chunk)
-            teacher = (last[part] @ rows.T).float().softmax(-1)
-            logs = (read[part] @ weight.T).float().log_softmax(-1)
-            total -= (teacher * logs).sum(-1) @ counts[part].to(logs.dtype)
-            best[part] = logs.argmax(-1)
-            slope = (logs.exp_() - teacher) * counts[part, None]
-            gradient[part] = slope.to(read.dtype) @ weight
+            logits = (read[part] @ weight.T).float()
+            top, best[part] = logits.max(-1, keepdim=True)[0], logits.argmax(-1)
+            ids, chance = teacher.at(at[part])
+            expected = (chance * (logits if ids is None else logits.gather(1, ids))).sum(-1)
+            slope = logits.sub_(top).exp_()
+            sums = slope.sum(-1, keepdim=True)
+            inside = counts[part].to(sums.dtype)
+            total += ((sums.log() + top).squeeze(1) - expected) @ inside
+            if ids is None:
+                slope.addcmul_(chance, sums, value=-1)
+            else:
+                slope.scatter_add_(1, ids, chance * -sums)
+            gradient[part] = (slope.to(read.dtype) @ weight) * (inside[:, None] / sums)
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(best)
         return total, best
@@ -161,36 +148,29 @@ def ttt_loss(
     full-vocabulary argmax lies outside give no loss, but count as misses in the score: that is
     what serving sees.
     """
-    total = batch.last.new_zeros((), dtype=torch.float32)
+    device = batch.tokens.device
+    total = torch.zeros((), dtype=torch.float32, device=device)
     scores = []
-    for step, read in enumerate(unrolled(head, batch, embed, steps)):
+    asking = Asking.of(batch.wanted, steps, device)
+    reads = unrolled(head, batch.tokens, batch.features, embed, asking)
+    for step, read in enumerate(reads):
         # Row q predicts the token at q + step + 2, whose teacher is the target at q + step + 1.
-        end = batch.tokens.shape[1] - step - 2
-        if end < 1:
-            break
-        rows = _rows(batch.wanted, step + 2).to(read.device, non_blocking=True)
-        teachers = rows + step + 1
+        scored = asking.steps[step]
+        count = len(scored)
+        teachers = asking.rows[scored] + step + 1
         choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
         reachable = choice >= 0
+        if device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
+            scored, teachers, choice = (x[reachable] for x in (scored, teachers, choice))
+            reachable = reachable[reachable]
         loss, best = _FusedCrossEntropy.apply(
-            read.flatten(0, 1)[rows],
-            head.lm_head.weight,
-            batch.last.flatten(0, 1)[teachers],
-            vocabulary.rows,
-            reachable,
+            read.index_select(0, scored), head.lm_head.weight, batch.teacher, teachers, reachable
         )
         loss = loss / reachable.sum().clamp_min(1)
         hits = ((best == choice) & reachable).sum()
-        scores.append(StepScore(loss.detach(), hits, len(rows)))
+        scores.append(StepScore(loss.detach(), hits, count))
         total = total + decay**step * loss
     return total, scores
-
-
-def _rows(wanted: Tensor, ahead: int) -> Tensor:
-    """int64[R]: flat indices b*T + q of rows q whose token q + ahead is wanted."""
-    shifted = torch.zeros_like(wanted)
-    shifted[:, : wanted.shape[1] - ahead] = wanted[:, ahead:]
-    return shifted.flatten().nonzero().squeeze(1)
 
 
 def simulated_length(accuracies: list[float]) -> float:

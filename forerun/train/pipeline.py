@@ -8,11 +8,11 @@ interrupted run goes on where it stopped.
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.drafts import head_for
+from forerun.models.drafts import DraftHead, head_for
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Author, Chat, Recipe, Writer
@@ -42,7 +42,8 @@ from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
 from forerun.train.start import calibrate, start_from_target
 from forerun.train.target import DenseTarget
-from forerun.types import AnyArray, Ints
+from forerun.train.teacher import Teacher, core_teacher, dense_teacher
+from forerun.types import Ints
 
 Report = Callable[[str, int, int], None]
 """(what, done, total) of a stage under way."""
@@ -50,12 +51,16 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """The target: its weights, its words and how it is talked to."""
+    """The target: its weights, its words and how it is talked to.
+
+    core  the compiled CPU core will serve it, so that is what the draft should learn from
+    """
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
     chat: ChatTemplate
     name: str
+    core: bool = False
 
 
 def write_corpus(
@@ -137,19 +142,21 @@ def make_draft(
 ) -> Progress:
     """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft."""
     torch.manual_seed(config.seed)
-    target = _dense(source, config.train_device)
     device = torch.device(config.train_device)
     arch = source.checkpoint.architecture
     ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
     about = head_for(arch, len(ids))
-    vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
     if device.type == "cpu":
-        write_features(
-            corpus, about, _teacher(target, about.features), lambda d, t: report("features", d, t)
-        )
-        read = stored_reader(corpus, target.dtype)
+        with _teacher(source, about, corpus) as teacher:
+            write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
+        embed, rows = _embeddings(source.checkpoint)
+        vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
+        read, compute = stored_reader(corpus), torch.float32
     else:
-        read = online_reader(corpus, target, about.features)
+        target = _dense(source, config.train_device)
+        vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
+        embed, compute = target.embed, target.dtype
+        read = online_reader(corpus, target, about.features, vocabulary.rows)
     schedule = Schedule(
         epochs=config.epochs,
         tokens=config.batch_tokens,
@@ -165,13 +172,13 @@ def make_draft(
     head = EagleHead(about).to(device)
     trial = Trial(
         head=head,
-        embed=target.embed,
+        embed=embed,
         vocabulary=vocabulary,
         corpus=corpus,
         read=read,
         schedule=schedule,
         folder=out,
-        compute=target.dtype,
+        compute=compute,
     )
     _begin(trial, source.checkpoint, config)
     started = monotonic()
@@ -184,13 +191,19 @@ def make_draft(
     return progress
 
 
-def _teacher(target: DenseTarget, features: tuple[int, ...]) -> Callable[[Ints], Any]:
-    def teach(tokens: Ints) -> tuple[AnyArray, AnyArray, AnyArray]:
-        found, last = target.run(torch.tensor(tokens, dtype=torch.int64)[None], features)
-        choice = target.choices(last)
-        return found[0].numpy(), last[0].numpy(), choice[0].numpy()
+def _teacher(source: Source, about: DraftHead, corpus: Corpus) -> AbstractContextManager[Teacher]:
+    """The compiled core where it runs this target and serving would use it, else torch."""
+    if source.core:
+        return core_teacher(source.checkpoint, about.features, corpus.longest)
+    return dense_teacher(_dense(source, "cpu"), about.features)
 
-    return teach
+
+def _embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and output rows, each float32[V,H]; one tensor where tied."""
+    embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
+    if checkpoint.architecture.tied_head:
+        return embed, embed
+    return embed, torch.from_numpy(checkpoint.tensor("lm_head.weight").copy())
 
 
 def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:

@@ -6,48 +6,57 @@ import numpy as np
 import torch
 
 from forerun.train.corpus import Corpus, Piece
-from forerun.train.loss import Batch
+from forerun.train.loss import Batch, Dense, Likely
 from forerun.train.target import DenseTarget
 from forerun.types import AnyArray
 
 
-def _padded(array: AnyArray, pieces: list[Piece]) -> AnyArray:
+def _padded(array: AnyArray, pieces: list[Piece]) -> torch.Tensor:
     """Rows of `array` [T, ...] for each piece, zero-padded at the end to the longest."""
     length = max(piece.end - piece.begin for piece in pieces)
     out = np.zeros((len(pieces), length, *array.shape[1:]), array.dtype)
     for row, piece in zip(out, pieces, strict=True):
         row[: piece.end - piece.begin] = array[piece.begin : piece.end]
-    return out
+    return torch.from_numpy(out)
 
 
-def stored_reader(corpus: Corpus, dtype: torch.dtype) -> Callable[[list[Piece]], Batch]:
-    """Batches from the features that `write_features` stored: several epochs, one target pass."""
+def stored_reader(corpus: Corpus) -> Callable[[list[Piece]], Batch]:
+    """Batches from what `write_features` stored: several epochs, one target pass."""
     stored = {
         name: np.load(corpus.folder / f"{name}.npy", mmap_mode="r")
-        for name in ("features", "last", "choice")
+        for name in ("features", "choice", "likely", "chance")
     }
 
     def read(pieces: list[Piece]) -> Batch:
+        got = {name: _padded(array, pieces) for name, array in stored.items()}
         return Batch(
-            tokens=torch.from_numpy(_padded(corpus.tokens, pieces)).long(),
-            wanted=torch.from_numpy(_padded(corpus.wanted, pieces)),
-            features=torch.from_numpy(_padded(stored["features"], pieces)).to(dtype),
-            last=torch.from_numpy(_padded(stored["last"], pieces)).to(dtype),
-            choice=torch.from_numpy(_padded(stored["choice"], pieces)).long(),
+            tokens=_padded(corpus.tokens, pieces).long(),
+            wanted=_padded(corpus.wanted, pieces),
+            features=got["features"].float(),
+            choice=got["choice"].long(),
+            teacher=Likely(got["likely"].flatten(0, 1).long(), got["chance"].flatten(0, 1).float()),
         )
 
     return read
 
 
 def online_reader(
-    corpus: Corpus, target: DenseTarget, features: tuple[int, ...]
+    corpus: Corpus, target: DenseTarget, features: tuple[int, ...], rows: torch.Tensor
 ) -> Callable[[list[Piece]], Batch]:
-    """Batches whose features the target computes now: no disk, for a fast device."""
+    """Batches whose features the target computes now: no disk, for a fast device.
+
+    rows [Vd,H]: the target's output rows of the draft vocabulary.
+    """
 
     def read(pieces: list[Piece]) -> Batch:
-        tokens = torch.from_numpy(_padded(corpus.tokens, pieces)).long().to(target.device)
-        wanted = torch.from_numpy(_padded(corpus.wanted, pieces))
+        tokens = _padded(corpus.tokens, pieces).long().to(target.device)
         found, last = target.run(tokens, features)
-        return Batch(tokens, wanted, found, last, target.choices(last))
+        return Batch(
+            tokens,
+            _padded(corpus.wanted, pieces),
+            found,
+            target.choices(last),
+            Dense(last.flatten(0, 1), rows),
+        )
 
     return read

@@ -20,7 +20,8 @@ from forerun.train.corpus import (
     write_features,
 )
 from forerun.train.loop import Schedule, TrainingError, Trial, train
-from forerun.train.loss import Batch, Vocabulary
+from forerun.train.loss import Vocabulary
+from forerun.train.reader import stored_reader
 from forerun.train.start import SCALES, calibrate
 
 VOCAB, HIDDEN = 40, 32
@@ -43,6 +44,9 @@ HEAD = DraftHead(
 )
 
 
+EVERY = np.arange(VOCAB, dtype=np.int32)
+
+
 class Language:
     """A target whose next token is a fixed function of the last two; its features say so."""
 
@@ -59,12 +63,11 @@ class Language:
         wanted = np.arange(length) >= 4
         return Chat(np.array(tokens, np.int32), wanted)
 
-    def teach(self, tokens):
+    def teach(self, tokens, scored):
         before = np.concatenate([tokens[:1], tokens[:-1]])
-        choice = self.table[before, tokens]
-        last = 4 * self.embed[choice]
+        last = 4 * self.embed[self.table[before, tokens]]
         features = np.concatenate([last @ m for m in self.mix], -1)
-        return features, last, choice
+        return features, last[scored] @ self.embed.T
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +75,7 @@ def corpus(tmp_path_factory):
     language = Language()
     folder = tmp_path_factory.mktemp("corpus")
     corpus = write_chats(folder, [language.chat(seed % 34) for seed in range(40)], held_out=6)
-    write_features(corpus, HEAD, language.teach, lambda done, total: None)
+    write_features(corpus, HEAD, EVERY, language.teach, lambda done, total: None)
     return corpus
 
 
@@ -84,29 +87,10 @@ def trial(corpus, folder: Path, **changes) -> Trial:
     with torch.no_grad():
         head.lm_head.weight.copy_(vocabulary.rows)
     head.lm_head.weight.requires_grad_(False)
-    arrays = {n: np.load(corpus.folder / f"{n}.npy") for n in ("features", "last", "choice")}
-
-    def read(pieces):
-        length = max(p.end - p.begin for p in pieces)
-
-        def padded(array):
-            rows = [array[p.begin : p.end] for p in pieces]
-            shape = (len(rows), length, *rows[0].shape[1:])
-            out = np.zeros(shape, np.float32 if array.dtype == np.float16 else array.dtype)
-            for target, row in zip(out, rows, strict=True):
-                target[: len(row)] = row
-            return torch.from_numpy(out)
-
-        return Batch(
-            padded(corpus.tokens).long(),
-            padded(corpus.wanted),
-            padded(arrays["features"]),
-            padded(arrays["last"]),
-            padded(arrays["choice"]).long(),
-        )
-
     values = {"epochs": 80, "tokens": 512, "length": 64, "rate": 3e-3, "check_every": 50}
-    return Trial(head, embed, vocabulary, corpus, read, Schedule(**values | changes), folder)
+    return Trial(
+        head, embed, vocabulary, corpus, stored_reader(corpus), Schedule(**values | changes), folder
+    )
 
 
 def test_overfits_and_keeps_the_best(corpus, tmp_path):

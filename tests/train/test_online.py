@@ -44,7 +44,7 @@ def trial(checkpoint, corpus, folder, dtype, **schedule):
     target = DenseTarget(checkpoint, "cpu", dtype)
     about = head_for(checkpoint.architecture, 200)
     vocabulary = Vocabulary.of(torch.arange(200), target.head)
-    read = online_reader(corpus, target, about.features)
+    read = online_reader(corpus, target, about.features, vocabulary.rows)
     values = {"tokens": 512, "length": 64, "check_every": 1000, "look_every": 5} | schedule
     made = Trial(
         EagleHead(about), target.embed, vocabulary, corpus, read, Schedule(**values), folder, dtype

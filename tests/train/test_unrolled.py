@@ -1,6 +1,7 @@
 """Unrolled training equals step-by-step serving, and the loss is what it says."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,8 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
 from forerun.models.drafts import DraftHead
 from forerun.models.rope import Rope
-from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss, unrolled
+from forerun.train.loss import Batch, Dense, Likely, Vocabulary, simulated_length, ttt_loss
+from forerun.train.unroll import Asking, unrolled
 
 SWITCHES = [
     {},
@@ -53,10 +55,25 @@ def make(seed=0, **changes):
         tokens=tokens,
         wanted=torch.ones_like(tokens, dtype=torch.bool),
         features=torch.randn(2, 9, width, dtype=torch.float64),
-        last=torch.randn(2, 9, 16, dtype=torch.float64),
         choice=torch.randint(20, (2, 9)),
+        teacher=Dense(torch.randn(18, 16, dtype=torch.float64), torch.empty(0)),
     )
     return head, batch, torch.randn(20, 16, dtype=torch.float64)
+
+
+def reads_of(head, batch, embed, steps):
+    """[steps,B,T,H], zero in rows that do not ask."""
+    asking = Asking.of(batch.wanted, steps)
+    found = unrolled(head, batch.tokens, batch.features, embed, asking)
+    none = torch.zeros(batch.tokens.numel(), 16, dtype=torch.float64)
+    every = torch.stack([none.index_copy(0, asking.rows, read) for read in found])
+    return every.view(steps, *batch.tokens.shape, 16)
+
+
+def vocabulary_for(batch, embed, ids):
+    """The draft vocabulary, and the batch with a teacher over it."""
+    vocabulary = Vocabulary.of(ids, embed)
+    return vocabulary, replace(batch, teacher=Dense(batch.teacher.last, vocabulary.rows))
 
 
 def served(head, batch, embed, sequence, row, steps):
@@ -90,16 +107,17 @@ def served(head, batch, embed, sequence, row, steps):
 @pytest.mark.parametrize("changes", SWITCHES)
 def test_unrolled_is_served(changes):
     head, batch, embed = make(**changes)
-    reads = torch.stack(unrolled(head, batch, embed, 3))
-    for row in (0, 2, 5):
+    batch.wanted[1] = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)  # Two answers.
+    reads = reads_of(head, batch, embed, 3)
+    for row in (0, 1, 4, 5):
         expected = served(head, batch, embed, 1, row, 3)
         assert torch.allclose(reads[:, 1, row], expected, atol=1e-6), changes
 
 
 def test_one_layer_off_is_noticed():
     head, batch, embed = make()
-    shifted = Batch(batch.tokens, batch.wanted, batch.features.roll(1, 1), batch.last, batch.choice)
-    a, b = (torch.stack(unrolled(head, x, embed, 2)) for x in (batch, shifted))
+    shifted = replace(batch, features=batch.features.roll(1, 1))
+    a, b = (reads_of(head, x, embed, 2) for x in (batch, shifted))
     assert (a - b).abs().max() > 0.01
 
 
@@ -112,21 +130,29 @@ def plain_loss(head, batch, vocabulary, reads, decay):
             for q in range(9 - step - 2):
                 choice = batch.choice[b, q + step + 1]
                 if batch.wanted[b, q + step + 2] and vocabulary.draft_ids[choice] >= 0:
-                    teacher = (vocabulary.rows @ batch.last[b, q + step + 1]).softmax(-1)
+                    ids, chance = batch.teacher.at(torch.tensor([9 * b + q + step + 1]))
+                    teacher = torch.zeros(12, dtype=torch.float64)
+                    teacher[slice(None) if ids is None else ids[0]] = chance[0].double()
                     losses.append(-(teacher * F.log_softmax(head.logits(read[b, q]), -1)).sum())
         total = total + decay**step * torch.stack(losses).mean()
     return total
 
 
-def test_loss_and_gradient_are_the_plain_ones():
+@pytest.mark.parametrize("likely", [False, True])
+def test_loss_and_gradient_are_the_plain_ones(likely):
     head, batch, embed = make()
     batch.wanted[0, :4] = False
-    vocabulary = Vocabulary.of(torch.tensor([0, 1, 3, 4, 6, 7, 9, 11, 13, 15, 17, 19]), embed)
+    ids = torch.tensor([0, 1, 3, 4, 6, 7, 9, 11, 13, 15, 17, 19])
+    vocabulary, batch = vocabulary_for(batch, embed, ids)
+    if likely:
+        chance = torch.rand(18, 3)
+        best = torch.rand(18, 12).argsort(-1)[:, :3]
+        batch = replace(batch, teacher=Likely(best, chance / chance.sum(-1, keepdim=True)))
     loss, scores = ttt_loss(head, batch, embed, vocabulary, 3, 0.8)
     loss.backward()
     got = {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
-    plain = plain_loss(head, batch, vocabulary, unrolled(head, batch, embed, 3), 0.8)
+    plain = plain_loss(head, batch, vocabulary, reads_of(head, batch, embed, 3), 0.8)
     plain.backward()
     assert math.isclose(float(loss.detach()), float(plain.detach()), rel_tol=1e-5)
     for name, gradient in got.items():
@@ -139,9 +165,9 @@ def test_loss_and_gradient_are_the_plain_ones():
 def test_prompt_tokens_teach_nothing():
     head, batch, embed = make()
     batch.wanted[:, :6] = False
-    vocabulary = Vocabulary.of(torch.arange(12), embed)
+    vocabulary, batch = vocabulary_for(batch, embed, torch.arange(12))
     before, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
-    batch.last[:, :5] += 1.0  # Teachers of tokens 1..5, all unwanted.
+    batch.teacher.last.view(2, 9, 16)[:, :5] += 1.0  # Teachers of tokens 1..5, all unwanted.
     batch.choice[:, :5] = 19
     after, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
     assert float(before) == float(after)

@@ -35,6 +35,10 @@ class Norm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
+def _chosen(x: Tensor, only: Tensor | None) -> Tensor:
+    return x if only is None else x.index_select(0, only)
+
+
 class _Attention(nn.Module):
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
@@ -45,11 +49,14 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(head.input_width, key, bias=False)
         self.o_proj = nn.Linear(query, head.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, only: Tensor | None
+    ) -> Tensor:
         split = (*x.shape[:-1], -1, self.head_size)
-        queries = rotate(self.q_proj(x).view(split), cos, sin)
         keys = rotate(self.k_proj(x).view(split), cos, sin)
         values = self.v_proj(x).view(split)
+        asking, *turn = (_chosen(rows, only) for rows in (x, cos, sin))
+        queries = rotate(self.q_proj(asking).unflatten(-1, split[-2:]), *turn)
         return self.o_proj(attend(queries, keys, values).flatten(-2))
 
 
@@ -115,12 +122,21 @@ class EagleHead(nn.Module):
         return self.fc(features)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One draft step: embedded [..., H] of the next token beside hidden [..., H].
 
         cos, sin [..., E/2] turn by the row's position. Returns what the head reads and what the
         next step receives, both [..., H]; they differ unless `normed_feedback`.
+
+        only int64[R]: of N rows [N,H] these run; all N give keys and values. Then queries and
+        results are [R, ...].
         """
         layer = self.layers[0]
         if self.head.algorithm == "eagle1":
@@ -129,7 +145,8 @@ class EagleHead(nn.Module):
             normed = layer.hidden_norm(hidden)
             x = torch.cat([layer.input_layernorm(embedded), normed], -1)
             residual = normed if self.head.normed_residual else hidden
-        residual = residual + layer.self_attn(x, cos, sin, attend)
+        mixed = layer.self_attn(x, cos, sin, attend, only)
+        residual = _chosen(residual, only) + mixed
         output = residual + layer.mlp(layer.post_attention_layernorm(residual))
         if self.head.algorithm == "eagle1":
             return output, output

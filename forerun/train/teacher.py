@@ -1,0 +1,45 @@
+"""What the target thinks at every token of a chat, for the trainer: features and likely tokens.
+
+Two twins: the compiled core, which is what serving sees and some four times as fast, and dense
+float32 on torch, for targets or machines that the core does not run.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from forerun.executors.cpu import HiddenStates
+from forerun.models.checkpoint import Checkpoint
+from forerun.train.target import DenseTarget
+from forerun.types import Floats, Ints
+
+Teacher = Callable[[Ints, Ints], tuple[Floats, Floats]]
+"""int32[T] of one chat and ascending positions int32[n] -> features [T,F*H] and the logits
+[n,V] of the token after each of those positions."""
+
+
+@contextmanager
+def core_teacher(
+    checkpoint: Checkpoint, features: tuple[int, ...], longest: int, threads: int | None = None
+) -> Iterator[Teacher]:
+    """The compiled core, for chats of at most `longest` tokens. Raises as CpuExecutor does."""
+    states = HiddenStates(checkpoint, features, longest, threads)
+    try:
+        yield states.run
+    finally:
+        states.shutdown()
+
+
+@contextmanager
+def dense_teacher(target: DenseTarget, features: tuple[int, ...]) -> Iterator[Teacher]:
+    """The slow twin: one causal pass of `target`, on the CPU."""
+
+    @torch.no_grad()
+    def teach(tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
+        found, last = target.run(torch.tensor(tokens, dtype=torch.int64)[None], features)
+        logits = last[0, torch.from_numpy(np.asarray(scored, np.int64))] @ target.head.T
+        return found[0].numpy(), logits.numpy()
+
+    yield teach
