@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from forerun import __version__
 from forerun.config import AskConfig, EngineConfig, ServeSettings
@@ -130,9 +131,9 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
-    unsaid = {item.name: None for item in fields(TrainConfig)}
+    unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
     flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)
-    flags_of(EngineConfig, parser, "target and engine")
+    flags_of(EngineConfig, parser, "target and engine", without=("max_sequences",))
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
@@ -158,12 +159,13 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--temperatures",
-        type=_reals,
+        type=_temperatures,
         default=(0.0, 0.8),
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8)",
     )
-    flags_of(EngineConfig, parser, "model and engine")
+    shape = ("policy", "draft_nodes", "draft_depth", "draft_width")
+    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences", *shape))
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +212,7 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens each (default: 128)")
     parser.add_argument(
         "--temperatures",
-        type=_reals,
+        type=_temperatures,
         default=(0.0, 0.8),
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8)",
@@ -223,7 +225,8 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
     _grammar_flags(parser)
-    flags_of(EngineConfig, parser, "model and engine", policy="fixed")
+    batch = ("max_sequences",)
+    flags_of(EngineConfig, parser, "model and engine", without=batch, policy="fixed")
 
 
 def _tune_flags(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +242,8 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=_positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
-    flags_of(EngineConfig, parser, "model and engine")
+    tried = ("policy", "draft_nodes", "draft_depth")
+    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences", *tried))
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
@@ -251,21 +255,23 @@ def _fetch_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive whole number")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    values = tuple(int(part) for part in text.split(","))
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
+    return tuple(map(_positive, text.split(",")))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,0.8") from None
+    if not all(0 <= value <= 100 for value in values):  # False for NaN.
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
     return values
-
-
-def _reals(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
 
 
 COMMANDS: dict[str, tuple[str, Flags]] = {

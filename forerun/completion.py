@@ -150,7 +150,7 @@ def complete(
     them; the others are aborted.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-    results = {request.id: [Completion(i) for i in range(request.n)] for request in requests}
+    results: dict[RequestId, list[Completion]] = {}
     open_choices: dict[RequestId, int] = {}
     waiting = list(reversed(requests))
     try:
@@ -159,6 +159,7 @@ def complete(
                 request = waiting.pop()
                 engine.submit(request, inbox.put)
                 open_choices[request.id] = request.n
+                results[request.id] = [Completion(index) for index in range(request.n)]
             delta = _take(engine, inbox)
             results[delta.request][delta.index].add(delta)
             if delta.finish is not None:

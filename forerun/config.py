@@ -5,9 +5,13 @@ the validation and the printed configuration all derive from these fields.
 """
 
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any
 
 from forerun.errors import ConfigError
+
+MAX_CHOICES = 128
+"""Largest n of a request that any engine takes; a server may allow less."""
 
 
 def option(
@@ -38,6 +42,8 @@ def validate(config: Any) -> None:
             raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
         if value is None or isinstance(value, str | bool | tuple):
             continue
+        if not isfinite(value):
+            raise ConfigError(f"{name} is {value}, but must be a finite number.")
         low, high = facts.get("low"), facts.get("high")
         if not ((low is None or value >= low) and (high is None or value <= high)):
             span = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -85,9 +91,9 @@ class EngineConfig:
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculation: str = option(
         "auto",
-        "what drafts: a draft head, n-gram lookup in the text so far, or nothing; auto is the "
-        "head if --draft names one, else n-gram",
-        choices=("auto", "head", "ngram", "off"),
+        "what drafts: a draft head, n-gram lookup in the text so far, both (lookup where it is "
+        "sure, the head elsewhere), or nothing; auto is the head if --draft names one, else n-gram",
+        choices=("auto", "head", "ngram", "both", "off"),
     )
     draft: str | None = option(None, "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1)")
     draft_width: int = option(
@@ -122,8 +128,10 @@ class EngineConfig:
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, torch with a torch format."
             )
-        if self.speculation == "head" and self.draft is None:
-            raise ConfigError("speculation is head, but no draft is named; add --draft FOLDER.")
+        if self.speculation in ("head", "both") and self.draft is None:
+            raise ConfigError(
+                f"speculation is {self.speculation}, but no draft is named; add --draft FOLDER."
+            )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
 
@@ -154,7 +162,7 @@ class ServeSettings:
         "template, off takes all text for the answer",
     )
     max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
-    max_choices: int = option(16, "largest n of one request", low=1, high=256)
+    max_choices: int = option(16, "largest n of one request", low=1, high=MAX_CHOICES)
     max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)
     max_stop: int = option(16, "most stop strings of one request", low=0, high=256)
     keep_alive_seconds: float = option(
@@ -181,7 +189,9 @@ class AskConfig:
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
     temperature: float = option(0.0, "0 is greedy; higher is more varied", low=0.0, high=100.0)
-    top_p: float = option(1.0, "sample from the most likely tokens that reach this share", low=0.0)
+    top_p: float = option(
+        1.0, "sample from the most likely tokens that reach this share", low=0, high=1
+    )
     top_k: int = option(0, "sample from this many most likely tokens; 0 is all", low=0)
     min_p: float = option(0.0, "drop tokens below this share of the most likely", low=0.0, high=1.0)
     seed: int = option(0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1)

@@ -1,6 +1,7 @@
 """Flags of the command line, derived from configuration classes and back."""
 
 import argparse
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_args
 
@@ -10,14 +11,29 @@ Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
 
 
 def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
-    """The configuration that the parsed flags describe. Raises ConfigError."""
-    return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
+    """The configuration that the parsed flags describe; a field without a flag keeps its default.
+
+    Raises ConfigError.
+    """
+    names = [item.name for item in fields(kind) if item.name in arguments]
+    return kind(**{name: getattr(arguments, name) for name in names})
 
 
-def flags_of(kind: type[Any], parser: argparse.ArgumentParser, title: str, **defaults: Any) -> None:
-    """One flag per field of a configuration class; `defaults` override the fields' own."""
+def flags_of(
+    kind: type[Any],
+    parser: argparse.ArgumentParser,
+    title: str,
+    without: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """One flag per field of a configuration class; `defaults` override the fields' own.
+
+    without  fields that the command decides itself: they get no flag
+    """
     group = parser.add_argument_group(title)
     for item in fields(kind):
+        if item.name in without:
+            continue
         default = defaults.get(item.name, item.default)
         assert default is not MISSING
         names = [f"--{item.metadata['flag'] or item.name.replace('_', '-')}"]

@@ -8,7 +8,11 @@ from forerun.api import encode_chat, load
 from forerun.completion import Completion, complete, make_request, stream
 from forerun.config import EngineConfig
 from forerun.engine.request import Delta, Request
+from forerun.errors import RequestError
 from forerun.types import Ints
+
+Prompt = str | Sequence[dict[str, Any]]
+"""A text to continue, or the messages of a conversation to answer."""
 
 
 class LLM:
@@ -42,28 +46,34 @@ class LLM:
     def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
         """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        requests = [self._request(self._plain(text), options) for text in texts]
+        requests = [self._request(self._tokens(text), options) for text in texts]
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
-        """Answer a conversation: messages with `role` and `content`. The first choice."""
-        request = self._request(self._turns(messages), options)
-        return complete(self.loaded.engine, [request])[0][0]
+        """Answer a conversation: messages with `role` and `content`.
 
-    def stream(self, prompt: str | Sequence[dict[str, Any]], **options: Any) -> Iterator[Delta]:
-        """Like `generate` of one text, or `chat` of messages, but delta by delta."""
-        tokens = self._plain(prompt) if isinstance(prompt, str) else self._turns(prompt)
-        return stream(self.loaded.engine, self._request(tokens, options))
+        One answer: with `n` above 1 it raises RequestError; `choices` returns all of them.
+        """
+        if options.get("n", 1) != 1:
+            raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")
+        return self.choices(messages, **options)[0]
+
+    def choices(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """All n continuations of a text, or answers to a conversation, in order."""
+        return complete(self.loaded.engine, [self._request(self._tokens(prompt), options)])[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+        """Like `choices`, but delta by delta; `index` says of which choice."""
+        return stream(self.loaded.engine, self._request(self._tokens(prompt), options))
 
     def close(self) -> None:
         """Release the model. Idempotent."""
         self.loaded.close()
 
-    def _plain(self, text: str) -> Ints:
-        return self.loaded.tokenizer.encode(text, bos=True)
-
-    def _turns(self, messages: Sequence[dict[str, Any]]) -> Ints:
-        return encode_chat(self.loaded, messages)
+    def _tokens(self, prompt: Prompt) -> Ints:
+        if isinstance(prompt, str):
+            return self.loaded.tokenizer.encode(prompt, bos=True)
+        return encode_chat(self.loaded, prompt)
 
     def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
         if options.get("grammar") is not None:

@@ -66,12 +66,6 @@ def memory_available() -> int:
     return available
 
 
-def memory_used() -> int:
-    """Resident bytes of this process."""
-    fields = _text("/proc/self/statm").split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
-
-
 def stamp() -> dict[str, Any]:
     """What to write beside every number that was measured here."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

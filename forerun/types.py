@@ -22,10 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 RequestId = NewType("RequestId", str)
-SequenceId = NewType("SequenceId", int)
-Slot = NewType("Slot", int)
-Page = NewType("Page", int)
-Token = int
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from time import strftime
@@ -17,7 +17,7 @@ from forerun.bench.workload import Prompt, labelled, read_prompts, spread
 from forerun.commands.console import bars, emit_json, out, say
 from forerun.config import AskConfig, EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import configured
+from forerun.flags import command_line, configured
 from forerun.machine import stamp
 
 SIDES: dict[str, tuple[str, ...]] = {
@@ -55,10 +55,13 @@ def main(arguments: argparse.Namespace) -> int:
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:
+        if arguments.api_key:
+            raise ConfigError("--api-key is for --url; a server of our own asks for none.")
         with launched(config) as url:
             endpoint = Endpoint(url, find_model(url, "", None))
             levels, facts = _measure(endpoint, sweep, ask, config)
     else:
+        _refuse_engine_flags(config)
         wanted = config.model if config.model != EngineConfig().model else None
         name = find_model(arguments.url, arguments.api_key, wanted)
         endpoint = Endpoint(arguments.url, name, arguments.api_key)
@@ -75,6 +78,13 @@ def main(arguments: argparse.Namespace) -> int:
         if level.errors:
             say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")
     return 1 if any(level.errors for level in levels) else 0
+
+
+def _refuse_engine_flags(config: EngineConfig) -> None:
+    """A server that runs already has its own. Raises ConfigError naming the flag."""
+    given = command_line(replace(config, model=EngineConfig().model))
+    if given:
+        raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
 
 
 def _sweep(arguments: argparse.Namespace) -> Sweep:

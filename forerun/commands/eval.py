@@ -19,6 +19,8 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
+    if config.speculation == "off":
+        raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
     target = open_shown(replace(config, max_sequences=arguments.group))
@@ -27,6 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
     headed = target.head is not None
     shapes = (CHAIN, TREE) if headed else (Shape("lookup", 8, 8, 1),)
     try:
+        if target.config.speculation == "off":
+            raise ConfigError("there is nothing to measure: the draft cannot be used.")
         with bars() as progress:
             for name, path in sets.items():
                 prompts = tuple(spread(read_prompts(path), arguments.count))

@@ -12,33 +12,41 @@ from forerun.commands.constraint import grammar_of
 from forerun.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
 from forerun.engine.request import Request, Speculation
-from forerun.errors import RequestError
+from forerun.errors import ConfigError, RequestError
 from forerun.flags import configured
 from forerun.spec.costs import StepCosts
 from forerun.types import Ints
 
+FEWEST = 8
+"""A speed over fewer tokens than these would say nothing."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Timed:
-    """A completion and its times in seconds: to the first token, and from it to the last."""
+    """A completion and its times in seconds: to the first news, and from it to the last.
+
+    first_tokens  came with the first news; several when its guesses were accepted
+    """
 
     completion: Completion
     first: float
     rest: float
+    first_tokens: int
 
     @property
-    def speed(self) -> float:
-        """Tokens per second after the first; 0 where there is only one."""
+    def speed(self) -> float | None:
+        """Tokens per second after the first news; None where too few came after it."""
         count = len(self.completion.tokens) - self.first_tokens
-        return count / self.rest if self.rest > 0 and count > 0 else 0.0
-
-    first_tokens: int = 1
-    """Tokens that came with the first news (several when its guesses were accepted)."""
+        return count / self.rest if self.rest > 0 and count >= FEWEST else None
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
+    if arguments.compare and config.speculation == "off":
+        raise ConfigError("--compare has nothing to compare with speculation off.")
+    if arguments.raw and arguments.system:
+        raise ConfigError("--raw has no place for --system: it uses no chat template.")
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(config)
     try:
@@ -50,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
         answer = answered(loaded, request, show=not arguments.json)
         plain = None
-        if arguments.compare and config.speculation != "off":
+        if arguments.compare:
             off = Speculation(enabled=False, stats=True)
             plain = answered(loaded, replace(request, speculation=off))
         report = summary(answer, plain, loaded.target.costs)
@@ -97,16 +105,18 @@ def summary(answer: Timed, plain: Timed | None, costs: StepCosts | None) -> dict
         report["plain_tokens_per_second_reckoned"] = reckoned
     if plain is not None:
         report["plain_tokens_per_second"] = plain.speed
-        report["speedup"] = answer.speed / plain.speed if plain.speed else None
+        report["speedup"] = answer.speed / plain.speed if answer.speed and plain.speed else None
         report["same_text"] = plain.completion.tokens == done.tokens
     return report
 
 
 def sentence(report: dict[str, Any]) -> str:
     """The last line: speed, acceptance, and the comparison where one was made."""
+    speed = report["tokens_per_second"]
     parts = [
-        f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s, "
-        f"first after {report['first_token_seconds'] * 1000:.0f} ms, "
+        f"{report['tokens']} tokens, "
+        + (f"{speed:.1f} tokens/s, " if speed is not None else "too few to tell a speed, ")
+        + f"first after {report['first_token_seconds'] * 1000:.0f} ms, "
         f"{report['tokens_per_step']:.2f} tokens per step"
     ]
     if report.get("speedup"):
@@ -114,7 +124,7 @@ def sentence(report: dict[str, Any]) -> str:
             f"without speculation {report['plain_tokens_per_second']:.1f} tokens/s just now: "
             f"{report['speedup']:.2f} times as fast"
         )
-    if "plain_tokens_per_second_reckoned" in report:
+    if speed is not None and "plain_tokens_per_second_reckoned" in report:
         reckoned = report["plain_tokens_per_second_reckoned"]
         parts.append(
             f"plain decoding: about {reckoned:.0f} tokens/s by the step cost measured at start "

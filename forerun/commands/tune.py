@@ -28,6 +28,8 @@ def main(arguments: argparse.Namespace) -> int:
     prompts, batches = tuple(read_prompts(path)), arguments.batches
     target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
     try:
+        if target.config.speculation == "off":
+            raise ConfigError("there is nothing to tune: the draft cannot be used.")
         settings = settings_for(target.config.speculation)
         sweep = Sweep(prompts, settings, batches, arguments.tokens)
         with bars() as progress:

@@ -10,7 +10,7 @@ from forerun.spec.tree import Draft, TreeBatch
 class NoDrafter:
     """Proposes nothing."""
 
-    traits = DrafterTraits(name="none", max_depth=0, free=True)
+    traits = DrafterTraits(name="none", max_depth=0)
 
     def begin(self, opening: Opening) -> None:
         """Nothing to remember."""

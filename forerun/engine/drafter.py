@@ -17,13 +17,11 @@ class DrafterTraits:
     name              shown in statistics
     max_depth         longest path it can propose
     needs_features    the target must hand over hidden states (EAGLE family)
-    free              True where proposing costs next to nothing (n-gram lookup)
     """
 
     name: str
     max_depth: int
     needs_features: bool = False
-    free: bool = False
 
 
 class Drafter(Protocol):

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from forerun.config import MAX_CHOICES
 from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
@@ -40,7 +41,7 @@ class EngineOptions:
     """
 
     max_waiting: int = 1024
-    max_choices: int = 128
+    max_choices: int = MAX_CHOICES
     max_failures: int = 3
 
 
@@ -166,8 +167,10 @@ class Engine:
         """Raise where no request, or not this one, is taken now."""
         if self._broken is not None:
             raise EngineError(self._broken)
+        if self._stopping:
+            raise EngineError("The engine was shut down; it takes no more requests.")
         if self._draining:
-            raise BusyError("The server is shutting down.")
+            raise BusyError("The engine is shutting down; it takes no more requests.")
         if request.id in self._ids:
             raise RequestError(f"A request with the id {request.id!r} is running.", "id")
         waiting = self._entering + len(self._turns.scheduler.waiting)

@@ -61,21 +61,19 @@ def share_out(wanted: list[int], room: int) -> list[int]:
 class Scheduler:
     """Continuous batching over slots and pages.
 
-    First come, first served, strictly: sequences are admitted, prefilled and given pages in
-    order of arrival; whoever came last is the first to be preempted, and comes back to the
-    place in the queue that its arrival gives it. So the oldest always advances.
+    First come, first served: sequences are admitted, prefilled and given pages in order of
+    arrival; whoever came last is the first to be preempted, and comes back to the place in the
+    queue that its arrival gives it. So the oldest always advances. One may be passed: who waits
+    for pages that a running sequence computes for both (`_awaits_pages`).
     """
 
     def __init__(self, limits: ExecutorLimits, policy: Policy, features: bool = False) -> None:
         self.limits = limits
         self.policy = policy
-        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size)
+        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, ahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.granted: tuple[Budget, ...] = ()
-        # What a draft head keeps for a page's last position depends on the token after the page:
-        # only a page whose successor matches too is sure to fit.
-        self._leave = 1 if features else 0
         # Every running row needs a node in every step.
         self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
         self._slot_count = len(self._slots)
@@ -167,7 +165,7 @@ class Scheduler:
         table, index = sequence.table, self.index
         if sequence.reuses_prefix:
             # One token at least must run, or nothing would be there to sample from.
-            table.start(sequence.tokens[:-1], leave=self._leave)
+            table.start(sequence.tokens[: sequence.total - 1 + index.ahead])
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()

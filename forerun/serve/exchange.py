@@ -141,8 +141,17 @@ class Exchange:
         if delta.finish == Finish.ERROR:
             raise ApiError(500, delta.error or "The engine failed.", "engine_error")
         if delta.finish == Finish.ABORT:
-            raise unavailable("The server is shutting down.", "shutting_down")
+            raise self._aborted()
         return self._first[delta.request] + delta.index, delta
+
+    def _aborted(self) -> Exception:
+        """Why the engine ended a request that it could have gone on with."""
+        if self._gone:
+            return ClientGoneError()
+        if not self._engine.alive:
+            message = "The server is shutting down and cut this answer short."
+            return unavailable(message, "shutting_down")
+        return ApiError(500, "The request was aborted before its end.", "aborted")
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

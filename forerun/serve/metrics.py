@@ -64,13 +64,16 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
 class Meter:
     """All that /metrics shows of one engine that serves the model `name`.
 
+    fault      why nothing is guessed although it should be; None = all is well
     gap        called with the seconds between two pieces of news of one sequence
     per_token  called with the seconds per token of an ended request, after its first news
     """
 
-    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self, name: str, stats: Callable[[], Stats], fault: Callable[[], str | None]
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(name, stats))
+        self._registry.register(EngineCollector(name, stats, fault))
         self.gap = self._seconds(
             "vllm:inter_token_latency_seconds",
             "Between two pieces of news of one sequence; a step may bring several tokens.",
@@ -94,9 +97,12 @@ class Meter:
 class EngineCollector(Collector):
     """Reads a snapshot of the engine whenever it is asked: nothing is counted twice."""
 
-    def __init__(self, name: str, stats: Callable[[], Stats]) -> None:
+    def __init__(
+        self, name: str, stats: Callable[[], Stats], fault: Callable[[], str | None]
+    ) -> None:
         self._name = name
         self._stats = stats
+        self._fault = fault
 
     def collect(self) -> Iterable[Metric]:
         """One family per counter."""
@@ -109,6 +115,7 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=[LABEL])
             gauge.add_metric(one, value(stats))
             yield gauge
+        yield self._state()
         for name, text, counts in _HISTOGRAMS:
             yield self._histogram(name, text, counts(stats))
         yield self._labelled(
@@ -123,6 +130,13 @@ class EngineCollector(Collector):
         yield self._labelled(
             "forerun:step_part_seconds", "Time of steps.", "part", stats.seconds.items()
         )
+
+    def _state(self) -> Metric:
+        fault = self._fault()
+        text = "1 where nothing is guessed although it should be, and why."
+        family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[LABEL, "reason"])
+        family.add_metric([self._name, fault or ""], float(fault is not None))
+        return family
 
     def _histogram(self, name: str, text: str, counts: Counts) -> Metric:
         bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]

@@ -30,8 +30,6 @@ MAX_SEQUENCES = 256
 """Prompts times choices of one request, at most."""
 MAX_REPORTED = 1 << 19
 """Log-probabilities that one request may have reported: some 100 MB of answer."""
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are 0, as in vLLM: the division would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,10 @@ def completion_generation(
     if body.best_of not in (None, body.n):
         raise RequestError("best_of must equal n: all choices are returned.", "best_of")
     tokenizer = loaded.tokenizer
-    prompts = tuple(_plain_prompt(prompt, body, loaded) for prompt in body.prompt)
+    prompts = tuple(
+        _plain_prompt(prompt, body, loaded, place)
+        for prompt, place in zip(body.prompt, places_of(body.prompt), strict=True)
+    )
     echoes: tuple[Echo, ...] = ()
     if body.echo:
         pairs = zip(body.prompt, prompts, strict=True)
@@ -144,7 +145,7 @@ def _sampling(
     """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
     eos = () if body.ignore_eos else tokenizer.eos_ids
     return Sampling(
-        temperature=body.temperature if body.temperature >= GREEDY_BELOW else 0.0,
+        temperature=body.temperature,
         top_k=max(body.top_k, 0),
         top_p=body.top_p,
         min_p=body.min_p,
@@ -176,25 +177,37 @@ def _unseen(body: SampledBody, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else tokenizer.eos_ids)
 
 
-def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded) -> Ints:
-    """int32[T] a prompt of /v1/completions."""
+def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
+    """Where each prompt stands in the body: one alone may be the field itself."""
+    if len(prompts) == 1:
+        return ["prompt"]
+    return [f"prompt[{index}]" for index in range(len(prompts))]
+
+
+def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
+    """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
-        return loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
-    return known_tokens(prompt, loaded, "prompt")
-
-
-def known_tokens(tokens: tuple[int, ...], loaded: Loaded, field: str) -> Ints:
-    """int32[T] token ids that came from a client. Raises RequestError, ContextError."""
-    if len(tokens) > loaded.context:
+        ids = loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
+    else:
+        ids = known_tokens(prompt, loaded, place)
+    if len(ids) > loaded.context:
         raise ContextError(
-            f"{field} has {len(tokens)} tokens, but the context is {loaded.context} tokens.", field
+            f"{place} has {len(ids)} tokens, but the context is {loaded.context} tokens.", place
         )
-    largest, vocab = max(tokens), loaded.tokenizer.vocab_size
-    if largest >= vocab:
+    return ids
+
+
+def known_tokens(tokens: tuple[int, ...], loaded: Loaded, place: str) -> Ints:
+    """int32[T] token ids that came from a client. Raises RequestError."""
+    ids, vocab = np.array(tokens, np.int64), loaded.tokenizer.vocab_size
+    unknown = np.flatnonzero(ids >= vocab)
+    if len(unknown):
+        first = int(unknown[0])
         raise RequestError(
-            f"{field} has the token id {largest}, but ids are 0 to {vocab - 1}.", field
+            f"{place}[{first}] is the token id {tokens[first]}, but ids are 0 to {vocab - 1}.",
+            f"{place}[{first}]",
         )
-    return np.array(tokens, np.int32)
+    return ids.astype(np.int32)
 
 
 def _echo(given: Prompt, ids: Ints, body: CompletionBody, tokenizer: Tokenizer) -> Echo:

@@ -131,16 +131,15 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
-    body, served, _ = await _asked(request, DetokenizeBody)
-    ids = known_tokens(body.tokens, served.loaded, "tokens")
-    return Json({"prompt": served.loaded.tokenizer.decode(ids, skip_special=False)})
+    body, served, size = await _asked(request, DetokenizeBody)
+    return Json({"prompt": await _worked(size, _text, body, served.loaded)})
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 only where a request would be let in."""
+    """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
     service = _service(request)
-    service.enter()
-    return Json({"status": service.state})
+    fault = service.enter().loaded.drafter.fault
+    return Json({"status": service.state, "speculation_fault": fault})
 
 
 async def metrics(request: Request) -> Response:
@@ -251,6 +250,11 @@ def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
         pieces = map(loaded.tokenizer.token_bytes, ids.tolist())
         answer["token_strs"] = [token_text(piece) for piece in pieces]
     return answer
+
+
+def _text(body: DetokenizeBody, loaded: Loaded) -> str:
+    ids = known_tokens(body.tokens, loaded, "tokens")
+    return loaded.tokenizer.decode(ids.tolist(), skip_special=False)
 
 
 def _observe(exchange: Exchange, served: Served) -> None:

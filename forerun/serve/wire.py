@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator
+from math import isfinite
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -92,16 +95,24 @@ class Bodies:
         )
 
 
+class _UnwantedError(Exception):
+    """Python would read it, but it is no JSON, or says two things at once."""
+
+
 def parse_json(body: bytes) -> Any:
-    """JSON without NaN, infinity, absurd depth or invalid UTF-8. Raises ApiError."""
+    """JSON without NaN, infinity, absurd depth, repeated keys or invalid UTF-8. Raises ApiError."""
     try:
-        return json.loads(body, parse_constant=_not_json)
+        return json.loads(
+            body, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=_once
+        )
     except RecursionError:
         problem = "it is nested too deeply"
     except UnicodeDecodeError as error:
         problem = f"it is not valid UTF-8 (byte {error.start})"
-    except ValueError as error:
-        problem = str(error)
+    except (json.JSONDecodeError, _UnwantedError) as error:
+        problem = str(error) if body.strip() else "it is empty"
+    except ValueError:
+        problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
     raise ApiError(400, f"The body cannot be read as JSON: {problem}.", "invalid_json")
 
 
@@ -112,4 +123,21 @@ def dump_json(value: Any) -> bytes:
 
 
 def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _UnwantedError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise _UnwantedError(f"the number {digits[:40]} is out of range")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Of two values under one key, whichever was taken, the other would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        name, count = names.most_common(1)[0]
+        raise _UnwantedError(f"the key {name[:60]!a} appears {count} times in one object")
+    return found

@@ -44,7 +44,7 @@ class Sampling:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 1e-5:
+        if 0.0 < self.temperature < 1e-5:
             object.__setattr__(self, "temperature", 0.0)
 
     @property

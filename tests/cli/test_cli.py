@@ -42,8 +42,18 @@ def test_run_as_json_compared_with_plain(capsys):
 
 
 def test_run_says_when_the_plain_speed_is_only_reckoned(capsys):
-    assert main(["run", "Hello", *TOY, "--max-tokens", "5", "--policy", "adaptive"]) == 0
+    assert main(["run", "Hello", *TOY, "--max-tokens", "40", "--policy", "adaptive"]) == 0
     assert "by the step cost measured at start" in capsys.readouterr().err
+
+
+def test_run_tells_no_speed_of_a_few_tokens(capsys):
+    assert main(["run", "Hi", *TOY, "--raw", "--max-tokens", "3", "--compare"]) == 0
+    said = capsys.readouterr().err
+    assert "3 tokens, too few to tell a speed" in said
+    assert "tokens/s" not in said and "same text" in said
+    assert main(["run", "Hi", *TOY, "--raw", "--max-tokens", "3", "--compare", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens_per_second"] is report["speedup"] is None
 
 
 def test_the_prompt_may_come_from_a_pipe():
@@ -81,6 +91,13 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["prove", *TOY, "--prompts", "/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["bench", "--url", "http://127.0.0.1:9/v1"], 2, "does not list its models"),
         (["fetch", "no-such-model"], 3, "no-such-model"),
+        (["bench", "--url", "u", "--threads", "2"], 2, "--threads is for --launch"),
+        (["bench", "--launch", "--api-key", "k"], 2, "--api-key is for --url"),
+        (["run", "Hi", *TOY, "--compare", "--speculation", "off"], 2, "--compare"),
+        (["run", "Hi", *TOY, "--raw", "--system", "Rhyme."], 2, "--system"),
+        (["tune", *TOY, "--speculation", "off"], 2, "nothing to tune"),
+        (["eval", *TOY, "--speculation", "off"], 2, "nothing to measure"),
+        (["eval", *TOY, "--set", "a=/nowhere.jsonl"], 2, "/nowhere.jsonl"),
     ],
 )
 def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
@@ -94,12 +111,30 @@ def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
 @pytest.mark.parametrize(
     "line", [[], ["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
              ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"],
-             ["bench", "--launch", "--repeats", "0"], ["eval", "--tokens", "0"]]
+             ["bench", "--launch", "--repeats", "0"], ["eval", "--tokens", "0"],
+             ["eval", "--temperatures", "warm"], ["prove", "--temperatures", "0,nan"]]
 )  # fmt: skip
 def test_a_wrong_command_line_is_code_two(line):
     with pytest.raises(SystemExit) as caught:
         main(line)
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (["tune"], ["--policy", "--draft-nodes", "--draft-depth", "--max-sequences"]),
+        (["eval"], ["--policy", "--draft-nodes", "--draft-depth", "--draft-width"]),
+        (["eval"], ["--max-sequences"]),
+        (["prove"], ["--max-sequences"]),
+        (["train", "--out", "x"], ["--max-sequences"]),
+    ],
+)
+def test_what_a_command_decides_itself_is_no_flag_of_its(command, flags, capsys):
+    for flag in flags:
+        with pytest.raises(SystemExit):
+            main([*command, flag, "4"])
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_not_an_error():

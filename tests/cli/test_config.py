@@ -27,6 +27,8 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (EngineConfig, {"model": "smollm2-135m", "executor": "toy"}, "toy"),
         (EngineConfig, {"temperature": 1}, None),
         (ServeSettings, {"port": 70000}, "port"),
+        (ServeSettings, {"request_seconds": float("inf")}, "request-seconds"),
+        (ServeSettings, {"max_choices": 129}, "between 1 and 128"),
         (ServeSettings, {"api_keys": ("good", " ")}, "API key"),
         (AskConfig, {"temperature": -1.0}, "temperature"),
         (AskConfig, {"max_tokens": 0}, "max-tokens"),

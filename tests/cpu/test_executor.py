@@ -12,6 +12,7 @@ from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.models.checkpoint import Packed
+from forerun.spec.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, chain_draft, limits
 
@@ -89,6 +90,21 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
             with pytest.raises(EngineError, match=message):
                 made.verify(replace(plan, **change), trees)
         assert np.array_equal(made.verify(plan, trees).logits, first)
+
+
+def test_row_starts_that_lie_are_refused(executor, random):
+    """Bounds of a row are checked before what lies in them is read."""
+    made = executor()
+    with Driver(made) as driver:
+        for slot in (0, 1):
+            driver.open(slot, random.integers(0, tiny.VOCAB, 6), Sampling())
+        plan, trees = driver.plan([Row(0, known=4), Row(1, known=4)])
+        plan = replace(plan, samples=np.zeros(2, np.bool_))  # The host then counts no scores.
+        assert trees.start.tolist() == [0, 4, 8]
+        for start in ([0, 1 << 30, 8], [0, 9, 8], [0, -1, 8], [0, 0, 8], [0, 8, 8], [0, 4, 4]):
+            with pytest.raises(EngineError, match="refused"):
+                made.verify(plan, replace(trees, start=np.array(start, np.int32)))
+        made.verify(plan, trees)
 
 
 def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random):

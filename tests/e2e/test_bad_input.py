@@ -59,6 +59,9 @@ BODIES = [
     (b"[" * 30_000 + b"]" * 30_000, "invalid_json"),
     (b'{"prompt": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}", "invalid_json"),
     (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_json"),
+    (b'{"prompt": "a", "temperature": 1e999}', "invalid_json"),
+    (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 2}', "invalid_json"),
+    (b'{"prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "invalid_json"),
     (b"[]", "invalid_value"),
     (b'"text"', "invalid_value"),
     (b"null", "invalid_value"),
@@ -150,7 +153,9 @@ FIELDS = [
     ("prompt", [[]], "prompt[0]"),
     ("prompt", ["a", 5], "prompt[1]"),
     ("prompt", [1, "a"], "prompt[1]"),
-    ("prompt", [259], "prompt"),
+    ("prompt", [259], "prompt[0]"),
+    ("prompt", [[1], [2, 259]], "prompt[1][1]"),
+    ("prompt", ["a", "b" * 5000], "prompt[1]"),
     ("prompt", [-1], "prompt[0]"),
     ("prompt", [10**20], "prompt[0]"),
     ("prompt", [True], "prompt[0]"),
@@ -317,6 +322,7 @@ def test_a_body_of_64_megabytes_is_cut_off(server):
     """More than can sensibly be discarded: the connection ends, in whichever way."""
     with suppress(httpx.TransportError):
         error_of(raw(server, b" " * (64 << 20)), 413)
+    assert server.http.get("/health").status_code == 200
 
 
 def test_expect_continue_is_answered_before_the_body(server):
@@ -404,5 +410,6 @@ def test_tokenize_and_detokenize(server):
     assert server.post("/tokenize", bare).json()["tokens"] == chat[: chat.index(256, 1)]
     for body in ({}, {"prompt": "a", "messages": HELLO["messages"]}):
         assert error_of(server.post("/tokenize", body), 400)["param"] == "prompt"
-    assert error_of(server.post("/detokenize", {"tokens": [300]}), 400)["param"] == "tokens"
+    assert error_of(server.post("/detokenize", {"tokens": [5, 300]}), 400)["param"] == "tokens[1]"
+    assert server.post("/detokenize", {"tokens": [97] * 5000}).json() == {"prompt": "a" * 5000}
     assert error_of(server.post("/detokenize", {}), 400)["param"] == "tokens"

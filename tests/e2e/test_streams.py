@@ -62,7 +62,9 @@ def test_a_client_that_leaves_mid_prefill(server):
     prompt = [letters.randrange(97, 113) for _ in range(2000)]
     before = aborted(server)
     with server.connect() as sock:
-        sock.sendall(request_bytes("/v1/completions", {**PLAIN, "prompt": prompt, "max_tokens": 2000}))
+        sock.sendall(
+            request_bytes("/v1/completions", {**PLAIN, "prompt": prompt, "max_tokens": 2000})
+        )
         assert wait_for(lambda: running(server) == 1)
     assert wait_for(lambda: aborted(server) == before + 1, 8.0)
 

@@ -98,6 +98,41 @@ def test_two_that_compute_the_same_page_end_up_with_one():
     shared.check()
 
 
+def test_pages_differ_by_the_token_after_them_where_that_matters():
+    shared = PrefixIndex(PagePool(8), 2, ahead=1)
+    tables = [PageTable(shared), PageTable(shared), PageTable(shared)]
+    texts = [ints(1, 2, 3, 4, 5), ints(1, 2, 3, 4, 6), ints(1, 2, 3, 4, 5)]
+    for table in tables:
+        assert table.reserve(4)
+    for table, text in zip(tables, texts, strict=True):
+        table.commit(4, text)
+        table.check()
+    first, second, third = (table.pages.tolist() for table in tables)
+    assert first == third and first[0] == second[0] and first[1] != second[1]
+    shared.check()
+    probe = PageTable(shared)
+    assert probe.start(ints(1, 2, 3, 4)) == 2, "who knows what comes after the second page?"
+    probe.release()
+    assert probe.start(ints(1, 2, 3, 4, 6)) == 4 and probe.pages.tolist() == second
+    probe.release()
+    assert probe.start(ints(1, 2, 9, 4, 6)) == 0
+
+
+def test_a_page_waits_for_the_token_after_it():
+    shared = PrefixIndex(PagePool(8), 2, ahead=1)
+    table = PageTable(shared)
+    assert table.reserve(4)
+    table.commit(2, ints(1, 2))
+    table.check()
+    assert PageTable(shared).start(ints(1, 2, 3)) == 0
+    table.commit(2, ints(1, 2, 3, 4))
+    table.check()
+    assert PageTable(shared).start(ints(1, 2, 3)) == 2
+    table.release()
+    shared.check()
+    assert shared.kept == 1 and shared.pool.free == 7
+
+
 def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_parents():
     shared = index(pages=4)
     filled(shared, ints(1, 2, 3, 4)).release()

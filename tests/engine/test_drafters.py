@@ -56,9 +56,11 @@ def paths(draft):
 def test_chains_link_equal_runs(prompt, output, order):
     chains = ngram._Chains(order, np.array(prompt, np.int32))
     text = list(prompt)
-    for token in output:
+    for turn, token in enumerate(output):
         text.append(token)
-        chains.append(text)
+        if turn % 3:
+            chains.extend(text)
+    chains.extend(text)
     for end in range(len(text) + 1):
         run = text[end - order : end]
         earlier = [
@@ -111,7 +113,7 @@ def test_a_recent_place_beats_an_old_one():
 def test_repetition_is_followed_all_the_way():
     draft = propose(begun([1, 2, 3, 4, 5, 6] * 3), nodes=5, depth=5)
     assert paths(draft)[-1] == (1, 2, 3, 4, 5)
-    assert draft.score.min() > 0.9
+    assert draft.score.min() > 0.97 * ngram.SURE**5
 
 
 @pytest.mark.parametrize(("nodes", "depth", "count"), [(0, 0, 0), (8, 3, 3), (2, 8, 2)])

@@ -362,7 +362,7 @@ def test_shutdown_aborts_what_runs():
     assert {ear.last(id).finish for id in "12"} == {Finish.ABORT}
     assert not engine.alive
     engine.check()
-    with pytest.raises(BusyError):
+    with pytest.raises(EngineError, match="was shut down"):
         engine.submit(ask("3"), ear)
 
 

@@ -8,7 +8,6 @@ import numpy as np
 from forerun.constrain.grammars import NoGrammars
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
-from forerun.drafters.testing import AdversaryDrafter, ErraticDrafter, OracleDrafter
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.engine.plan import Opening
@@ -18,6 +17,7 @@ from forerun.spec.accept import choose
 from forerun.spec.policy import FixedPolicy
 from forerun.spec.sampling import History, Sampling, process
 from forerun.text.tokenizer import Tokenizer
+from tests.engine.drafters import AdversaryDrafter, ErraticDrafter, OracleDrafter
 
 VOCAB, ENDS = 259, (257, 258)
 TOKENIZER = Tokenizer.byte_level()

@@ -85,7 +85,8 @@ def test_flipped_bits_with_the_tokenizer(good, tmp_path, data):
     damaged[bit // 8] ^= 1 << bit % 8
     (tmp_path / "x.gguf").write_bytes(damaged)
     with bounded(seconds=3):
-        open_model(str(tmp_path / "x.gguf"))
+        tokenizer = open_model(str(tmp_path / "x.gguf")).tokenizer
+        assert tokenizer.decode(tokenizer.encode("Hi").tolist()) is not None
 
 
 @FUZZ

@@ -154,6 +154,25 @@ def test_any_bytes_are_json_or_a_400(data):
         assert type(read_back) is type(value)
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "it is empty"),
+        (b"9" * 5000, "a number has more than 4300 digits"),
+        (b"[1e999]", "the number 1e999 is out of range"),
+        (b"[NaN]", "NaN is not a JSON number"),
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "the key 'b' appears 2 times in one object"),
+        (rb'{"\ud800": 1, "\ud800": 2}', r"the key '\ud800' appears 2 times"),
+        (b"\xff", "it is not valid UTF-8 (byte 0)"),
+        (b"[" * 10**5, "it is nested too deeply"),
+    ],
+)
+def test_what_is_no_json_is_said_in_words(data, says):
+    with pytest.raises(ApiError) as caught:
+        parse_json(data)
+    assert says in str(caught.value)
+
+
 def _finite(value):
     try:
         dump_json(value)

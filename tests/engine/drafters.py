@@ -22,7 +22,7 @@ class _Informed:
     """Keeps every slot's text and asks for the future; what to make of it is the subclass's."""
 
     def __init__(self, name: str, foresee: Foresee) -> None:
-        self.traits = DrafterTraits(name=name, max_depth=64, free=True)
+        self.traits = DrafterTraits(name=name, max_depth=64)
         self._foresee = foresee
         self._open: dict[int, tuple[Opening, list[int]]] = {}
 
@@ -96,7 +96,7 @@ class ErraticDrafter(_Informed):
     def __init__(self, foresee: Foresee, vocab: int, seed: int) -> None:
         super().__init__("erratic", foresee)
         self._vocab = vocab
-        self._random = Random(seed)  # noqa: S311  (tests, not secrets)
+        self._random = Random(seed)
 
     def draft(self, future: Sequence[int], nodes: int) -> Draft:
         """Hang guesses below random earlier ones, right ones and wrong ones, siblings distinct."""
