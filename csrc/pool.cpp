@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cfenv>
+#include <system_error>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -69,9 +70,16 @@ void Crowd::observe(double wall, double lost) {
     }
 }
 
-Pool::Pool(int most)
-    : most_(most < 1 ? 1 : most), process_((int)getpid()), crowd_(most_), lost_(most_) {
-    for (int id = 1; id < most_; id++) workers_.emplace_back([this, id] { loop(id); });
+Pool::Pool(int most) : most_(1), process_((int)getpid()), crowd_(1), lost_(most < 1 ? 1 : most) {
+    workers_.reserve(lost_.size());
+    try {
+        for (; most_ < most; most_++) {
+            workers_.emplace_back([this, id = most_] { loop(id); });
+        }
+    } catch (const std::system_error&) {
+        // No thread more is to be had here, by a limit or for want of memory: these must do.
+    }
+    crowd_ = Crowd(most_);
 }
 
 Pool::~Pool() {

@@ -25,7 +25,7 @@ public:
     void observe(double wall, double lost);
 
 private:
-    const int most_;
+    int most_;
     int active_;
     double wall_ = 0, lost_ = 0;  // of the runs since the last decision, seconds
     double calm_ = 0;             // seconds of undisturbed runs since then
@@ -38,6 +38,7 @@ private:
 // spins, since the wait is usually below a microsecond, and yields when it is not.
 class Pool {
 public:
+    // With fewer threads than asked where the system gives no more.
     explicit Pool(int most);
     ~Pool();
     Pool(const Pool&) = delete;
@@ -52,7 +53,7 @@ private:
     void loop(int id);
     void work_as(int id, const std::function<void(int)>& work);
 
-    const int most_;
+    int most_;
     const int process_;  // that has the threads; a forked child works alone
     Crowd crowd_;
     std::vector<std::thread> workers_;

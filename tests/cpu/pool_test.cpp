@@ -1,5 +1,7 @@
 // The pool under stress, and its sense of a crowd. Linked with all of csrc/*.cpp; code 1 on a fault.
 #include <atomic>
+#include <sys/resource.h>
+
 #include <cstdio>
 #include <set>
 
@@ -63,8 +65,26 @@ static void crowd() {
     expect(tried > 4 && tried < 60, "probes are rare");
 }
 
+// Where the system gives no more threads, those there are do the work.
+static void limited() {
+    rlimit before;
+    getrlimit(RLIMIT_AS, &before);
+    const rlimit little = {256u << 20, before.rlim_max};  // stacks of 8 MB each
+    setrlimit(RLIMIT_AS, &little);
+    Pool pool(500);
+    setrlimit(RLIMIT_AS, &before);
+    expect(pool.most() >= 1 && pool.most() < 500, "fewer threads than asked");
+    std::atomic<int> ids{0};
+    pool.run([&](int) {
+        ids++;
+        pool.barrier();
+    });
+    expect(ids == pool.most(), "all of them run");
+}
+
 int main() {
     for (int most : {1, 2, 3, 5}) stress(most);
     crowd();
+    limited();
     return faults != 0;
 }
