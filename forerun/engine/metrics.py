@@ -42,7 +42,7 @@ class _Growing:
 class Load:
     """What the engine holds at one moment: counts of sequences and pages.
 
-    granted  what the policy allowed the decoding rows of the last step that had any, and why
+    granted  what the decoding rows of the last step that had any were allowed, and why
     """
 
     waiting: int

@@ -73,7 +73,8 @@ class Scheduler:
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, ahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.granted: tuple[Budget, ...] = ()
+        # Of the last step with decoding rows: the rows, and what the policy allowed each.
+        self._granted: tuple[list[_Row], list[Budget]] = ([], [])
         # Every running row needs a node in every step.
         self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
         self._slot_count = len(self._slots)
@@ -214,8 +215,6 @@ class Scheduler:
             np.array([s.slot for s in old], np.int32),
             np.array([s.table.length for s in old], np.int32),
         )
-        if budgets:
-            self.granted = tuple(budgets)
         wishes = [
             _wish(s, budget.nodes, budget.depth) for s, budget in zip(old, budgets, strict=True)
         ]
@@ -224,6 +223,8 @@ class Scheduler:
         for sequence, nodes, (_, depth) in zip(old, given, wishes, strict=True):
             levels = self._reserve_guesses(sequence, min(depth, nodes))
             rows.append(_Row(sequence, 1, nodes if levels else 0, levels))
+        if rows:
+            self._granted = (rows, budgets)
         return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
 
     def _reserve_guesses(self, sequence: Sequence, depth: int) -> int:
@@ -261,7 +262,7 @@ class Scheduler:
             pages=self.limits.pages,
             pages_held=self.limits.pages - self.index.available,
             pages_kept=self.index.kept,
-            granted=self.granted,
+            granted=tuple(map(_granted, *self._granted)),
         )
 
     def check(self) -> None:
@@ -298,6 +299,19 @@ def page_rows(sequences: list[Sequence]) -> Ints:
     for row, sequence in zip(rows, sequences, strict=True):
         row[: len(sequence.table.pages)] = np.frombuffer(sequence.table.pages, np.int32)
     return rows
+
+
+def _granted(row: _Row, budget: Budget) -> Budget:
+    """What a row was allowed in the end, and why, where that is less than the policy gave it."""
+    if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
+        return budget
+    wishes = row.sequence.request.speculation
+    if not wishes.enabled:
+        return Budget(0, 0, "off: the request wants no speculation")
+    if row.nodes == wishes.max_nodes or row.depth == wishes.max_depth:
+        return Budget(row.nodes, row.depth, "no more: the request's own bound")
+    less = "no more: the answer ends there, or the step or the pages have no room"
+    return Budget(row.nodes, row.depth, less)
 
 
 def _wish(sequence: Sequence, nodes: int, depth: int) -> tuple[int, int]:

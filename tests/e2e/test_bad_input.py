@@ -386,6 +386,11 @@ def test_nothing_said_reaches_the_log(server):
     assert "secret" not in server.logged()
 
 
+OFF = "off: the request wants no speculation"
+BOUND = "no more: the request's own bound"
+ENDS = "no more: the answer ends there, or the step or the pages have no room"
+
+
 def test_server_info(server):
     server.complete(max_tokens=60)
     info = server.http.get("/server_info").json()
@@ -394,7 +399,15 @@ def test_server_info(server):
     assert info["drafter"]["drafter"] == "ngram"
     assert info["settings"]["max_body_bytes"] == LIMIT
     # Why the last rows got the guesses they got.
-    assert info["stats"]["load"]["granted"][0]["reason"] == "fixed by the configuration"
+    (granted,) = info["stats"]["load"]["granted"]
+    assert granted["reason"] in ("fixed by the configuration", ENDS)
+    for wish, allowed in (
+        ({"enabled": False}, {"nodes": 0, "depth": 0, "reason": OFF}),
+        ({"max_nodes": 0}, {"nodes": 0, "depth": 0, "reason": BOUND}),
+        ({"max_depth": 1}, {"nodes": 8, "depth": 1, "reason": BOUND}),
+    ):
+        server.complete(max_tokens=9, speculative=wish, stop="e")
+        assert server.load()["granted"] == [allowed]
 
 
 def test_tokenize_and_detokenize(server):
