@@ -20,8 +20,14 @@ from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.draft_choice import open_chosen, with_draft
-from forerun.drafters.heads import HeadDrafter
+from forerun.draft_choice import (
+    chosen_speculation,
+    excused,
+    head_drafting,
+    open_chosen,
+    with_draft,
+)
+from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
@@ -33,10 +39,11 @@ from forerun.engine.loop import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
 from forerun.memory import MemoryPlan, Needs, plan_memory
+from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.spec.costs import StepCosts
-from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
+from forerun.spec.policy import FixedPolicy, Policy
 from forerun.spec.select import SelectivePolicy
 from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -59,6 +66,7 @@ class Target:
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
     head      the draft head that --draft named, ready to run; None without one
+    fault     why there is none although --draft named one
     """
 
     executor: Executor
@@ -70,6 +78,7 @@ class Target:
     costs: StepCosts | None
     compiler: Compiler | None
     head: tuple[DraftFile, HeadDevice] | None = None
+    fault: str | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -96,9 +105,11 @@ class Loaded:
 
     context  longest sequence in tokens, prompt and output together
     info     facts for /server_info and `doctor`: plain values only
+    drafter  what proposes guesses; its `fault` says why nothing does where it should
     """
 
     engine: Engine
+    drafter: GuardedDrafter
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     name: str
@@ -125,12 +136,21 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     """A new engine on `target`, not started. What concerns drafting and the queue is taken
     from `config`, all else was decided when the target was opened. One engine at a time.
     """
+    return _engine(target, config)[0]
+
+
+def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
+    """The engine, and the drafter it asks."""
     drafter, policy = _drafting(config, target)
+    fault = target.fault if config.speculation == "off" else None
+    guarded = GuardedDrafter(drafter, fault)
+    policy = GuardedPolicy(policy, guarded)
     options = EngineOptions(max_waiting=config.max_waiting)
     grammars = TreeGrammars(target.memory.limits.vocab)
     if config.speculation != "off":
         policy = ForcedBudgets(policy, grammars)
-    return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options)
+    engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
+    return engine, guarded
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -141,10 +161,11 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     tuned = profile.find(config, target.config)
     if tuned is not None:
         target = replace(target, config=tuned.on(target.config))
-    engine = make_engine(target, target.config)
+    engine, drafter = _engine(target, target.config)
     engine.start()
     return Loaded(
         engine=engine,
+        drafter=drafter,
         tokenizer=target.tokenizer,
         chat=target.chat,
         name=target.name,
@@ -171,26 +192,13 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
-    if target.head is not None and config.speculation in ("auto", "head"):
-        return _head_drafting(config, target, *target.head)
+    if target.head is not None and config.speculation in ("auto", "head", "both"):
+        return head_drafting(config, target.memory.limits, target.costs, target.head)
     drafter = NgramDrafter(target.memory.limits.slots)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
         return SelectedDrafter(drafter, chooser), chooser
-    return drafter, FixedPolicy(config.draft_nodes, depth)
-
-
-def _head_drafting(
-    config: EngineConfig, target: Target, draft: DraftFile, device: HeadDevice
-) -> tuple[Drafter, Policy]:
-    """A draft head and its budget. What drafting costs is part of the decision beforehand."""
-    limits = target.memory.limits
-    depth = min(config.draft_depth, config.draft_nodes)
-    drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
-    if target.costs is not None and config.policy == "adaptive":
-        adaptive = AdaptivePolicy(target.costs, config.draft_nodes, depth)
-        return SelectedDrafter(drafter, adaptive), adaptive
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 
@@ -210,7 +218,7 @@ def _open_toy(config: EngineConfig) -> Target:
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = _speculation(config, head=False)
+    speculation = chosen_speculation(config, head=False)
     config = replace(config, executor="toy", dtype="float32", speculation=speculation)
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
@@ -237,26 +245,30 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     needs = Needs(
         context=arch.context,
         vocab=arch.vocab,
-        weights=_size(model.path) if native else arch.parameters * width,
+        weights=_size(model.path) if native else _dense_bytes(arch, config),
         per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
         per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
     )
-    draft = open_chosen(config, arch)
+    draft, fault = excused(config, lambda: open_chosen(config, arch))
     if draft is not None:
-        needs = with_draft(needs, draft)
+        needs = with_draft(needs, draft, None if native else width)
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    head = (draft, _head_device(executor, model.checkpoint, draft)) if draft else None
-    config = replace(config, speculation=_speculation(config, head is not None))
+    head = None
+    if draft is not None:
+        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
+        head = (draft, device) if device is not None else None
+    config = replace(config, speculation=chosen_speculation(config, head is not None))
     costs = _costs(config, executor)
     if costs is not None and head is not None:
         costs = with_head(costs, head[1], config.page_size)
     return Target(
         head=head,
+        fault=fault,
         executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
@@ -268,20 +280,15 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _speculation(config: EngineConfig, head: bool) -> str:
-    """What drafts, "auto" decided: a draft that was named but cannot be used means nothing."""
-    if head:
-        return "head"
-    if config.draft is not None and config.speculation in ("auto", "head"):
-        return "off"
-    return "ngram" if config.speculation == "auto" else config.speculation
-
-
 def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> HeadDevice:
     from forerun.executors.cpu import CpuExecutor, CpuHead
 
-    assert isinstance(executor, CpuExecutor), "open_chosen refuses other executors"
-    return CpuHead(executor, checkpoint, draft)
+    if isinstance(executor, CpuExecutor):
+        return CpuHead(executor, checkpoint, draft)
+    from forerun.executors.torch import TorchExecutor, TorchHead
+
+    assert isinstance(executor, TorchExecutor)
+    return TorchHead(executor, checkpoint, draft)
 
 
 def _choose_executor(config: EngineConfig) -> EngineConfig:
@@ -352,6 +359,13 @@ def _compiler(tokenizer: Tokenizer) -> Compiler | None:
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, tokenizer) if source else None
+
+
+def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
+    """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
+    twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
+    count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
+    return count * _ITEM_BYTES[config.dtype]
 
 
 def _size(path: Path) -> int:

@@ -1,44 +1,101 @@
-"""Which draft head a configuration asks for, and what it adds to the memory plan."""
+"""Which draft head a configuration asks for, what it adds to the memory plan, and its drafter."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from forerun.config import EngineConfig
-from forerun.errors import ConfigError, ModelError
+from forerun.drafters.combined import CombinedDrafter
+from forerun.drafters.guarded import off
+from forerun.drafters.heads import HeadDrafter
+from forerun.drafters.ngram import NgramDrafter
+from forerun.engine.drafter import Drafter
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.heads import HeadDevice
+from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.memory import Needs
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.spec.costs import StepCosts
+from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
+
+LOOKUP_BAR = 0.6
+"""A lookup that gives its first guess this chance is asked instead of the draft head."""
+
+Result = TypeVar("Result")
+
+
+def chosen_speculation(config: EngineConfig, head: bool) -> str:
+    """What drafts, "auto" decided: a draft that was named but cannot be used means nothing."""
+    if head:
+        return "head" if config.speculation == "auto" else config.speculation
+    if config.draft is not None and config.speculation in ("auto", "head", "both"):
+        return "off"
+    return "ngram" if config.speculation == "auto" else config.speculation
 
 
 def open_chosen(config: EngineConfig, arch: Architecture) -> DraftFile | None:
     """The draft head that the configuration names. Warns of its traps.
 
-    Raises ModelError where it cannot be used, unless the configuration says to go on without.
+    Raises ModelError where it cannot be used, ConfigError where it is not wanted.
     """
     if config.draft is None or config.speculation == "off":
         return None
     if config.speculation == "ngram":
         raise ConfigError("speculation is ngram, but a draft is named; leave one of the two out.")
-    try:
-        if config.executor != "cpu":
-            raise ModelError("draft heads run on the CPU core only yet, not on torch")
-        draft = open_draft(Path(config.draft), arch)
-    except ModelError as error:
-        if config.draft_on_error != "disable":
-            raise
-        warnings.warn(f"speculation is off: {error}", stacklevel=2)
-        return None
+    draft = open_draft(Path(config.draft), arch)
     for warning in draft.warnings:
         warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
     return draft
 
 
-def with_draft(needs: Needs, draft: DraftFile) -> Needs:
-    """The needs with a draft head's: 8-bit weights, and keys and values of its one layer."""
+def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    """What `action` makes of a draft, or why speculation is off, where the configuration says
+    to go on without a draft that cannot be used. Raises what `action` raises where it does not.
+    """
+    try:
+        return action(), None
+    except (ModelError, MemoryPlanError) as error:
+        if config.draft_on_error != "disable":
+            raise
+        fault = off(str(error))
+    warnings.warn(fault, stacklevel=2)
+    return None, fault
+
+
+def with_draft(needs: Needs, draft: DraftFile, item: int | None) -> Needs:
+    """The needs with a draft head's: weights, keys and values of its one layer, logits.
+
+    item  bytes of a number on the torch executor; None on the CPU core, which packs weights to
+          8 bits and keeps keys and values in 16
+    """
     head = draft.head
+    weights = head.parameters * 34 // 32 if item is None else head.parameters * item
     return replace(
         needs,
-        weights=needs.weights + head.parameters * 34 // 32,
-        per_token=needs.per_token + 4 * head.kv_heads * head.head_size,
+        weights=needs.weights + weights,
+        per_token=needs.per_token + 2 * head.kv_heads * head.head_size * (item or 2),
+        per_node=needs.per_node + 4 * (head.vocab // 4),
     )
+
+
+def head_drafting(
+    config: EngineConfig,
+    limits: ExecutorLimits,
+    costs: StepCosts | None,
+    head: tuple[DraftFile, HeadDevice],
+) -> tuple[Drafter, Policy]:
+    """A draft head and its budget. What drafting costs is part of the decision beforehand.
+
+    costs  of steps, the head's included; None = not measured
+    """
+    draft, device = head
+    depth = min(config.draft_depth, config.draft_nodes)
+    drafter: Drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
+    if config.speculation == "both":
+        drafter = CombinedDrafter(NgramDrafter(limits.slots), drafter, LOOKUP_BAR)
+    if costs is not None and config.policy == "adaptive":
+        return drafter, AdaptivePolicy(costs, config.draft_nodes, depth)
+    return drafter, FixedPolicy(config.draft_nodes, depth)

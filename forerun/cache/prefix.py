@@ -3,6 +3,10 @@
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
 one another. Only full pages are shared, so a shared page is never written again.
+
+A draft head keeps something in a page that depends on one token more: its entry for a position
+is made of that position's feature and the token after it (drafters/heads.py). Then the token
+after the page belongs to the key as well.
 """
 
 from collections import OrderedDict
@@ -18,7 +22,8 @@ from forerun.types import Ints
 class Entry:
     """One full page that is known by its content.
 
-    key       the page's tokens as int32 bytes; "" for the root, which has no page (-1)
+    key       the page's tokens, and `ahead` more, as int32 bytes; "" for the root, which has no
+              page (-1)
     children  entries of the pages that follow, by key
     """
 
@@ -34,13 +39,16 @@ class PrefixIndex:
     Whoever holds an entry's page holds the pages of all its ancestors. From this follows that
     an entry becomes idle before its parent does, so the least recently used idle entry is
     always a leaf, and eviction is taking the first of one ordered dictionary.
+
+    ahead  tokens after a page that what it contains depends on, 0 or 1
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, ahead: int = 0) -> None:
         if not 1 <= page_size <= 256:
             raise ValueError(f"page size must be 1 to 256 tokens, not {page_size}")
         self.pool = pool
         self.page_size = page_size
+        self.ahead = ahead
         self.root = Entry(page=-1, key=b"", parent=None)
         self._entries: dict[int, Entry] = {}
         self._idle: OrderedDict[int, Entry] = OrderedDict()
@@ -58,14 +66,14 @@ class PrefixIndex:
     def acquire(self, tokens: Ints) -> list[Entry]:
         """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
 
-        The entries, first page first, at most T // page_size; the caller holds one reference
-        to each page until it releases it.
+        The entries, first page first, at most (T - ahead) // page_size; the caller holds one
+        reference to each page until it releases it.
         """
-        size, node = self.page_size, self.root
+        size, ahead, node = self.page_size, self.ahead, self.root
         found: list[Entry] = []
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
-        for start in range(0, len(tokens) - size + 1, size):
-            child = node.children.get(data[4 * start : 4 * (start + size)])
+        for start in range(0, len(tokens) - size - ahead + 1, size):
+            child = node.children.get(data[4 * start : 4 * (start + size + ahead)])
             if child is None:
                 break
             self._hold(child)
@@ -74,7 +82,8 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: Entry, tokens: Ints, page: int) -> Entry:
-        """Make known that `page`, held by the caller, contains `tokens` after `parent`.
+        """Make known that `page`, held by the caller, contains `tokens` after `parent`; the last
+        `ahead` of them are not in the page, but follow it.
 
         Where an equal page is known already, the caller's reference moves to that one and
         `page` becomes free: two sequences that computed the same page end up with one.

@@ -28,16 +28,13 @@ class PageTable:
         """Positions that have a page."""
         return len(self.pages) * self._index.page_size
 
-    def start(self, tokens: Ints, leave: int = 0) -> int:
-        """Take over the pages that the index has of `tokens` int32[T], all but the last `leave`;
-        how many tokens they hold.
+    def start(self, tokens: Ints) -> int:
+        """Take over the pages that the index has of `tokens` int32[T]; how many tokens they hold.
 
         For an empty table only. The pages are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens)
-        for _ in range(min(leave, len(self._chain))):
-            self._index.release(self._chain.pop().page)
         self.pages.extend(entry.page for entry in self._chain)
         self.length = len(self.pages) * self._index.page_size
         return self.length
@@ -57,21 +54,25 @@ class PageTable:
         return True
 
     def commit(self, count: int, tokens: Ints) -> None:
-        """The next `count` positions are permanent; `tokens` is the whole text from position 0.
+        """The next `count` positions are permanent; `tokens` is the whole text from position 0,
+        as far as it is decided.
 
             0 ........ shared*size ........ length ........ length+count ... reserved
                        | newly full pages go to the index |
 
+        A page that the index cannot tell from another yet, because the token after it is not
+        decided, waits for the next commit.
+
         The index may replace a newly full page by an equal one it already has: numbers in
         `pages` can change, content cannot. Raises ValueError beyond what was reserved.
         """
-        size, end = self._index.page_size, self.length + count
+        size, ahead, end = self._index.page_size, self._index.ahead, self.length + count
         if count < 0 or end > self.reserved:
             raise ValueError(f"commit to {end}, but only {self.reserved} positions are reserved")
         self.length = end
-        for number in range(len(self._chain), end // size):
+        for number in range(len(self._chain), min(end, len(tokens) - ahead) // size):
             parent = self._chain[-1] if self._chain else self._index.root
-            content = tokens[number * size : (number + 1) * size]
+            content = tokens[number * size : (number + 1) * size + ahead]
             entry = self._index.insert(parent, content, self.pages[number])
             self._chain.append(entry)
             self.pages[number] = entry.page

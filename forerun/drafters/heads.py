@@ -16,10 +16,10 @@ import numpy as np
 
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import HeadDevice, HeadPass
+from forerun.engine.heads import Children, HeadDevice, HeadPass
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.draft import Growth
-from forerun.spec.noise import gumbel
+from forerun.spec.noise import gumbel_of
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
@@ -58,7 +58,6 @@ class HeadDrafter:
     ) -> None:
         self.traits = DrafterTraits("eagle3", depth, needs_features=True)
         self._device, self._target_ids, self._width = device, target_ids, width
-        self._vocab = limits.vocab
         self._seats: list[_Seat | None] = [None] * limits.slots
 
     def begin(self, opening: Opening) -> None:
@@ -85,7 +84,7 @@ class HeadDrafter:
         start[1:] = np.cumsum([len(chains[row][0]) for row in rows])
         nodes = np.concatenate([chains[row][0] for row in rows]).astype(np.int32)
         scored = [i for i, row in enumerate(rows) if plan.samples[row]]
-        logits = self._device.extend(
+        found = self._device.extend(
             HeadPass(
                 tokens=np.concatenate([chains[row][1] for row in rows]).astype(np.int32),
                 sources=nodes,
@@ -96,13 +95,14 @@ class HeadDrafter:
                 pages=plan.page_table[rows],
                 first=0,
                 scored=start[1:][scored] - 1,
+                children=self._wanted(plan, rows),
             )
         )
         for index, which in enumerate(scored):
             row = rows[which]
             seat = self._seat(plan, row)
             seat.ready = int(plan.kv_len[row]) + len(chains[row][0])
-            seat.children = self._best(seat, logits[index], seat.ready + 1)
+            seat.children = self._best(seat, found, index, seat.ready + 1)
 
     def _permanent(
         self, plan: Plan, trees: TreeBatch, outcome: Outcome, row: int
@@ -177,7 +177,7 @@ class HeadDrafter:
             sources.append(np.where(ran < 0, -1 - slot, ran))
             parents.append(ran)
         count = int(start[-1])
-        logits = self._device.guess(
+        children = self._device.guess(
             HeadPass(
                 tokens=np.concatenate(tokens).astype(np.int32),
                 sources=np.concatenate(sources).astype(np.int32),
@@ -188,6 +188,7 @@ class HeadDrafter:
                 pages=plan.page_table[rows],
                 first=first,
                 scored=np.arange(count, dtype=np.int32),
+                children=self._wanted(plan, rows),
             )
         )
         for index, (row, frontier) in enumerate(zip(rows, frontiers, strict=True)):
@@ -196,35 +197,33 @@ class HeadDrafter:
             numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
             depths = [_depth(growth, int(node)) for node in frontier]
             found = [
-                self._best(seat, logits[node], seat.ready + 1 + depth)
+                self._best(seat, children, node, seat.ready + 1 + depth)
                 for node, depth in zip(span, depths, strict=True)
             ]
             growth.extend(
                 np.stack([ids for ids, _ in found]), np.stack([values for _, values in found])
             )
 
-    def _best(self, seat: _Seat, logits: Floats, index: int) -> tuple[Ints, Floats]:
-        """The `width` best children for the token at sequence index `index`: ids, log-probs.
+    def _wanted(self, plan: Plan, rows: list[int]) -> int:
+        """Children to ask for: more than are hung, where noise will reorder them."""
+        hot = any(self._seat(plan, row).sampling.temperature > 0 for row in rows)
+        return max(CANDIDATES, self._width) if hot else self._width
+
+    def _best(self, seat: _Seat, found: Children, node: int, index: int) -> tuple[Ints, Floats]:
+        """The `width` best children of the scored `node`, for the token at sequence index
+        `index`: target ids and log-probabilities.
 
         At T > 0 the noise of that position, which the target will use, reorders the likeliest.
         """
-        keep = min(self._width, len(logits))
-        top = float(logits.max())
-        normaliser = top + float(np.log(np.exp(logits - top).sum()))
+        ids, log_probs = self._target_ids[found.ids[node]], found.log_probs[node]
         temperature = seat.sampling.temperature
         if temperature == 0:
-            best = np.argpartition(-logits, keep - 1)[:keep]
-            values = (logits[best] - normaliser).astype(np.float32)
-            order = np.argsort(-values, kind="stable")
-            return self._target_ids[best[order]], values[order]
-        pool = min(max(CANDIDATES, keep), len(logits))
-        likely = np.argpartition(-logits, pool - 1)[:pool]
-        ids = self._target_ids[likely]
-        noise = gumbel(seat.sampling.seed, index - seat.prompt_len, self._vocab)[ids]
-        scores = (logits[likely] - normaliser) / temperature + noise
-        scores -= float(scores.max()) + float(np.log(np.exp(scores - scores.max()).sum()))
-        order = np.argsort(-scores, kind="stable")[:keep]
-        return ids[order], scores[order].astype(np.float32)
+            return ids[: self._width], log_probs[: self._width]
+        scores = log_probs / temperature
+        scores += gumbel_of(seat.sampling.seed, index - seat.prompt_len, ids)
+        scores -= scores.max() + np.log(np.exp(scores - scores.max()).sum())
+        order = np.argsort(-scores, kind="stable")[: self._width]
+        return ids[order], scores[order]
 
     def _seat(self, plan: Plan, row: int) -> _Seat:
         seat = self._seats[int(plan.slots[row])]

@@ -24,6 +24,7 @@ class HeadPass:
     pages    int32[R,W]  as Plan.page_table
     first    draft node number of node 0; a pass with first 0 forgets all earlier draft nodes
     scored   int32[s]    nodes whose children are wanted
+    children how many of them: the likeliest
     """
 
     tokens: Ints
@@ -35,6 +36,19 @@ class HeadPass:
     pages: Ints
     first: int
     scored: Ints
+    children: int
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The likeliest children of the scored nodes, best first: all that leaves a device.
+
+    ids        int32[s,k]    draft ids; k = what was asked, or all there are
+    log_probs  float32[s,k]  in nats, at temperature 1
+    """
+
+    ids: Ints
+    log_probs: Floats
 
 
 class HeadDevice(Protocol):
@@ -43,12 +57,14 @@ class HeadDevice(Protocol):
     max_nodes: int
     vocab: int
 
-    def extend(self, work: HeadPass) -> Floats:
-        """Run an extension, keep each row's last output by slot; logits float32[s,Vd]."""
+    def extend(self, work: HeadPass) -> Children:
+        """Run an extension: its keys and values become permanent, and each row's last output is
+        kept by slot. Raises EngineError, and changes nothing, where `work` is not sound.
+        """
         ...
 
-    def guess(self, work: HeadPass) -> Floats:
-        """Run own guesses; logits float32[s,Vd], valid until the next pass."""
+    def guess(self, work: HeadPass) -> Children:
+        """Run own guesses. Raises EngineError where `work` is not sound."""
         ...
 
     def describe(self) -> dict[str, Any]:

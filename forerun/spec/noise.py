@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from forerun.types import AnyArray, Floats
+from forerun.types import AnyArray, Floats, Ints
 
 ROUNDS = 10
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], np.uint64)
@@ -46,19 +46,32 @@ def gumbel(seed: int, position: int, vocab: int) -> Floats:
     Token t takes word t % 4 of philox(counter=(t // 4, position, 0, 0), key=(low and high
     half of seed)); with x that word, u = (x + 1/2) / 2**32 and g = -log(-log(u)) in float64,
     rounded to float32. All nodes of one depth share it. Returns float32[V], read-only; the
-    last few positions are remembered, for drafters that ask before the target does.
+    last few positions are remembered.
     """
-    blocks = -(-vocab // 4)
-    counter = np.zeros((4, blocks), np.uint64)
-    counter[0] = np.arange(blocks, dtype=np.uint64)
+    noise = _gumbel(_words(seed, position, np.arange(-(-vocab // 4))).T.reshape(-1)[:vocab])
+    noise.flags.writeable = False
+    return noise
+
+
+def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
+    """float32[n]: what `gumbel` says of `tokens` int32[n], at the price of these alone."""
+    words = _words(seed, position, tokens // 4)
+    return _gumbel(words[tokens % 4, np.arange(len(tokens))])
+
+
+def _words(seed: int, position: int, blocks: AnyArray) -> AnyArray:
+    """uint64[4,n]: the words of four tokens each."""
+    counter = np.zeros((4, len(blocks)), np.uint64)
+    counter[0] = blocks
     counter[1] = position
-    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    uniform = words.T.reshape(-1)[:vocab].astype(np.float64)
+    return philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+
+
+def _gumbel(words: AnyArray) -> Floats:
+    uniform = words.astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-32
     np.log(uniform, out=uniform)
     np.negative(uniform, out=uniform)
     np.log(uniform, out=uniform)
-    noise = np.negative(uniform).astype(np.float32)
-    noise.flags.writeable = False
-    return noise
+    return np.negative(uniform).astype(np.float32)

@@ -1,5 +1,7 @@
 """A draft head on the compiled core against the class that is trained, in torch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -46,8 +48,6 @@ class World:
     """A target and a head on the CPU core, and both in torch."""
 
     def __init__(self, checkpoint, folder, changes):
-        from dataclasses import replace
-
         from forerun.executors.cpu.executor import CpuExecutor
         from forerun.executors.cpu.head import CpuHead
 
@@ -110,7 +110,20 @@ def plan_of(known, kv_len=0, nodes=0, depth=0, slot=1):
     )
 
 
+def every(run, work):
+    """float32[s,Vd] log-probabilities of all children, by draft id."""
+    found = run(work)
+    assert (np.diff(found.log_probs) <= 0).all()
+    out = np.empty_like(found.log_probs)
+    np.put_along_axis(out, found.ids.astype(np.int64), found.log_probs, -1)
+    few = run(replace(work, children=3))
+    assert few.ids.shape == (len(out), 3)
+    assert (few.log_probs == found.log_probs[:, :3]).all()
+    return out
+
+
 def close(a, b):
+    b = b - np.log(np.exp(b - b.max()).sum()) - b.max()
     # 8 bits a product, compounded over guesses; a wrong feature, norm or position gives < 0.5.
     assert np.corrcoef(a, b)[0, 1] > 0.97, np.abs(a - b).max()
     assert np.abs(a - b).max() < 0.25 * np.abs(b).max()
@@ -127,7 +140,8 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
     scores = world.executor.verify(plan, trees)
     world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
     chain = np.arange(count, dtype=np.int32)
-    found = world.device.extend(
+    found = every(
+        world.device.extend,
         HeadPass(
             tokens=tokens[1:],
             sources=chain,
@@ -138,8 +152,9 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
             pages=plan.page_table,
             first=0,
             scored=chain,
-        )
-    ).copy()
+            children=world.device.vocab,
+        ),
+    )
     features = world.features(tokens[:count])
     for q in range(count):
         with torch.no_grad():
@@ -147,7 +162,8 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
         logits, hidden = world.run(q, tokens[q + 1], fused)
         close(found[q], logits)
     for level, token in enumerate((5, 77, 123)):
-        guessed = world.device.guess(
+        guessed = every(
+            world.device.guess,
             HeadPass(
                 tokens=np.array([token], np.int32),
                 sources=np.array([level - 1 if level else -1 - 1], np.int32),
@@ -158,7 +174,8 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
                 pages=plan.page_table,
                 first=level,
                 scored=np.zeros(1, np.int32),
-            )
+                children=world.device.vocab,
+            ),
         )[0]
         logits, hidden = world.run(count + level, token, hidden)
         close(guessed, logits)
@@ -213,6 +230,7 @@ def test_bad_passes_are_refused(checkpoint, tmp_path):
         "pages": one[None],
         "first": 0,
         "scored": one,
+        "children": 1,
     }
     world.device.guess(HeadPass(**good))
     for change in (

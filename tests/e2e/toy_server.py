@@ -1,7 +1,8 @@
 """A real server process on the toy: `python -m tests.e2e.toy_server '{"delay": 0.01, ...}'`.
 
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that takes
-`load_seconds` or fails with `load_error`, an engine that dies of the token `poison`.
+`load_seconds` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
+that fails when it is asked for the `drafter_calls`-th time.
 """
 
 import json
@@ -30,6 +31,18 @@ class Poisoned(ToyExecutor):
         return super().verify(plan, trees)
 
 
+def failing(drafter, calls):
+    """Make the drafter's `propose` raise at its `calls`-th call."""
+    propose, left = drafter.propose, iter(range(calls - 1))
+
+    def fail(plan):
+        if next(left, None) is None:
+            raise RuntimeError("the draft caught fire")
+        return propose(plan)
+
+    drafter.propose = fail
+
+
 def main(options):
     settings = ServeSettings(port=0, **{"api_keys": (), **options.get("settings", {})})
     settings = replace(settings, api_keys=tuple(settings.api_keys))
@@ -42,6 +55,8 @@ def main(options):
         executor = loaded.target.executor
         executor.__class__ = Poisoned
         executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
+        if "drafter_calls" in options:
+            failing(loaded.drafter._inner, options["drafter_calls"])
         return loaded
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")

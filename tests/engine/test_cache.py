@@ -127,7 +127,9 @@ def test_a_page_waits_for_the_token_after_it():
     assert PageTable(shared).start(ints(1, 2, 3)) == 0
     table.commit(2, ints(1, 2, 3, 4))
     table.check()
-    assert PageTable(shared).start(ints(1, 2, 3)) == 2
+    probe = PageTable(shared)
+    assert probe.start(ints(1, 2, 3)) == 2
+    probe.release()
     table.release()
     shared.check()
     assert shared.kept == 1 and shared.pool.free == 7

@@ -7,30 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
-from forerun.executors.torch.kv import PagedCache
-from forerun.models.arch import Architecture, Rope
+from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.spec import verify
 from forerun.spec.tree import batch
 from tests.parity.driver import limits
 from tests.spec.worlds import as_draft, drafts, paths, plan_of
 
 SIZE = 16
-
-
-def architecture(heads, groups):
-    return Architecture(
-        family="llama",
-        layers=1,
-        hidden=8,
-        heads=heads,
-        kv_heads=groups,
-        head_size=SIZE,
-        ffn=8,
-        vocab=8,
-        context=1024,
-        norm_eps=1e-5,
-        rope=Rope(1e4),
-    )
 
 
 class Pages:
@@ -40,7 +23,7 @@ class Pages:
         self.random = np.random.default_rng(seed)
         width = 600 // page_size + 1
         self.cache = PagedCache(
-            architecture(heads, groups),
+            KvShape(1, groups, SIZE),
             limits(8, page_size=page_size, pages=len(kv_len) * width),
             torch.device("cpu"),
             torch.float32,

@@ -183,14 +183,15 @@ def test_narrow_dtypes_run_and_say_that_bits_may_depend_on_the_batch(
 
 def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
     """The meta device has shapes and no numbers: a tensor left on the CPU is an error there."""
-    away = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), "meta", "bfloat16", (1, 2))
+    away = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), "meta", "bfloat16")
+    away.tap((1, 2))
     with Driver(away) as driver:
         driver.open(0, prompt)
         plan, trees = driver.plan([Row(0, draft=as_draft([5, 6, 7], [-1, -1, 1]))])
         scores = away.verify(plan, trees)
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (33, tiny.VOCAB)
-        assert [stream.shape for stream in scores.features] == [(33, 64)] * 2
+        assert away.tapped.device.type == "meta" and away.tapped.shape == (33, 128)
         chain = np.arange(30, dtype=np.int32)
         away.commit(plan, trees, scores, HostAccepted((HostRow(chain),)))
 
@@ -208,7 +209,7 @@ def test_what_it_refuses(checkpoint, executor, prompt):
     with pytest.raises(ConfigError, match="context is 1024, the model was made for 512"):
         TorchExecutor(whole, limits(tiny.VOCAB, context=1024))
     with pytest.raises(ConfigError, match=r"outside 0\.\.2"):
-        TorchExecutor(whole, limits(tiny.VOCAB), features=(0, 3))
+        executor.tap((0, 3))
     with Driver(executor) as driver:
         driver.open(0, prompt * 20)
         plan, trees = driver.plan([Row(0)])

@@ -22,9 +22,10 @@ def samples(page):
 def test_the_page_shows_the_snapshot():
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats)
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
         before = samples(meter.page())
         assert before["vllm:generation_tokens_total",] == 0
+        assert before["forerun:speculation_fault", ""] == 0
         prompts = [loaded.tokenizer.encode(text) for text in ("Hi", "Hello")]
         complete(loaded.engine, [make_request(p, max_tokens=90) for p in prompts])
         meter.gap(0.02)

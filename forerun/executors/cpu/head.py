@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.heads import HeadPass
+from forerun.engine.heads import Children, HeadPass
 from forerun.errors import EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
@@ -163,9 +163,9 @@ class CpuHead:
                 self._library, self._model, (vector.name, vector.layer, vector.which), values
             )
 
-    def extend(self, work: HeadPass) -> Floats:
+    def extend(self, work: HeadPass) -> Children:
         """Run an extension and make its keys and values permanent."""
-        logits = self._run(work, extend=True)
+        children = self._run(work, extend=True)
         size = self._executor.limits.page_size
         rows = np.repeat(np.arange(len(work.kv_len)), np.diff(work.start))
         position = work.kv_len[rows] + np.arange(len(rows)) - work.start[rows]
@@ -178,13 +178,13 @@ class CpuHead:
             self._model, nodes.ctypes.data, slots.ctypes.data, len(nodes)
         )
         self._raise_for(code)
-        return logits
+        return children
 
-    def guess(self, work: HeadPass) -> Floats:
-        """Run own guesses; the logits are valid until the next pass."""
+    def guess(self, work: HeadPass) -> Children:
+        """Run own guesses."""
         return self._run(work, extend=False)
 
-    def _run(self, work: HeadPass, extend: bool) -> Floats:
+    def _run(self, work: HeadPass, extend: bool) -> Children:
         if len(work.scored) > len(self._logits):
             self._logits = np.empty((len(work.scored), self.vocab), np.float32)
         arrays = {
@@ -209,7 +209,7 @@ class CpuHead:
             **{name: array.ctypes.data for name, array in held.items()},
         )
         self._raise_for(self._library.forerun_draft(self._model, ctypes.byref(step)))
-        return self._logits[: len(work.scored)]
+        return _likeliest(self._logits[: len(work.scored)], work.children)
 
     def _raise_for(self, code: int) -> None:
         if code:
@@ -223,3 +223,18 @@ class CpuHead:
             "features": list(self._head.features),
             "weight_bytes": self._weight_bytes,
         }
+
+
+def _likeliest(logits: Floats, count: int) -> Children:
+    """The best `count` of each row of logits [s,Vd]."""
+    count = min(count, logits.shape[1])
+    top = logits.max(-1, keepdims=True, initial=-np.inf)
+    if count == 1:
+        ids = logits.argmax(-1)[:, None]
+    else:
+        ids = np.argpartition(-logits, count - 1)[:, :count]
+        order = np.argsort(-np.take_along_axis(logits, ids, -1), kind="stable")
+        ids = np.take_along_axis(ids, order, -1)
+    values = np.take_along_axis(logits, ids, -1) - top
+    values -= np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return Children(ids.astype(np.int32), values)

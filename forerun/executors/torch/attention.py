@@ -16,7 +16,7 @@ the same bits alone and in a batch, under any tree, from pages of any size, in a
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,14 +50,47 @@ class KeyBlock:
     hidden: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """One row of a pass and what its nodes can see, each as far as its own position.
+
+    nodes   int32[n]       flat nodes
+    cached  int64[kv_len]  where the keys of positions 0, 1, ... are; all nodes read these
+    chains  (int64[.] where the keys at positions kv_len, ... are, int32[.] nodes that read them):
+            every node reads along exactly one chain
+    """
+
+    nodes: Ints
+    cached: Slots
+    chains: Iterable[tuple[Slots, Ints]]
+
+
 def key_blocks(
     plan: Plan, trees: TreeBatch, cache: PagedCache, device: torch.device
 ) -> list[KeyBlock]:
-    """All blocks of a step, by ascending position. The same for every layer."""
-    position = positions(trees, plan.kv_len)
+    """All blocks of a target's step, by ascending position. The same for every layer."""
+    rows = [
+        RowKeys(
+            nodes=np.array(trees.nodes(row), np.int32),
+            cached=cache.slots(plan.page_table[row], np.arange(int(plan.kv_len[row]))),
+            chains=[(cache.scratch(chain), nodes) for chain, nodes in chains(trees, row)],
+        )
+        for row in range(plan.rows)
+    ]
+    return blocks_of(rows, positions(trees, plan.kv_len), cache.null, device)
+
+
+def blocks_of(
+    rows: Iterable[RowKeys], position: Ints, null: int, device: torch.device
+) -> list[KeyBlock]:
+    """All blocks of a pass, by ascending position.
+
+    position  int32[M] of every flat node
+    null      where there is no key
+    """
     tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
-    for row in range(plan.rows):
-        for block, nodes, slots in _row_tiles(plan, trees, row, cache, position):
+    for row in rows:
+        for block, nodes, slots in _row_tiles(row, position, null):
             tiles[block].append((nodes, slots))
     # Nobody sees everything, which saves it from a softmax over nothing.
     seen = np.append(position, np.iinfo(np.int32).max)
@@ -79,19 +112,15 @@ def _stacked(
     )
 
 
-def _row_tiles(
-    plan: Plan, trees: TreeBatch, row: int, cache: PagedCache, position: Ints
-) -> Iterator[tuple[int, Ints, Slots]]:
+def _row_tiles(row: RowKeys, position: Ints, null: int) -> Iterator[tuple[int, Ints, Slots]]:
     """(block, at most TILE nodes, BLOCK slots) for all that the nodes of one row can see."""
-    kv_len = int(plan.kv_len[row])
-    cached = cache.slots(plan.page_table[row], np.arange(kv_len))
-    full = kv_len // BLOCK
-    for nodes in _tiles(np.array(trees.nodes(row), np.int32)):
+    full = len(row.cached) // BLOCK
+    for nodes in _tiles(row.nodes):
         for block in range(full):
-            yield block, nodes, cached[block * BLOCK : (block + 1) * BLOCK]
-    for chain, readers in chains(trees, row):
-        slots = np.concatenate([cached[full * BLOCK :], cache.scratch(chain)])
-        slots = np.pad(slots, (0, -len(slots) % BLOCK), constant_values=cache.null)
+            yield block, nodes, row.cached[block * BLOCK : (block + 1) * BLOCK]
+    for chain, readers in row.chains:
+        slots = np.concatenate([row.cached[full * BLOCK :], chain])
+        slots = np.pad(slots, (0, -len(slots) % BLOCK), constant_values=null)
         for nodes in _tiles(readers):
             for block in range(full, int(position[nodes].max()) // BLOCK + 1):
                 begin = (block - full) * BLOCK

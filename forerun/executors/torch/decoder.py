@@ -103,7 +103,7 @@ class Decoder:
         """
         factor = self.arch.rope.attention_factor
         turn = rotation(positions, self._frequencies, factor)
-        x = F.embedding(tokens, self._embed)
+        x = self.embed(tokens)
         entering = []
         for layer, block in enumerate(self._blocks):
             entering.append(x)
@@ -112,10 +112,18 @@ class Decoder:
         entering.append(x)
         return x, [entering[layer] for layer in features]
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[M,H] for tokens int64[M]."""
+        return F.embedding(tokens, self._embed)
+
+    def final_norm(self, last: Tensor) -> Tensor:
+        """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
+        return rms_norm(last, self._norm, self.arch.norm_eps)
+
     def logits(self, last: Tensor) -> Tensor:
         """float32[n,V] from residual streams [n,H] after the last layer."""
         padding = padded_rows(len(last), self.row_sizes) - len(last)
-        normed = rms_norm(F.pad(last, (0, 0, 0, padding)), self._norm, self.arch.norm_eps)
+        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)))
         return self._head(normed)[: len(last)].float()
 
     def _attention(

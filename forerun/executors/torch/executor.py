@@ -14,7 +14,7 @@ from forerun.executors.host import HostAccepted, HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.kv import PagedCache, cache_bytes
+from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import padded_rows
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
@@ -31,14 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Scores:
     """What one forward pass found.
 
-    logits    float32[n,V] of the n scored nodes, on the device
-    row_of    int32[M] a flat node's row in `logits`; -1 = not scored
-    features  the residual stream [M,H] entering each layer asked for, on the device
+    logits  float32[n,V] of the n scored nodes, on the device
+    row_of  int32[M] a flat node's row in `logits`; -1 = not scored
     """
 
     logits: Tensor
     row_of: Ints
-    features: tuple[Tensor, ...]
 
 
 class TorchExecutor:
@@ -48,8 +46,8 @@ class TorchExecutor:
     chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
     of rows and their last bits may depend on the batch; `describe()` says which it is.
 
-    features  layers whose entering residual stream `verify` hands out (transformers'
-              hidden_states indices; L = after the last layer)
+    tapped  [M,F*H] of the last step's M nodes: the F residual streams that `tap` asked for, side
+            by side, on the device
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError where weights, cache and scratch do not fit.
@@ -63,19 +61,21 @@ class TorchExecutor:
         limits: ExecutorLimits,
         device: str = "cpu",
         dtype: str = "float32",
-        features: tuple[int, ...] = (),
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
-        self._device, self._dtype = _device(device), _dtype(dtype)
-        _check_limits(arch, limits, features)
-        self._bytes = _planned_bytes(arch, limits, self._device, self._dtype.itemsize)
-        _check_fits(self._bytes, self._device)
-        self._features = features
+        self.device, self.dtype = _device(device), _dtype(dtype)
+        _check_limits(arch, limits)
+        self._bytes = _planned_bytes(arch, limits, self.device, self.dtype.itemsize)
+        check_fits(self._bytes, self.device)
+        self._taps: tuple[int, ...] = ()
+        self.tapped = torch.empty(0, 0, device=self.device)
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
-        self._decoder: Decoder | None = Decoder(checkpoint, self._device, self._dtype)
-        self._cache: PagedCache | None = PagedCache(arch, limits, self._device, self._dtype)
+        self._decoder: Decoder | None = Decoder(checkpoint, self.device, self.dtype)
+        self._cache: PagedCache | None = PagedCache(
+            _kv_shape(arch), limits, self.device, self.dtype
+        )
 
     def open(self, opening: Opening) -> None:
         """Bind a sequence to its slot."""
@@ -85,6 +85,22 @@ class TorchExecutor:
         """Forget a slot's sequence."""
         self._sampler.close(slot)
 
+    @property
+    def decoder(self) -> Decoder:
+        """The target's weights. Raises EngineError after `shutdown`."""
+        return self._alive()[0]
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep, from the next step on, the residual streams entering these layers, for a draft
+        head (transformers' hidden_states indices; L = after the last layer, before its norm).
+
+        Raises ConfigError where the model has no such layer.
+        """
+        last = self.decoder.arch.layers
+        if not all(0 <= layer <= last for layer in layers):
+            raise ConfigError(f"features {layers} name a layer outside 0..{last}")
+        self._taps = layers
+
     @torch.inference_mode()
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
         """Score every node of every tree in one forward pass. Writes scratch, no page."""
@@ -93,7 +109,7 @@ class TorchExecutor:
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         scored = self._sampler.scored(plan, trees)
-        blocks = key_blocks(plan, trees, cache, self._device)
+        blocks = key_blocks(plan, trees, cache, self.device)
 
         def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.write(layer, keys[:count], values[:count])
@@ -102,13 +118,14 @@ class TorchExecutor:
         rows = padded_rows(count, decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         position = self._padded(positions(trees, plan.kv_len), rows)
-        last, features = decoder.forward(tokens, position, attend_pages, self._features)
+        last, streams = decoder.forward(tokens, position, attend_pages, self._taps)
+        if streams:
+            self.tapped = torch.cat([stream[:count] for stream in streams], -1)
         row_of = np.full(count, -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
         return Scores(
             logits=decoder.logits(last[self._padded(scored, len(scored))]),
             row_of=row_of,
-            features=tuple(stream[:count] for stream in features),
         )
 
     @torch.inference_mode()
@@ -157,9 +174,9 @@ class TorchExecutor:
         """Facts for /server_info. row_sizes: row counts that products are run at."""
         sizes = self._decoder.row_sizes if self._decoder else ()
         return {
-            "device": str(self._device),
-            "dtype": str(self._dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads() if self._device.type == "cpu" else None,
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
@@ -178,7 +195,7 @@ class TorchExecutor:
         """int64[rows] on the device: values, then zeros."""
         out = np.zeros(rows, np.int64)
         out[: len(values)] = values
-        return torch.from_numpy(out).to(self._device)
+        return torch.from_numpy(out).to(self.device)
 
 
 def _device(name: str) -> torch.device:
@@ -197,13 +214,15 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _check_limits(arch: Architecture, limits: ExecutorLimits, features: tuple[int, ...]) -> None:
+def _check_limits(arch: Architecture, limits: ExecutorLimits) -> None:
     if limits.vocab != arch.vocab:
         raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
     if limits.context > arch.context:
         raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
-    if not all(0 <= layer <= arch.layers for layer in features):
-        raise ConfigError(f"features {features} name a layer outside 0..{arch.layers}")
+
+
+def _kv_shape(arch: Architecture) -> KvShape:
+    return KvShape(arch.layers, arch.kv_heads, arch.head_size)
 
 
 def _planned_bytes(
@@ -215,12 +234,12 @@ def _planned_bytes(
     widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
     return {
         "weight": (arch.parameters + copies) * item,
-        "cache": cache_bytes(arch, limits, item),
+        "cache": _kv_shape(arch).bytes(limits, item),
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
     }
 
 
-def _check_fits(parts: dict[str, int], device: torch.device) -> None:
+def check_fits(parts: dict[str, int], device: torch.device) -> None:
     """Raise MemoryPlanError where the parts exceed what is free now."""
     on_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()

@@ -1,0 +1,61 @@
+"""Lookup in the text where that is sure of itself, a draft head everywhere else."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from forerun.engine.drafter import Drafter, DrafterTraits
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.tree import Draft, TreeBatch
+
+
+class CombinedDrafter:
+    """The Drafter contract around two others.
+
+    A row whose lookup finds something gives the head no work, and what is found may be deeper
+    than what the head guesses well: names, code and quotations are repeated whole. The head
+    follows all rows all the time, so it can take over at any step.
+
+    bar  least score of a lookup's first guess, its estimate of being right
+    """
+
+    def __init__(self, lookup: Drafter, head: Drafter, bar: float) -> None:
+        self.traits = DrafterTraits(
+            name=f"{head.traits.name}+{lookup.traits.name}",
+            max_depth=head.traits.max_depth,
+            needs_features=head.traits.needs_features,
+        )
+        self._lookup, self._head, self._bar = lookup, head, bar
+
+    def begin(self, opening: Opening) -> None:
+        """Pass on to both."""
+        self._lookup.begin(opening)
+        self._head.begin(opening)
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """The lookup's draft where it is sure, else the head's."""
+        found = self._lookup.propose(plan)
+        sure = np.array([len(draft) > 0 and draft.score[0] >= self._bar for draft in found])
+        rest = replace(plan, max_nodes=np.where(sure, 0, plan.max_nodes).astype(np.int32))
+        grown = self._head.propose(rest)
+        return [a if yes else b for a, b, yes in zip(found, grown, sure, strict=True)]
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Pass on to both."""
+        self._lookup.observe(plan, trees, outcome)
+        self._head.observe(plan, trees, outcome)
+
+    def end(self, slot: int) -> None:
+        """Pass on to both."""
+        self._lookup.end(slot)
+        self._head.end(slot)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {
+            "name": self.traits.name,
+            "bar": self._bar,
+            "lookup": self._lookup.describe(),
+            "head": self._head.describe(),
+        }

@@ -1,0 +1,93 @@
+"""What becomes of a drafter that fails: speculation ends, requests do not."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from forerun.engine.drafter import Drafter
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.spec.policy import Budget, Policy
+from forerun.spec.tree import Draft, TreeBatch
+from forerun.types import Ints
+
+log = logging.getLogger("forerun.engine")
+
+Result = TypeVar("Result")
+
+
+def off(reason: str) -> str:
+    """How every part of the system words that nothing is guessed although it should be."""
+    return f"speculation is off: {reason}"
+
+
+class GuardedDrafter:
+    """The Drafter contract around another drafter, until that raises for the first time.
+
+    From then on nothing is proposed and the other is not called again: what it knows of the
+    sequences may be half written.
+
+    fault  why nothing is guessed although it should be, in the words of `off`; None = all is well
+    """
+
+    def __init__(self, inner: Drafter, fault: str | None = None) -> None:
+        self.traits = inner.traits
+        self.fault = fault
+        self._inner = inner
+
+    def begin(self, opening: Opening) -> None:
+        """Pass on."""
+        self._attempt(lambda: self._inner.begin(opening), None)
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """What the other drafter proposes, or an empty draft per row."""
+        return self._attempt(lambda: self._inner.propose(plan), [Draft()] * plan.rows)
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Pass on."""
+        self._attempt(lambda: self._inner.observe(plan, trees, outcome), None)
+
+    def end(self, slot: int) -> None:
+        """Pass on."""
+        self._attempt(lambda: self._inner.end(slot), None)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return self._inner.describe() | {"fault": self.fault}
+
+    def _attempt(self, action: Callable[[], Result], otherwise: Result) -> Result:
+        if self.fault is not None:
+            return otherwise
+        try:
+            return action()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.fault = off(f"the drafter {self.traits.name} failed with {what}")
+            log.exception("%s", self.fault)
+            return otherwise
+
+
+class GuardedPolicy:
+    """The Policy contract around another policy: no budget for a drafter that failed."""
+
+    def __init__(self, inner: Policy, drafter: GuardedDrafter) -> None:
+        self._inner = inner
+        self._drafter = drafter
+
+    def open(self, slot: int) -> None:
+        """Pass on."""
+        self._inner.open(slot)
+
+    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """What the other policy grants, or nothing and why."""
+        fault = self._drafter.fault
+        if fault is not None:
+            return [Budget(0, 0, fault)] * len(slots)
+        return self._inner.budgets(slots, kv_len)
+
+    def observe(self, slot: int, guesses: int, accepted: int) -> None:
+        """Pass on."""
+        self._inner.observe(slot, guesses, accepted)
+
+    def close(self, slot: int) -> None:
+        """Pass on."""
+        self._inner.close(slot)
