@@ -5,6 +5,7 @@
 
 #include "draft.h"
 #include "model.h"
+#include "ngram.h"
 
 using namespace forerun;
 
@@ -31,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 5; }
+int forerun_abi() { return 6; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -188,6 +189,33 @@ Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind
 
 int forerun_draft(Model* draft, const DraftStep* step) {
     return guarded([&]() -> std::string { return static_cast<Draft*>(draft)->step(*step); });
+}
+
+Ngrams* forerun_ngram_open(const NgramRules* rules) {
+    Ngrams* ngrams = nullptr;
+    guarded([&]() -> std::string {
+        ngrams = new Ngrams(*rules);
+        return "";
+    });
+    return ngrams;
+}
+
+void forerun_ngram_close(Ngrams* ngrams) { delete ngrams; }
+
+int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count) {
+    return guarded([&] { return ngrams->begin(slot, tokens, count); });
+}
+
+int forerun_ngram_end(Ngrams* ngrams, int slot) {
+    return guarded([&] { return ngrams->end(slot); });
+}
+
+// How many guesses there are in `out`, or -1; see Ngrams::propose.
+int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,
+                          int32_t* out) {
+    int total = 0;
+    const int code = guarded([&] { return ngrams->propose(message, length, rows, out, total); });
+    return code ? code : total;
 }
 
 }  // extern "C"

@@ -4,6 +4,7 @@ import ctypes
 from ctypes import (
     POINTER,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -14,9 +15,12 @@ from ctypes import (
 )
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
+
+Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 5
+ABI = 6
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -71,6 +75,17 @@ class DraftStep(ctypes.Structure):
     )
 
 
+class NgramRules(ctypes.Structure):
+    """`NgramRules` of csrc/ngram.h."""
+
+    _fields_ = (
+        ("slots", c_int32),
+        ("orders", c_int32 * 2),
+        *((name, c_int32) for name in ("places", "longest")),
+        *((name, c_double) for name in ("doubt", "sure", "least")),
+    )
+
+
 _CALLS = {
     "forerun_abi": (c_int, []),
     "forerun_error": (c_char_p, []),
@@ -102,6 +117,16 @@ _CALLS = {
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 
+_SHORT_CALLS = {
+    "forerun_abi": (c_int, []),
+    "forerun_error": (c_char_p, []),
+    "forerun_ngram_open": (c_void_p, [POINTER(NgramRules)]),
+    "forerun_ngram_close": (None, [c_void_p]),
+    "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_ngram_end": (c_int, [c_void_p, c_int]),
+    "forerun_ngram_propose": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+}
+
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
@@ -109,8 +134,19 @@ def load() -> ctypes.CDLL:
 
     Raises OSError where it is missing, of another machine, or built from other sources.
     """
-    library = ctypes.CDLL(str(LIBRARY))
-    for name, (result, arguments) in _CALLS.items():
+    return _typed(ctypes.CDLL(str(LIBRARY)), _CALLS)
+
+
+@lru_cache(maxsize=1)
+def load_short() -> ctypes.PyDLL:
+    """The same for calls of microseconds. They keep the interpreter's lock: to get it back from
+    another thread that computes can take 5 ms.
+    """
+    return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
+
+
+def _typed(library: Library, calls: dict[str, tuple[Any, list[Any]]]) -> Library:
+    for name, (result, arguments) in calls.items():
         call = getattr(library, name, None)
         if call is None:
             raise OSError(f"{LIBRARY} lacks {name}")

@@ -1,0 +1,175 @@
+#include "ngram.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace forerun {
+
+// Where the last position after the run of tokens before `place` is kept.
+int32_t& Chain::last(const int32_t* text, size_t place) {
+    const int32_t* run = text + place - order_;
+    uint64_t key = 0;
+    for (size_t i = 0; i < order_; i++) key = (key ^ (uint32_t)run[i]) * 0x9E3779B97F4A7C15u;
+    const size_t mask = table_.size() - 1;
+    for (size_t at = (key >> 32) & mask;; at = (at + 1) & mask) {
+        const int32_t found = table_[at];
+        if (!found || !memcmp(text + found - order_, run, order_ * sizeof(int32_t))) {
+            return table_[at];
+        }
+    }
+}
+
+void Chain::widen(const int32_t* text) {
+    std::vector<int32_t> old(std::max<size_t>(64, 2 * table_.size()));
+    old.swap(table_);
+    for (int32_t place : old) {
+        if (place) last(text, (size_t)place) = place;
+    }
+}
+
+void Chain::extend(const std::vector<int32_t>& text) {
+    for (size_t end = before_.size(); end <= text.size(); end++) {
+        if (end < order_) {
+            before_.push_back(-1);
+            continue;
+        }
+        if (2 * (runs_ + 1) > table_.size()) widen(text.data());
+        int32_t& place = last(text.data(), end);
+        before_.push_back(place ? place : -1);
+        runs_ += !place;
+        place = (int32_t)end;
+    }
+}
+
+// Equal scores: what was found first, nearer the root first.
+bool Ngrams::Candidate::operator<(const Candidate& other) const {
+    if (score != other.score) return score < other.score;
+    if (level != other.level) return level > other.level;
+    if (number != other.number) return number > other.number;
+    if (token != other.token) return token > other.token;
+    return parent > other.parent;
+}
+
+Ngrams::Ngrams(const NgramRules& rules) : rules_(rules), texts_((size_t)rules.slots) {}
+
+bool Ngrams::open(int64_t slot) const {
+    return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
+}
+
+std::string Ngrams::begin(int slot, const int32_t* tokens, int count) {
+    if (slot < 0 || slot >= rules_.slots) return "there is no slot " + std::to_string(slot);
+    texts_[(size_t)slot].reset(new Text{{tokens, tokens + count},
+                                        {Chain(rules_.orders[0]), Chain(rules_.orders[1])}});
+    return "";
+}
+
+std::string Ngrams::end(int slot) {
+    if (!open(slot)) return "slot " + std::to_string(slot) + " is not open";
+    texts_[(size_t)slot].reset();
+    return "";
+}
+
+std::string Ngrams::propose(const int32_t* message, int length, int rows, int32_t* out,
+                            int& total) {
+    tokens_.clear();
+    parents_.clear();
+    scores_.clear();
+    const int32_t* const message_end = message + length;
+    for (int b = 0; b < rows; b++) {
+        if (message_end - message < 4 || message[3] < 0 || message_end - message - 4 < message[3]) {
+            return "the message is shorter than it says";
+        }
+        if (!open(message[0])) return "slot " + std::to_string(message[0]) + " is not open";
+        Text& text = *texts_[(size_t)message[0]];
+        const int nodes = message[1], depth = message[2];
+        const int32_t* const news = message + 4;
+        message = news + message[3];
+        text.tokens.insert(text.tokens.end(), news, message);
+        const size_t before = tokens_.size();
+        find_places(text);
+        grow(text, nodes, depth);
+        out[b] = (int32_t)(tokens_.size() - before);
+    }
+    total = (int)tokens_.size();
+    const size_t bytes = tokens_.size() * sizeof(int32_t);
+    if (!bytes) return "";
+    memcpy(out + rows, tokens_.data(), bytes);
+    memcpy(out + rows + total, parents_.data(), bytes);
+    memcpy(out + rows + 2 * total, scores_.data(), bytes);
+    return "";
+}
+
+// voters_ become the earlier positions whose past agrees with the end of the text: longest order
+// first, then most recent first.
+void Ngrams::find_places(Text& text) {
+    voters_.clear();
+    const std::vector<int32_t>& tokens = text.tokens;
+    const int32_t end = (int32_t)tokens.size();
+    for (Chain& chain : text.chains) {
+        chain.extend(tokens);
+        for (int32_t place = chain.before((size_t)end); place >= 0;
+             place = chain.before((size_t)place)) {
+            if ((int32_t)voters_.size() >= rules_.places) break;
+            bool known = false;
+            for (const Voter& voter : voters_) known |= voter.place == place;
+            if (known) continue;
+            const int most = std::min(rules_.longest, place);
+            int agree = 0;
+            while (agree < most && tokens[place - 1 - agree] == tokens[end - 1 - agree]) agree++;
+            double weight = 1.0;
+            for (int i = 0; i < agree; i++) weight *= 2.0;
+            voters_.push_back({place, weight});
+        }
+    }
+}
+
+// Appends the likeliest `nodes` paths that follow voters_, at most `depth` long.
+void Ngrams::grow(const Text& text, int nodes, int depth) {
+    heap_.clear();
+    offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size()}, -1);
+    for (int count = 0; count < nodes && !heap_.empty(); count++) {
+        std::pop_heap(heap_.begin(), heap_.end());
+        const Candidate best = heap_.back();
+        heap_.pop_back();
+        tokens_.push_back(best.token);
+        parents_.push_back(best.parent);
+        scores_.push_back((float)best.score);
+        if (best.level < depth) offer(text, best, count);
+    }
+}
+
+// Puts what the voters of `above` vote for on the heap, as children of guess `parent`.
+void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
+    const int32_t* const tokens = text.tokens.data();
+    const int32_t end = (int32_t)text.tokens.size();
+    agreeing_.clear();
+    double total = rules_.doubt;
+    for (int i = above.first; i < above.first + above.voters; i++) {
+        if (voters_[i].place >= end) continue;
+        total += voters_[i].weight;
+        agreeing_.push_back(voters_[i]);
+    }
+    // Those that vote for the same token become neighbours; the token heard first comes first.
+    int number = 0;
+    for (size_t i = 0; i < agreeing_.size(); i++) {
+        if (agreeing_[i].place < 0) continue;
+        const int32_t token = tokens[agreeing_[i].place], first = (int32_t)voters_.size();
+        double weight = 0.0;
+        for (size_t j = i; j < agreeing_.size(); j++) {
+            Voter& voter = agreeing_[j];
+            if (voter.place < 0 || tokens[voter.place] != token) continue;
+            voters_.push_back({voter.place + 1, 2.0 * voter.weight});
+            weight += 2.0 * voter.weight;
+            voter.place = -1;  // Has been heard.
+        }
+        const double share = rules_.sure * above.score * weight / (2.0 * total);
+        const int32_t count = (int32_t)voters_.size() - first;
+        if (share >= rules_.least) {
+            heap_.push_back({share, above.level + 1, number, token, parent, first, count});
+            std::push_heap(heap_.begin(), heap_.end());
+        }
+        number++;
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,88 @@
+// Guesses from the text itself: the fast twin of forerun/drafters/ngram.py, which says why. Both
+// make the same guesses with the same scores.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace forerun {
+
+// The constants of forerun/drafters/ngram.py, by the same names.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct NgramRules {
+    int32_t slots, orders[2], places, longest;
+    double doubt, sure, least;
+};
+
+// Links between equal token runs of one length.
+class Chain {
+public:
+    explicit Chain(int order) : order_((size_t)order) {}
+
+    // Takes in what the text has got since the last time.
+    void extend(const std::vector<int32_t>& text);
+
+    // The last position before `place` that follows the same `order` tokens, or -1.
+    int32_t before(size_t place) const { return before_[place]; }
+
+private:
+    int32_t& last(const int32_t* text, size_t place);
+    void widen(const int32_t* text);
+
+    const size_t order_;
+    std::vector<int32_t> before_;  // [T + 1]
+    std::vector<int32_t> table_;   // by hash: the last position after each run; 0 = free
+    size_t runs_ = 0;              // different ones
+};
+
+// A place that agrees so far; the token there is its vote.
+struct Voter {
+    int32_t place;
+    double weight;
+};
+
+class Ngrams {
+public:
+    explicit Ngrams(const NgramRules& rules);
+
+    // Empty, or what was wrong, from all three.
+    std::string begin(int slot, const int32_t* tokens, int count);
+    std::string end(int slot);
+
+    // For each of `rows` rows, `message` (`length` numbers) says: slot, guesses at most, their
+    // depth at most, how many tokens the sequence has got, and these tokens.
+    // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total] and
+    // float scores[total]. It must have room for all the guesses that are asked for.
+    std::string propose(const int32_t* message, int length, int rows, int32_t* out, int& total);
+
+private:
+    struct Text {
+        std::vector<int32_t> tokens;
+        Chain chains[2];
+    };
+
+    // What may become a guess: `voters` of them from `first` on agree with it.
+    struct Candidate {
+        double score;
+        int32_t level, number, token, parent, first, voters;
+
+        bool operator<(const Candidate& other) const;  // is worse
+    };
+
+    bool open(int64_t slot) const;
+    void find_places(Text& text);
+    void grow(const Text& text, int nodes, int depth);
+    void offer(const Text& text, const Candidate& above, int parent);
+
+    const NgramRules rules_;
+    std::vector<std::unique_ptr<Text>> texts_;  // [slots] null = not open
+
+    // Of the current call.
+    std::vector<int32_t> tokens_, parents_;
+    std::vector<float> scores_;
+    std::vector<Voter> voters_, agreeing_;
+    std::vector<Candidate> heap_;
+};
+
+}  // namespace forerun

@@ -1,0 +1,188 @@
+"""The n-gram drafter of the compiled core against its slow twin: the same guesses, bit for bit."""
+
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.drafters.ngram import NO_GUESSES, NgramDrafter
+from forerun.engine.plan import Opening, Outcome, Plan
+from forerun.errors import EngineError
+from forerun.executors.cpu import CpuNgramDrafter, native
+from forerun.spec.tree import batch
+from tests.engine.toys import GREEDY
+
+SLOTS = 4
+
+
+def opening(slot, tokens):
+    return Opening(slot, np.array(tokens, np.int32), len(tokens), GREEDY)
+
+
+def plan_of(slots, nodes, depths):
+    rows = len(slots)
+    return Plan(
+        slots=np.array(slots, np.int32),
+        kv_len=np.zeros(rows, np.int32),
+        known=(np.zeros(1, np.int32),) * rows,
+        samples=np.ones(rows, np.bool_),
+        max_nodes=np.array(nodes, np.int32),
+        max_depth=np.array(depths, np.int32),
+        page_table=np.zeros((rows, 1), np.int32),
+        constrained=np.zeros(rows, np.bool_),
+    )
+
+
+def outcome_of(emitted):
+    """What the target said, row by row."""
+    rows, width = len(emitted), max(map(len, emitted))
+    tokens = np.full((rows, max(width, 1)), -1, np.int32)
+    for row, said in enumerate(emitted):
+        tokens[row, : len(said)] = said
+    counts = np.array([len(said) for said in emitted], np.int32)
+    return Outcome(counts, tokens, np.zeros(rows, np.int32), np.ones(rows, np.bool_))
+
+
+class Twins:
+    """Both drafters, told the same; every proposal is compared."""
+
+    def __init__(self, least=0.2):
+        self.both = [NgramDrafter(SLOTS, least), CpuNgramDrafter(SLOTS, least)]
+        self.open: set[int] = set()
+
+    def begin(self, slot, tokens):
+        for drafter in self.both:
+            drafter.begin(opening(slot, tokens))
+        self.open.add(slot)
+
+    def end(self, slot):
+        for drafter in self.both:
+            drafter.end(slot)
+        self.open.discard(slot)
+
+    def step(self, slots, nodes, depths, emitted):
+        """Returns how many guesses there were."""
+        plan = plan_of(slots, nodes, depths)
+        slow, fast = (drafter.propose(plan) for drafter in self.both)
+        assert len(slow) == len(fast) == len(slots)
+        for one, other in zip(slow, fast, strict=True):
+            for name in ("tokens", "parents", "score"):
+                mine, twins = getattr(one, name), getattr(other, name)
+                assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
+        trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
+        for drafter in self.both:
+            drafter.observe(plan, trees, outcome)
+        return sum(map(len, fast))
+
+
+WORDS = st.lists(st.integers(0, 3), max_size=60)
+LIMITS = st.tuples(st.sampled_from([0, 1, 3, 8, 64]), st.sampled_from([0, 1, 2, 5, 64]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]))
+def test_any_course_of_events(data, least):
+    twins = Twins(least)
+    for _ in range(data.draw(st.integers(1, 20))):
+        if not twins.open or data.draw(st.integers(0, 4)) == 0:
+            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS))
+        elif data.draw(st.integers(0, 9)) == 0:
+            twins.end(data.draw(st.sampled_from(sorted(twins.open))))
+            continue
+        slots = data.draw(st.lists(st.sampled_from(sorted(twins.open)), min_size=1, unique=True))
+        limits = [data.draw(LIMITS) for _ in slots]
+        emitted = [data.draw(st.lists(st.integers(0, 3), max_size=6)) for _ in slots]
+        twins.step(slots, [one[0] for one in limits], [one[1] for one in limits], emitted)
+
+
+def texts(random, kind, length):
+    """Random tokens; words of a vocabulary drawn like a language's; a page said again and again
+    with a few tokens changed.
+    """
+    if kind == "noise":
+        return random.integers(0, 50, length)
+    if kind == "language":
+        words = [random.integers(0, 49152, random.integers(1, 6)) for _ in range(200)]
+        drawn = np.minimum(random.zipf(1.3, length), len(words)) - 1
+        return np.concatenate([words[i] for i in drawn])[:length]
+    page = random.integers(0, 2**31 - 1, 150)
+    text = np.tile(page, length // len(page) + 1)[:length]
+    text[random.integers(0, length, length // 40)] = 7
+    return text
+
+
+@pytest.mark.parametrize("kind", ["noise", "language", "repeated"])
+def test_long_texts(random, kind):
+    twins, length = Twins(0.02), 3000
+    rest = {}
+    for slot in range(SLOTS):
+        text = texts(random, kind, length).tolist()
+        at = int(random.integers(0, length // 2))
+        twins.begin(slot, text[:at])
+        rest[slot] = text[at:]
+    guesses = 0
+    for turn in range(250):
+        slots = random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist()
+        # Now and then nobody is asked for a while, and much has to be taken in at once.
+        busy = turn % 50 < 30
+        nodes = (random.choice([0, 4, 16, 64], len(slots)) * busy).tolist()
+        depths = random.choice([1, 4, 16, 64], len(slots)).tolist()
+        emitted = []
+        for slot in slots:
+            count = int(random.integers(0, 9))
+            emitted.append(rest[slot][:count])
+            rest[slot] = rest[slot][count:]
+        guesses += twins.step(slots, nodes, depths, emitted)
+    assert guesses > 300
+
+
+def test_drafts_survive_the_next_proposal():
+    drafter = CpuNgramDrafter(2, 0.0)
+    drafter.begin(opening(0, [1, 2, 3, 1, 2, 4, 1]))
+    drafter.begin(opening(1, [5, 6, 7, 8, 5]))
+    (first,) = drafter.propose(plan_of([0], [8], [4]))
+    kept = first.tokens.tolist()
+    drafter.propose(plan_of([1], [8], [4]))
+    assert first.tokens.tolist() == kept and kept[0] == 2
+
+
+@pytest.mark.parametrize("kind", [NgramDrafter, CpuNgramDrafter])
+@pytest.mark.parametrize("slot", [-1, 1, SLOTS, 2**31 - 1])
+def test_wrong_slots_are_refused(kind, slot):
+    drafter = kind(SLOTS)
+    drafter.begin(opening(0, [1, 2, 1]))
+    plan = plan_of([0, slot], [4, 4], [4, 4])
+    with pytest.raises(EngineError, match=f"slot {slot} is not open"):
+        drafter.propose(plan)
+    trees = batch(list(plan.known), [NO_GUESSES] * 2)
+    with pytest.raises(EngineError, match=f"slot {slot} is not open"):
+        drafter.observe(plan, trees, outcome_of([[1], [1]]))
+    if slot != 1:
+        with pytest.raises(EngineError, match=f"there is no slot {slot}"):
+            drafter.begin(opening(slot, [1]))
+    drafter.end(1)
+    assert len(drafter.propose(plan_of([0], [4], [4]))[0])
+
+
+@pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ([1, 4, 4, 0], "slot 1 is not open"),
+        ([-1, 4, 4, 0], "slot -1 is not open"),
+        ([9, 4, 4, 0], "slot 9 is not open"),
+        ([0, 4, 4], "shorter than it says"),
+        ([0, 4, 4, 2, 7], "shorter than it says"),
+        ([0, 4, 4, -1], "shorter than it says"),
+    ],
+)
+def test_the_core_checks_what_it_is_told(message, fault):
+    drafter, library = CpuNgramDrafter(2), native.load_short()
+    drafter.begin(opening(0, [1, 2, 1]))
+    numbers, out = array("i", message), np.empty(64, np.int32)
+    code = library.forerun_ngram_propose(
+        drafter._index, numbers.buffer_info()[0], len(numbers), 1, out.ctypes.data
+    )
+    assert code == -1 and fault in library.forerun_error().decode()
+    assert library.forerun_ngram_end(drafter._index, 1) == -1
