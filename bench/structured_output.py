@@ -2,7 +2,8 @@
 
     python bench/structured_output.py suite --data DIR     DIR/json_schema_test_suite and
                                                            DIR/grammar/*.jsonl
-    python bench/structured_output.py speed                acceptance length and time per kind
+    python bench/structured_output.py speed --out bench/results/structured-output.json
+                                                           acceptance length and time per kind
 
 `suite` checks single texts against compiled grammars, with the byte-level tokenizer. A grammar
 writes one spelling where several are valid, so "valid refused" is not always a fault; "invalid
@@ -14,14 +15,21 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forerun.api import Target, encode_chat, make_engine, open_target
+from forerun.completion import complete, make_request
+from forerun.config import EngineConfig
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
+from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import RequestError
-from forerun.llm import LLM
+from forerun.machine import stamp
+from forerun.spec.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
 
 DIALECTS = {
@@ -142,28 +150,95 @@ def suite(data: Path) -> None:
     show(("", *VERDICTS), [(name, [counts[v] for v in VERDICTS]) for name, counts in table.items()])
 
 
-def speed(model: str, tokens: int) -> None:
-    """Per kind: tokens per step and time per token, speculation on and off, and without grammar."""
-    rows: dict[str, list[str]] = {name: [] for name in SPEED}
-    for speculation in ("ngram", "off"):
-        with LLM(model, speculation=speculation) as llm:
-            llm.chat([{"role": "user", "content": "Hello"}], max_tokens=8)
-            for name, (prompt, grammar) in SPEED.items():
-                for rule in (grammar, None):
-                    rows[name] += _timed(llm, prompt, rule, tokens)
-    columns = ("constrained", "ms", "free", "ms")
-    show(("kind", *(f"{c} {s}" for s in ("ngram", "off") for c in columns)), list(rows.items()))
+class Timed:
+    """Seconds that an engine spends in its grammars, and the masks it made."""
+
+    def __init__(self, grammars: TreeGrammars) -> None:
+        self.seconds, self.masks = 0.0, 0
+        for name in ("open", "ahead", "guide", "masks", "commit"):
+            setattr(grammars, name, self._wrapped(getattr(grammars, name)))
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            result = function(*arguments)
+            self.seconds += time.perf_counter() - begun
+            if isinstance(result, NodeMasks):
+                self.masks += int((result.row >= 0).sum())
+            return result
+
+        return call
 
 
-def _timed(llm: LLM, prompt: str, grammar: Grammar | None, tokens: int) -> list[str]:
-    steps = count = 0
-    began = time.perf_counter()
-    for seed in range(4):
-        options = {"temperature": 0.8 if seed else 0.0, "seed": seed, "max_tokens": tokens}
-        made = llm.chat([{"role": "user", "content": prompt}], grammar=grammar, **options)
-        steps, count = steps + made.stats.steps, count + len(made.tokens)
-    spent = time.perf_counter() - began
-    return [f"{count / steps:.2f}", f"{1000 * spent / count:.1f}"]
+def speed(model: str, tokens: int, requests: int, rounds: int, out: Path | None) -> None:
+    """Per kind, with grammar and without, speculation on and off, sides in turn: one engine each,
+    which sees `requests` answers one after the other, the first greedy, the others at 0.8.
+    """
+    target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
+    _measure(target, *SPEED["choice"], "on", tokens, 2)
+    rows: list[dict[str, Any]] = []
+    for name, (prompt, grammar) in SPEED.items():
+        row: dict[str, Any] = {"kind": name}
+        for rule, bound in (("constrained", grammar), ("free", None)):
+            found: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+            for turn in range(rounds):
+                for side in ("on", "off") if turn % 2 == 0 else ("off", "on"):
+                    found[side].append(_measure(target, prompt, bound, side, tokens, requests))
+            assert found["on"][0].pop("texts") == found["off"][0].pop("texts"), "not lossless"
+            for side, sides in found.items():
+                best = min(sides, key=lambda one: one["ms_per_token"])
+                row |= {f"{rule} {side}": {k: v for k, v in best.items() if k != "texts"}}
+        rows.append(row)
+        sys.stderr.write(json.dumps(row) + "\n")
+    columns = [f"{rule} {side}" for rule in ("constrained", "free") for side in ("on", "off")]
+    facts = ("tokens_per_step", "first", "ms_per_token", "grammar_ms_per_step")
+    show(
+        ("kind", *(f"{column} {fact}" for column in columns for fact in facts)),
+        [(row["kind"], [row[c][fact] for c in columns for fact in facts]) for row in rows],
+    )
+    if out:
+        written = {"command": sys.argv, "machine": stamp(), "rounds": rounds, "rows": rows}
+        out.write_text(json.dumps(written, indent=1) + "\n")
+    target.close()
+
+
+def _measure(
+    target: Target, prompt: str, grammar: Grammar | None, side: str, tokens: int, requests: int
+) -> dict[str, Any]:
+    """What one engine needs for the same prompt with different seeds, one after the other."""
+    config = target.config if side == "on" else replace(target.config, speculation="off")
+    engine = make_engine(target, config)
+    timed = Timed(engine._parts.grammars)
+    engine.start()
+    compiled = None if grammar is None else target.compile(grammar)
+    ids = encode_chat(target, [{"role": "user", "content": prompt}])
+    asked = [
+        make_request(
+            ids,
+            target.tokenizer.eos_ids,
+            max_tokens=tokens,
+            grammar=compiled,
+            temperature=0.8 if seed else 0.0,
+            seed=seed,
+        )
+        for seed in range(requests)
+    ]
+    begun = time.perf_counter()
+    done = [choices[0] for choices in complete(engine, asked, 1)]
+    seconds = time.perf_counter() - begun
+    engine.shutdown()
+    steps, count = sum(one.stats.steps for one in done), sum(len(one.tokens) for one in done)
+    return {
+        "tokens_per_step": round(count / steps, 2),
+        "first": round(len(done[0].tokens) / done[0].stats.steps, 2),
+        "ms_per_token": round(1000 * seconds / count, 2),
+        "grammar_ms_per_step": round(1000 * timed.seconds / steps, 3),
+        "masks_per_step": round(timed.masks / steps, 2),
+        "tokens": count,
+        "guesses": sum(one.stats.guesses for one in done),
+        "accepted": sum(one.stats.accepted for one in done),
+        "texts": [one.text for one in done],
+    }
 
 
 def show(head: tuple[str, ...], rows: list[tuple[str, list[Any]]]) -> None:
@@ -180,9 +255,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="where the suites lie")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=4, help="answers per engine")
+    parser.add_argument("--rounds", type=int, default=1, help="the fastest of so many counts")
+    parser.add_argument("--out", type=Path, help="JSON with the machine's stamp")
     options = parser.parse_args()
     if options.what == "speed":
-        speed(options.model, options.tokens)
+        speed(options.model, options.tokens, options.requests, options.rounds, options.out)
     elif options.data is None:
         parser.error("suite needs --data")
     else:

@@ -148,7 +148,7 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     options = EngineOptions(max_waiting=config.max_waiting)
     grammars = TreeGrammars(target.memory.limits.vocab)
     if config.speculation != "off":
-        policy = ForcedBudgets(policy, grammars)
+        policy = ForcedBudgets(policy, grammars, target.costs)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
 

@@ -25,6 +25,10 @@ MAX_WAITING = 64
 _Key = tuple[str, str, bool, bool]
 _Value = llguidance.LLMatcher | str
 
+LONG, CUT = 512, 16
+"""Characters of a long forced text that are made into tokens, and the last tokens that are left
+out because they may have been cut."""
+
 _FIXED_COST = 256 * 1024
 _COST_PER_BYTE = 64
 
@@ -137,8 +141,13 @@ class _Vocabulary:
         self._encode = tokenizer.encode_part
 
     def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of a text that is forced. Of a long one its beginning: it is asked for at every
+        node, and no step takes more of it.
+        """
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._encode(plain, False)
+        if len(plain) <= 2 * LONG:
+            return self._encode(plain, False)
+        return self._encode(plain[: LONG + CUT], False)[:-CUT]
 
 
 class Worker:

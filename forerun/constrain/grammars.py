@@ -19,7 +19,7 @@ class Grammars(Protocol):
         ...
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts without illegal guesses and with forced tokens; others pass unchanged."""
+        """Drafts without illegal guesses, with forced and likely tokens; others pass unchanged."""
         ...
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:

@@ -232,13 +232,57 @@ def test_only_constrained_rows_pay():
     assert grammars.guide(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
+    assert grammars.ahead(3) == 0
+
+
+class Counted:
+    """An automaton that counts how often it is asked for a mask."""
+
+    def __init__(self, inner):
+        self._inner, self.masks = inner, 0
+
+    def compute_bitmask(self):
+        self.masks += 1
+        return self._inner.compute_bitmask()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
+    grammars = TreeGrammars(VOCAB)
+    slots, known = np.array([0, 1, 2], np.int32), np.array([1], np.int32)
+    for slot in (0, 1):  # Slot 2 is not constrained.
+        grammars.open(slot, compiled(Grammar.regex("[a-z]{9}")), ids("ab"))
+    counts = []
+    for walker in grammars._walkers.values():
+        walker.matcher._matcher = Counted(walker.matcher._matcher)
+        counts.append(walker.matcher._matcher)
+    numbers = np.array([6, 6, 6], np.int32)
+    for slot in (0, 1):
+        assert grammars.ahead(slot) == 0
+    drafts = grammars.guide(
+        slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
+    )
+    assert [len(draft) for draft in drafts] == [2, 2, 0]
+    trees = batch([known] * 3, drafts)
+    masks = grammars.masks(slots, trees)
+    assert [count.masks for count in counts] == [3, 3], "one for each node, the root's once"
+    assert masks.row.tolist() == [0, 0, 0, 0, 0, 0, -1], "letters follow everywhere: one mask"
+    assert len(masks.bits) == 1
+    again = grammars.masks(slots, trees)
+    assert again.row.tolist() == masks.row.tolist()
+    assert [count.masks for count in counts] == [3, 3], "nothing has moved"
+    grammars.commit(0, ids("cde"))
+    grammars.masks(slots, batch([known] * 3, [Draft()] * 3))
+    assert [count.masks for count in counts] == [4, 3], "a new root, a new mask"
 
 
 def test_a_failed_matcher_is_reported_once_and_alone():
     grammars = TreeGrammars(VOCAB)
     for slot in (0, 1):
         grammars.open(slot, compiled(CITY), [])
-    broken = grammars._matchers[0]._matcher
+    broken = grammars._walkers[0].matcher._matcher
     broken.consume_token(0)  # Break it from inside, as a limit would.
     known = np.array([1], np.int32)
     slots = np.array([0, 1], np.int32)

@@ -68,7 +68,7 @@ class RandomDrafter:
     """Random trees; `tokens` says what they are made of (all of it illegal, perhaps)."""
 
     def __init__(self, tokens, seed: int = 0) -> None:
-        self.traits = DrafterTraits(name="random", max_depth=64, free=True)
+        self.traits = DrafterTraits(name="random", max_depth=64)
         self._tokens = list(tokens)
         self._random = Random(seed)
 

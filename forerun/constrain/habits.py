@@ -1,0 +1,95 @@
+"""What usually follows where a grammar leaves a choice: learned from constrained text.
+
+Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
+line break and indentation before the next property. N-grams of the text find little of it, for
+the words around differ. Here a place in the text is known by the grammar's state, that is by its
+mask, and by the last token; first in this sequence, then in all that came before.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+
+Weights = dict[int, float]
+"""Decayed counts of the tokens that were chosen somewhere."""
+
+DOUBT = 4.0
+"""How many observations of something else every place begins with."""
+BACKOFF = 2.0
+"""How many observations the more general estimate is worth to the more special one."""
+FADED = 0.05
+"""Weight below which a token is forgotten."""
+
+
+class Places:
+    """Weights by place; the least recently used go first. Not locked.
+
+    decay  what is left of an observation's weight after the next one at its place
+    size   places that are remembered
+    """
+
+    def __init__(self, decay: float, size: int) -> None:
+        self._decay, self._size = decay, size
+        self._weights: OrderedDict[Hashable, Weights] = OrderedDict()
+
+    def learn(self, place: Hashable, token: int) -> None:
+        """At this place, `token` was chosen."""
+        faded = {t: self._decay * w for t, w in self._weights.pop(place, {}).items()}
+        weights = {t: w for t, w in faded.items() if w > FADED}
+        weights[token] = weights.get(token, 0.0) + 1.0
+        self._weights[place] = weights
+        if len(self._weights) > self._size:
+            self._weights.popitem(last=False)
+
+    def at(self, place: Hashable) -> Weights:
+        """What was learned of a place."""
+        return self._weights.get(place, {})
+
+
+class Habits:
+    """The habits of one sequence, on top of those that all sequences share."""
+
+    def __init__(self, shared: Places) -> None:
+        self._shared = shared
+        self._own = Places(decay=0.7, size=1024)
+
+    def learn(self, mask: bytes, last: int, token: int) -> None:
+        """After the token `last`, in the state with this mask, `token` was chosen."""
+        for place in (hash(mask), (last,)):
+            self._shared.learn(place, token)
+            self._own.learn(place, token)
+
+    def guess(self, mask: bytes, last: int) -> tuple[int, float] | None:
+        """The likeliest token and its probability; None where nothing was learned.
+
+        Estimates from the most general to the most special, each smoothed by the one before.
+        """
+        state, after = hash(mask), (last,)
+        places = (
+            self._shared.at(after),
+            self._shared.at(state),
+            self._own.at(after),
+            self._own.at(state),
+        )
+        tokens = {token for weights in places for token in weights if legal(mask, token)}
+        if not tokens:
+            return None
+        chance = dict.fromkeys(tokens, 0.0)
+        prior = DOUBT
+        for weights in places:
+            total = prior + sum(weights.get(token, 0.0) for token in tokens)
+            chance = {t: (weights.get(t, 0.0) + prior * p) / total for t, p in chance.items()}
+            prior = BACKOFF
+        best = max(tokens, key=chance.__getitem__)
+        return best, chance[best]
+
+
+def shared_places() -> Places:
+    """Habits of all sequences of an engine: some megabytes at most."""
+    return Places(decay=0.9, size=8192)
+
+
+def legal(mask: bytes | None, token: int) -> bool:
+    """Whether a mask allows a token; None allows all."""
+    if mask is None:
+        return True
+    return 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)

@@ -1,0 +1,67 @@
+"""A draft head whose vocabulary lacks most of what a grammar wants: nothing becomes unreachable."""
+
+import numpy as np
+import pytest
+
+from forerun.constrain.budget import ForcedBudgets
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.drafters.heads import HeadDrafter
+from forerun.engine.executor import ExecutorLimits
+from forerun.engine.heads import Children, HeadPass
+from forerun.engine.loop import Engine, EngineOptions
+from forerun.engine.request import Finish
+from forerun.executors.toy import ToyExecutor
+from forerun.spec.policy import FixedPolicy
+from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
+from tests.constrain.tools import BYTES
+from tests.engine.toys import run
+
+VOCAB = BYTES.vocab_size + 13
+
+
+class FixedHead:
+    """A head device that always finds the same draft ids likeliest, whatever it is shown."""
+
+    max_nodes = 64
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.passes = vocab, 0
+
+    def extend(self, work: HeadPass) -> Children:
+        self.passes += 1
+        count = min(work.children, self.vocab)
+        ids = np.tile(np.arange(count, dtype=np.int32), (len(work.scored), 1))
+        return Children(ids, np.log(0.5 ** (1.0 + ids)).astype(np.float32))
+
+    guess = extend
+
+    def describe(self) -> dict:
+        return {}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("case", ["json", "choice", "city"])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [ord("#"), ord("~"), 0, 257],  # Nothing that any of the grammars allows.
+        [ord("a"), ord("e"), ord('"'), ord(",")],  # A few letters of what is wanted.
+        [VOCAB - 1, VOCAB - 2, ord("P"), ord("s")],  # Padding, which no tokenizer knows.
+    ],
+    ids=["illegal", "some", "padding"],
+)
+def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
+    limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
+    device, grammars = FixedHead(len(ids)), TreeGrammars(VOCAB)
+    drafter = HeadDrafter(device, np.array(ids, np.int32), limits, width=2, depth=3)
+    policy = ForcedBudgets(FixedPolicy(6, 3), grammars)
+    made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
+    ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
+    assert heard(ear) == plain(case, "bytes", sampling)
+    if ear.last().finish == Finish.STOP:
+        assert CASES[case][1](ear.text())
+    assert device.passes > 1, "the head was asked"
+    tokens, stats = ear.tokens(), ear.last().stats
+    assert set(tokens) - set(ids), "tokens outside the draft's vocabulary were written"
+    if len(tokens) > 2:
+        assert stats.steps < len(tokens), "what is forced does not depend on the head"
