@@ -186,6 +186,7 @@ def with_head(costs: StepCosts, device: HeadDevice, page_size: int) -> StepCosts
         pages=np.arange(width, dtype=np.int32)[None],
         first=0,
         scored=one,
+        children=1,
     )
     guess = replace(work, sources=alone)
     device.extend(work)

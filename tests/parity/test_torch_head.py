@@ -50,7 +50,8 @@ class Target:
     """The target in transformers."""
 
     def __init__(self, checkpoint):
-        self.arch, self._model = checkpoint.architecture, tiny.reference(checkpoint)
+        self.checkpoint, self.arch = checkpoint, checkpoint.architecture
+        self._model = tiny.reference(checkpoint)
         self.embed = self._model.get_input_embeddings().weight.detach()
         self.head = self._model.get_output_embeddings().weight.detach()
 
@@ -159,17 +160,19 @@ def by_id(children):
     return out
 
 
-def close(found, wanted):
-    """Log-probabilities down to -50, so float32 rounds them by some 1e-5 at best."""
-    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
-
-
 @pytest.mark.parametrize("changes", SWITCHES)
 def test_extensions_and_trees_are_the_unrolled_forward(dense, checkpoint, tmp_path, changes):
+    # Log-probabilities down to -50: float32 rounds them by some 1e-5 at best.
+    compare(Twin(dense, tmp_path, changes), TorchExecutor(checkpoint, limits(tiny.VOCAB)), 1e-5)
+
+
+def compare(twin, executor, error):
     """Two rows of different length, across blocks and pages, in chunks; then a tree each."""
-    twin = Twin(dense, tmp_path, changes)
-    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB))
-    device = TorchHead(executor, checkpoint, twin.draft)
+    device = TorchHead(executor, twin.dense.checkpoint, twin.draft)
+
+    def close(found, wanted):
+        assert np.abs(found - wanted).max() < error * np.abs(wanted).max()
+
     random = np.random.default_rng(1)
     texts = {2: random.integers(0, tiny.VOCAB, 150), 0: random.integers(0, tiny.VOCAB, 21)}
     with Driver(executor) as driver:
@@ -306,6 +309,10 @@ def _unrolled(twin, features, texts, steps):
 
 @pytest.fixture(scope="module")
 def learned(dense, tmp_path_factory):
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
+def learn(dense, folder):
     """A head that has read half of a few texts of the target, and the texts."""
     random = np.random.default_rng(5)
     texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)))
@@ -313,7 +320,7 @@ def learned(dense, tmp_path_factory):
         _, choices = dense.run(texts, ())
         texts = torch.cat([texts, choices[:, -1:]], 1)
     ids = texts.unique()
-    twin = Twin(dense, tmp_path_factory.mktemp("draft"), {}, ids.tolist())
+    twin = Twin(dense, folder, {}, ids.tolist())
     texts_read = texts[::2]
     features, choices = dense.run(texts_read, twin.head.head.features)
     wanted = torch.bucketize(choices.contiguous(), ids)
@@ -339,18 +346,25 @@ def learned(dense, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder, learned):
+    target = opened(folder, learned[0])
+    yield target
+    target.close()
+
+
+def opened(folder, twin, device="cpu"):
+    """The target with the twin's head, in float32."""
     config = EngineConfig(
         model=str(folder),
         executor="torch",
-        draft=str(learned[0].folder),
+        device=device,
+        dtype="float32",
+        draft=str(twin.folder),
         policy="fixed",
         max_sequences=6,
         max_step_nodes=64,
         kv_tokens=2048,
     )
-    target = open_target(config)
-    yield target
-    target.close()
+    return open_target(config)
 
 
 def serve(target, prompts, speculation="head", tokens=60, temperature=0.0, **changes):
@@ -421,6 +435,20 @@ def test_no_guess_changes_the_text(target, learned, temperature, shape):
     )  # fmt: skip
     assert [item.tokens for item in served] == [item.tokens for item in plain]
     assert sum(item.stats.accepted for item in served) > 0
+
+
+def test_the_price_of_a_head_is_measured(folder, target, learned):
+    """With the adaptive policy, whatever it decides, the text is the same."""
+    adaptive = open_target(replace(target.config, policy="adaptive"))
+    try:
+    XX
+        prompts = list(learned[1][:4, :12])
+        served = serve(adaptive, prompts)
+        assert [item.tokens for item in served] == [
+            item.tokens for item in serve(target, prompts, "off")
+        ]
+    finally:
+        adaptive.close()
 
 
 def test_a_tree_accepts_more_than_a_chain(target, learned):
