@@ -17,6 +17,7 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.train.corpus import Corpus, Piece, batches
 from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss
 from forerun.train.snapshot import load_snapshot, save_snapshot
+from forerun.train.unroll import Unrolling
 
 Reader = Callable[[list[Piece]], Batch]
 
@@ -39,6 +40,7 @@ class Schedule:
     length: int = 512
     steps: int = 3
     decay: float = 0.8
+    thin: float = 1.0
     rate: float = 1e-3
     warm_up: float = 0.04
     floor: float = 0.1
@@ -143,7 +145,12 @@ def _one_step(
         group["lr"] = schedule.rate_at(place, progress.total)
     with trial.computing():
         total, scores = ttt_loss(
-            trial.head, batch, trial.embed, trial.vocabulary, schedule.steps, schedule.decay
+            trial.head,
+            batch,
+            trial.embed,
+            trial.vocabulary,
+            Unrolling(schedule.steps, schedule.decay, schedule.thin),
+            schedule.seed + progress.step,
         )
     optimiser.zero_grad(set_to_none=True)
     total.backward()
@@ -204,7 +211,11 @@ def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
     with torch.no_grad(), trial.computing():
         for pieces in groups:
             _, scores = ttt_loss(
-                trial.head, trial.read(pieces), trial.embed, trial.vocabulary, schedule.steps, 1.0
+                trial.head,
+                trial.read(pieces),
+                trial.embed,
+                trial.vocabulary,
+                Unrolling(schedule.steps),
             )
             for index, score in enumerate(scores):
                 hits[index] += int(score.hits)

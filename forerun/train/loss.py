@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.eagle import EagleHead
-from forerun.train.unroll import Asking, unrolled
+from forerun.train.unroll import Unrolling, turns, unrolled
 
 
 class Teacher(Protocol):
@@ -86,39 +86,42 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """Soft cross-entropy summed over rows, chunk by chunk, so that logits are never all alive.
 
     Forward also computes the gradient: with the output head frozen, only the rows it reads
-    have one. Returns (loss sum, best): best[r] = the draft's argmax.
+    have one. Returns (loss sum, hits): how often the draft's argmax is the target's.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, read: Tensor, weight: Tensor, teacher: Teacher, at: Tensor, counts: Tensor
+        ctx: Any, read: Tensor, weight: Tensor, teacher: Teacher, at: Tensor, choice: Tensor
     ) -> Any:
         """Read [R,H] grad; weight [Vd,H] draft head; at int64[R] the teacher's positions;
-        counts bool[R]: the row is in the loss.
+        choice int64[R] the target's draft id, or -1 for a row that is in no loss.
         """
         total = read.new_zeros((), dtype=torch.float32)
+        hits = torch.zeros((), dtype=torch.int64, device=read.device)
         gradient = torch.empty_like(read)
-        best = torch.empty(len(read), dtype=torch.int64, device=read.device)
         # On the CPU a chunk should stay in its caches.
         chunk = max(1, (1 << (21 if read.device.type == "cpu" else 25)) // len(weight))
         for begin in range(0, len(read), chunk):
             part = slice(begin, begin + chunk)
             logits = (read[part] @ weight.T).float()
-            top, best[part] = logits.max(-1, keepdim=True)[0], logits.argmax(-1)
+            top = logits.amax(-1, keepdim=True)
+            best = logits.gather(1, choice[part, None].clamp_min(0)) == top
+            inside = choice[part, None] >= 0
+            hits += (best & inside).sum()
             ids, chance = teacher.at(at[part])
-            expected = (chance * (logits if ids is None else logits.gather(1, ids))).sum(-1)
+            expected = chance * (logits if ids is None else logits.gather(1, ids))
             slope = logits.sub_(top).exp_()
             sums = slope.sum(-1, keepdim=True)
-            inside = counts[part].to(sums.dtype)
-            total += ((sums.log() + top).squeeze(1) - expected) @ inside
+            loss = sums.log() + top - expected.sum(-1, keepdim=True)
+            total += loss.masked_fill_(~inside, 0).sum()
             if ids is None:
                 slope.addcmul_(chance, sums, value=-1)
             else:
                 slope.scatter_add_(1, ids, chance * -sums)
-            gradient[part] = (slope.to(read.dtype) @ weight) * (inside[:, None] / sums)
+            gradient[part] = (slope.to(read.dtype) @ weight) * (inside / sums)
         ctx.save_for_backward(gradient)
-        ctx.mark_non_differentiable(best)
-        return total, best
+        ctx.mark_non_differentiable(hits)
+        return total, hits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -140,36 +143,43 @@ class StepScore:
 
 
 def ttt_loss(
-    head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabulary, steps: int, decay: float
+    head: EagleHead,
+    batch: Batch,
+    embed: Tensor,
+    vocabulary: Vocabulary,
+    plan: Unrolling,
+    seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
     """Sum over steps of decay**s times the mean soft cross-entropy, and each step's score.
 
     The teacher is the target's distribution renormalised inside the draft vocabulary. Rows whose
     full-vocabulary argmax lies outside give no loss, but count as misses in the score: that is
-    what serving sees.
+    what serving sees. `seed` draws the rows that go on, where not all do.
     """
     device = batch.tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     scores = []
-    asking = Asking.of(batch.wanted, steps, device)
-    reads = unrolled(head, batch.tokens, batch.features, embed, asking)
-    for step, read in enumerate(reads):
+    steps = turns(batch.wanted, plan, seed, device)
+    reads = unrolled(head, batch.tokens, batch.features, embed, steps)
+    for step, (read, turn) in enumerate(zip(reads, steps, strict=True)):
         # Row q predicts the token at q + step + 2, whose teacher is the target at q + step + 1.
-        scored = asking.steps[step]
-        count = len(scored)
-        teachers = asking.rows[scored] + step + 1
+        rows, count = turn.scored, len(turn.scored)
+        teachers = turn.rows[rows] + step + 1
         choice = vocabulary.draft_ids[batch.choice.flatten()[teachers]]
         reachable = choice >= 0
         if device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
-            scored, teachers, choice = (x[reachable] for x in (scored, teachers, choice))
+            rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
             reachable = reachable[reachable]
-        loss, best = _FusedCrossEntropy.apply(
-            read.index_select(0, scored), head.lm_head.weight, batch.teacher, teachers, reachable
+        loss, hits = _FusedCrossEntropy.apply(
+            read.index_select(0, rows),
+            head.lm_head.weight,
+            batch.teacher,
+            teachers,
+            torch.where(reachable, choice, -1),
         )
         loss = loss / reachable.sum().clamp_min(1)
-        hits = ((best == choice) & reachable).sum()
         scores.append(StepScore(loss.detach(), hits, count))
-        total = total + decay**step * loss
+        total = total + plan.decay**step * loss
     return total, scores
 
 

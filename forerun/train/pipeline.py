@@ -163,6 +163,7 @@ def make_draft(
         length=config.length,
         steps=config.steps,
         decay=config.decay,
+        thin=config.thin,
         rate=config.rate,
         check_every=config.check_every,
         seed=config.seed,

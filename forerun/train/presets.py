@@ -28,6 +28,9 @@ class TrainConfig:
     length: int = option(512, "longest training sequence, in tokens (its end is kept)", low=16)
     steps: int = option(3, "unrolled steps of the training-time test", low=1, high=16)
     decay: float = option(0.8, "weight of each further unrolled step", low=0, high=1)
+    thin: float = option(
+        1.0, "share of rows that goes on to each further unrolled step", low=0.01, high=1
+    )
     rate: float = option(1e-3, "highest learning rate", low=1e-7, high=1)
     train_minutes: float = option(
         0.0, "train this long at most; the learning rate falls in time (0 = all epochs)", low=0
@@ -59,7 +62,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
     "cpu": (
         "about two hours on two cores; a modest draft",
-        TrainConfig(answers=2400, answer_tokens=256, draft_vocab=8192, check_every=50),
+        TrainConfig(answers=2400, answer_tokens=256, draft_vocab=8192, thin=0.5, check_every=50),
     ),
     "gpu-25min": (
         "25 minutes of a large GPU; a good draft for a small model",

@@ -13,6 +13,7 @@ from torch import Tensor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.train.loss import Batch, Vocabulary, ttt_loss
+from forerun.train.unroll import Unrolling
 
 SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
@@ -61,7 +62,7 @@ def calibrate(head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabula
     with torch.no_grad():
         for scale in SCALES:
             head.norm.weight.copy_(norm * scale)
-            total, _ = ttt_loss(head, batch, embed, vocabulary, 1, 1.0)
+            total, _ = ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))
             losses[scale] = float(total)
         best = min(losses, key=lambda scale: losses[scale])
         # At exactly 0 no gradient would reach the block.

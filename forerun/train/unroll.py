@@ -7,7 +7,9 @@ the step-0 keys of rows 0..q, then the row's own keys of steps 1..s. No row sees
 later keys. This is what serving computes: true history, own guesses after it.
 
 Only rows that the loss asks about ("asking" rows) run the whole layer; the others, most of a
-prompt, give keys and values at step 0 and nothing else.
+prompt, give keys and values at step 0 and nothing else. `thin` lets only a share of the asking
+rows go on to each further step: the first guess decides most, and a step costs what its rows
+cost.
 """
 
 from dataclasses import dataclass
@@ -21,39 +23,58 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
 
 
+@dataclass(frozen=True, slots=True)
+class Unrolling:
+    """How far to unroll, and what counts how much.
+
+    decay  weight of each further step's loss
+    thin   share of rows, drawn at random, that goes on to each further step
+    """
+
+    steps: int = 3
+    decay: float = 0.8
+    thin: float = 1.0
+
+
 @dataclass(frozen=True)
-class Asking:
-    """Which rows of B sequences of T tokens ask, and how they lie in a grid for attention.
+class Turn:
+    """The rows that run at one step, and how they lie in a grid for attention.
 
     rows    int64[R]    flat indices b*T + q, ascending
-    grid    int64[B,M]  which asking row; where a sequence has fewer than M, any
+    before  int64[R]    where they stand among the rows of the step before (step 0: among all)
+    grid    int64[B,M]  which of them; where a sequence has fewer than M, any
     places  int64[R]    flat indices b*M + i of the rows in the grid
-    steps   for each step, int64[n] which asking rows predict a wanted token
+    scored  int64[n]    which of them predict a wanted token
     """
 
     rows: Tensor
+    before: Tensor
     grid: Tensor
     places: Tensor
-    steps: tuple[Tensor, ...]
+    scored: Tensor
 
-    @staticmethod
-    def of(wanted: Tensor, steps: int, device: Any = "cpu") -> "Asking":
-        """Row q asks at step s where token q + s + 2 is wanted (bool[B,T], on the CPU)."""
-        asks = [_ahead(wanted, step + 2) for step in range(steps)]
-        live = torch.stack(asks).any(0) if asks else torch.zeros_like(wanted)
+
+def turns(wanted: Tensor, plan: Unrolling, seed: int = 0, device: Any = "cpu") -> list[Turn]:
+    """One turn per step. Row q predicts at step s where token q + s + 2 is wanted, and goes on
+    as long as it will predict later. wanted bool[B,T] and the drawing are on the CPU.
+    """
+    drawn = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
+    asks = [_ahead(wanted, s + 2) & (drawn < plan.thin**s) for s in range(plan.steps)]
+    found = []
+    before = torch.arange(wanted.numel())
+    for step, ask in enumerate(asks):
+        live = torch.stack(asks[step:]).any(0)
         rows = live.flatten().nonzero().squeeze(1)
         counts = live.sum(1)
-        most = int(counts.max()) if len(counts) else 0
-        column = torch.arange(most)
+        column = torch.arange(int(counts.max()))
         filled = column < counts[:, None]
         grid = torch.where(filled, (counts.cumsum(0) - counts)[:, None] + column, 0)
         places = filled.flatten().nonzero().squeeze(1)
-        scored = tuple(ask.flatten()[rows].nonzero().squeeze(1) for ask in asks)
-
-        def there(index: Tensor) -> Tensor:
-            return index.to(device, non_blocking=True)
-
-        return Asking(there(rows), there(grid), there(places), tuple(there(s) for s in scored))
+        scored = ask.flatten()[rows].nonzero().squeeze(1)
+        made = (rows, torch.searchsorted(before, rows), grid, places, scored)
+        found.append(Turn(*(index.to(device, non_blocking=True) for index in made)))
+        before = rows
+    return found
 
 
 def _ahead(wanted: Tensor, ahead: int) -> Tensor:
@@ -64,9 +85,9 @@ def _ahead(wanted: Tensor, ahead: int) -> Tensor:
 
 
 def unrolled(
-    head: EagleHead, tokens: Tensor, features: Tensor, embed: Tensor, asking: Asking
+    head: EagleHead, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
 ) -> list[Tensor]:
-    """What the output head reads of the asking rows at each step: tensors [R,H].
+    """What the output head reads of each step's rows: tensors [R,H].
 
     tokens int64[B,T], features [B,T,F*H], embed [V,H] the target's embedding. Rows whose token
     lies beyond the sequence read the last token again; they are never wanted.
@@ -74,61 +95,62 @@ def unrolled(
     batch, length = tokens.shape
     frequencies = torch.from_numpy(head.head.rope.frequencies(head.head.head_size))
     frequencies = frequencies.to(tokens.device)
-    history = _History(batch, asking)
-    every = torch.arange(batch * length, device=tokens.device)
+    history = _History(batch)
     hidden = head.fuse(features.flatten(0, 1))
     reads = []
-    for step in range(len(asking.steps)):
-        rows = asking.rows if step else every
+    for step, turn in enumerate(steps):
+        rows = turn.rows if step else torch.arange(batch * length, device=tokens.device)
         position = rows % length
         ahead = (position + 1 + step).clamp(max=length - 1)
         cos, sin = rotation(position + step, frequencies, head.head.rope.attention_factor)
         cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
         embedded = F.embedding(tokens.flatten()[rows - position + ahead], embed)
-        embedded = embedded.to(hidden.dtype)
-        only = None if step else asking.rows
-        read, hidden = head(embedded, hidden, cos, sin, history.attend, only)
+        if step:
+            hidden = hidden.index_select(0, turn.before)
+        only = None if step else turn.rows
+        history.turn = turn
+        read, hidden = head(embedded.to(hidden.dtype), hidden, cos, sin, history.attend, only)
         reads.append(read)
     return reads
 
 
 class _History:
-    """Keys and values of earlier steps, and the attention over them."""
+    """Keys and values of earlier steps, and the attention of the turn's rows over them."""
 
-    def __init__(self, batch: int, asking: Asking) -> None:
-        self._batch, self._asking = batch, asking
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._future = torch.empty(0)
+    turn: Turn
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._true: tuple[Tensor, Tensor] | None = None
+        self._own: list[Tensor] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """[R,A,E] queries over step 0's causal keys [B*T,G,E] and the same row's later keys."""
-        lay = self._gridded if self._keys else self._whole
-        self._keys.append(lay(keys).transpose(1, 2))
-        self._values.append(lay(values).transpose(1, 2))
-        if len(self._keys) == 1:
-            self._future = self._beyond(self._keys[0].shape[2])
         group = queries.shape[1] // keys.shape[1]
         q = self._gridded(queries * queries.shape[-1] ** -0.5)
         q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)
-        own = [torch.stack(k[1:], 2) if k[1:] else None for k in (self._keys, self._values)]
-        context = _Attend.apply(q, self._keys[0], self._values[0], *own, self._future)
+        if self._true is None:
+            laid = (x.unflatten(0, (self._batch, -1)).transpose(1, 2) for x in (keys, values))
+            self._true = next(laid), next(laid)
+            own = None, None
+        else:
+            kept = [pair.index_select(0, self.turn.before) for pair in self._own]
+            self._own = [*kept, torch.stack((keys, values), 1)]
+            every = self._gridded(torch.stack(self._own, 1))
+            own = every.permute(3, 0, 4, 2, 1, 5).unbind(0)
+        future = self._beyond(self._true[0].shape[2])
+        context = _Attend.apply(q, *self._true, *own, future)
         found = context.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-        return found.index_select(0, self._asking.places)
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        """[B*T, ...] -> [B,T, ...]."""
-        return rows.unflatten(0, (self._batch, -1))
+        return found.index_select(0, self.turn.places)
 
     def _gridded(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B,M, ...]."""
-        grid = self._asking.grid
+        grid = self.turn.grid
         return rows.index_select(0, grid.flatten()).unflatten(0, grid.shape)
 
     def _beyond(self, length: int) -> Tensor:
         """bool[B,1,1,M,T]: true history that a row of the grid must not see."""
-        asking = self._asking
-        position = (asking.rows % length)[asking.grid]
+        position = (self.turn.rows % length)[self.turn.grid]
         column = torch.arange(length, device=position.device)
         return (column > position[..., None])[:, None, None]
 

@@ -13,7 +13,7 @@ from forerun.executors.torch.layers import rotation
 from forerun.models.drafts import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.loss import Batch, Dense, Likely, Vocabulary, simulated_length, ttt_loss
-from forerun.train.unroll import Asking, unrolled
+from forerun.train.unroll import Unrolling, turns, unrolled
 
 SWITCHES = [
     {},
@@ -61,13 +61,13 @@ def make(seed=0, **changes):
     return head, batch, torch.randn(20, 16, dtype=torch.float64)
 
 
-def reads_of(head, batch, embed, steps):
-    """[steps,B,T,H], zero in rows that do not ask."""
-    asking = Asking.of(batch.wanted, steps)
-    found = unrolled(head, batch.tokens, batch.features, embed, asking)
+def reads_of(head, batch, embed, steps, thin=1.0):
+    """[steps,B,T,H], zero in rows that do not run."""
+    found = turns(batch.wanted, Unrolling(steps, thin=thin), seed=3)
+    reads = unrolled(head, batch.tokens, batch.features, embed, found)
     none = torch.zeros(batch.tokens.numel(), 16, dtype=torch.float64)
-    every = torch.stack([none.index_copy(0, asking.rows, read) for read in found])
-    return every.view(steps, *batch.tokens.shape, 16)
+    every = [none.index_copy(0, t.rows, read) for t, read in zip(found, reads, strict=True)]
+    return torch.stack(every).view(steps, *batch.tokens.shape, 16)
 
 
 def vocabulary_for(batch, embed, ids):
@@ -111,7 +111,10 @@ def test_unrolled_is_served(changes):
     reads = reads_of(head, batch, embed, 3)
     for row in (0, 1, 4, 5):
         expected = served(head, batch, embed, 1, row, 3)
-        assert torch.allclose(reads[:, 1, row], expected, atol=1e-6), changes
+        run = reads[:, 1, row].abs().sum(-1) > 0
+        asks = batch.wanted[1, row + 2 : row + 5].tolist()
+        assert run.tolist() == [any(asks[step:]) for step in range(3)]
+        assert torch.allclose(reads[run, 1, row], expected[run], atol=1e-6), changes
 
 
 def test_one_layer_off_is_noticed():
@@ -148,7 +151,7 @@ def test_loss_and_gradient_are_the_plain_ones(likely):
         chance = torch.rand(18, 3)
         best = torch.rand(18, 12).argsort(-1)[:, :3]
         batch = replace(batch, teacher=Likely(best, chance / chance.sum(-1, keepdim=True)))
-    loss, scores = ttt_loss(head, batch, embed, vocabulary, 3, 0.8)
+    loss, scores = ttt_loss(head, batch, embed, vocabulary, Unrolling(3))
     loss.backward()
     got = {n: p.grad for n, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
@@ -166,13 +169,22 @@ def test_prompt_tokens_teach_nothing():
     head, batch, embed = make()
     batch.wanted[:, :6] = False
     vocabulary, batch = vocabulary_for(batch, embed, torch.arange(12))
-    before, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
+    before, _ = ttt_loss(head, batch, embed, vocabulary, Unrolling(2))
     batch.teacher.last.view(2, 9, 16)[:, :5] += 1.0  # Teachers of tokens 1..5, all unwanted.
     batch.choice[:, :5] = 19
-    after, _ = ttt_loss(head, batch, embed, vocabulary, 2, 0.8)
+    after, _ = ttt_loss(head, batch, embed, vocabulary, Unrolling(2))
     assert float(before) == float(after)
 
 
 def test_simulated_length():
     assert simulated_length([]) == 1.0
     assert simulated_length([0.5, 0.5, 1.0]) == pytest.approx(1 + 0.5 + 0.25 + 0.25)
+
+
+def test_thinned_rows_see_what_they_saw():
+    head, batch, embed = make()
+    whole, thin = (reads_of(head, batch, embed, 3, thin) for thin in (1.0, 0.6))
+    run = thin.abs().sum(-1) > 0
+    assert run[0].sum() > run[1].sum() > run[2].sum() > 0
+    assert torch.allclose(thin[run], whole[run])
+    assert torch.equal(reads_of(head, batch, embed, 3, 0.6), thin), "drawn by the seed alone"
