@@ -22,24 +22,22 @@ from forerun.api import Target, encode_chat, make_engine, open_target
 from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
-from forerun.drafters import ngram
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.plan import Plan
+from forerun.executors.cpu import CpuNgramDrafter
 from forerun.machine import stamp
 from forerun.spec.tree import Draft
 
 
-class Wrong(ngram.NgramDrafter):
-    """Finds continuations as usual and then guesses something else, just as confidently."""
-
-    def propose(self, plan: Plan) -> list[Draft]:
-        """Every row gets a chain of tokens that the text has never continued with."""
-        drafts = []
-        for nodes, depth in zip(plan.max_nodes, plan.max_depth, strict=True):
-            count = int(min(nodes, depth, 4))
-            tokens = np.full(count, 3, np.int32)
-            parents = np.arange(-1, count - 1, dtype=np.int32)
-            drafts.append(Draft(tokens, parents, np.full(count, 0.9, np.float32)))
-        return drafts
+def wrong(_: object, plan: Plan) -> list[Draft]:
+    """Instead of `propose`: a chain of tokens that no text continues with, called likely."""
+    drafts = []
+    for nodes, depth in zip(plan.max_nodes, plan.max_depth, strict=True):
+        count = int(min(nodes, depth, 4))
+        tokens = np.full(count, 3, np.int32)
+        parents = np.arange(-1, count - 1, dtype=np.int32)
+        drafts.append(Draft(tokens, parents, np.full(count, 0.9, np.float32)))
+    return drafts
 
 
 def serve(
@@ -81,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.adversary:
-        ngram.NgramDrafter.propose = Wrong.propose
+        NgramDrafter.propose = CpuNgramDrafter.propose = wrong
     target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
     every = read_prompts(args.set)
     rows, same = [], True

@@ -24,11 +24,11 @@ from forerun.draft_choice import (
     chosen_speculation,
     excused,
     head_drafting,
+    lookup,
     open_chosen,
     with_draft,
 )
 from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
-from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.costs import measure_costs, with_head
@@ -194,7 +194,7 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
         return NoDrafter(), FixedPolicy(0, 0)
     if target.head is not None and config.speculation in ("auto", "head", "both"):
         return head_drafting(config, target.memory.limits, target.costs, target.head)
-    drafter = NgramDrafter(target.memory.limits.slots)
+    drafter = lookup(target.memory.limits.slots)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
@@ -206,7 +206,7 @@ def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or config.speculation == "off":
         return None
-    return measure_costs(executor, NgramDrafter(executor.limits.slots))
+    return measure_costs(executor, lookup(executor.limits.slots))
 
 
 def _open_toy(config: EngineConfig) -> Target:

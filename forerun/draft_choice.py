@@ -1,4 +1,4 @@
-"""Which draft head a configuration asks for, what it adds to the memory plan, and its drafter."""
+"""Which drafter a configuration asks for, and what a draft head adds to the memory plan."""
 
 import warnings
 from collections.abc import Callable
@@ -11,10 +11,12 @@ from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.guarded import off
 from forerun.drafters.heads import HeadDrafter
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.heads import HeadDevice
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
+from forerun.executors import cpu
 from forerun.memory import Needs
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
@@ -81,6 +83,11 @@ def with_draft(needs: Needs, draft: DraftFile, item: int | None) -> Needs:
     )
 
 
+def lookup(slots: int) -> Drafter:
+    """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
+    return NgramDrafter(slots) if cpu.available() else cpu.CpuNgramDrafter(slots)
+
+
 def head_drafting(
     config: EngineConfig,
     limits: ExecutorLimits,
@@ -95,7 +102,8 @@ def head_drafting(
     depth = min(config.draft_depth, config.draft_nodes)
     drafter: Drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
     if config.speculation == "both":
-        drafter = CombinedDrafter(NgramDrafter(limits.slots), drafter, LOOKUP_BAR)
+        drafter = CombinedDrafter(lookup(limits.slots), drafter, LOOKUP_BAR)
     if costs is not None and config.policy == "adaptive":
-        return drafter, AdaptivePolicy(costs, config.draft_nodes, depth)
+        policy = AdaptivePolicy(costs, config.draft_nodes, depth)
+        return SelectedDrafter(drafter, policy), policy
     return drafter, FixedPolicy(config.draft_nodes, depth)

@@ -211,7 +211,7 @@ class NgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "orders": ORDERS, "least": self._least}
+        return {"drafter": self.traits.name, "native": False, "least": self._least}
 
     def _text(self, slot: int) -> _Text:
         text = self._texts.get(slot)

@@ -7,11 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.completion import complete, make_request
+from forerun.config import EngineConfig
 from forerun.drafters.ngram import NO_GUESSES, NgramDrafter
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import CpuNgramDrafter, native
 from forerun.spec.tree import batch
+from tests.cli.toys import toy_loaded
+from tests.engine.test_host_cost import units
 from tests.engine.toys import GREEDY
 
 SLOTS = 4
@@ -186,3 +190,32 @@ def test_the_core_checks_what_it_is_told(message, fault):
     )
     assert code == -1 and fault in library.forerun_error().decode()
     assert library.forerun_ngram_end(drafter._index, 1) == -1
+
+
+def test_the_core_is_used_where_there_is_one(monkeypatch, tmp_path):
+    def native_drafter():
+        with toy_loaded(EngineConfig(model="toy")) as loaded:
+            complete(loaded.engine, [make_request(np.array([72, 105], np.int32), max_tokens=60)])
+            assert loaded.engine.stats().acceptance_length > 1
+            return loaded.engine.describe()["drafter"]["native"]
+
+    assert native_drafter()
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / "_core.so")
+    assert not native_drafter()
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(0, 0.015), (8, 0.1)])
+def test_what_a_row_costs(random, nodes, most):
+    """Proposing and observing, in units of tests/engine/test_host_cost.py: about 50 us."""
+    drafter, rows = CpuNgramDrafter(32), 32
+    for slot in range(rows):
+        drafter.begin(opening(slot, texts(random, "repeated", 1000)))
+    plan, outcome = plan_of(range(rows), [nodes] * rows, [nodes] * rows), outcome_of([[7]] * rows)
+    trees = batch(list(plan.known), [NO_GUESSES] * rows)
+
+    def work():
+        for _ in range(10):
+            drafter.propose(plan)
+            drafter.observe(plan, trees, outcome)
+
+    assert units(work) / (10 * rows) < most

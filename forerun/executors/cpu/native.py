@@ -1,6 +1,7 @@
 """The compiled core (csrc/) through ctypes: its structures, its calls, and whether it is there."""
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import (
     POINTER,
     c_char_p,
@@ -145,7 +146,7 @@ def load_short() -> ctypes.PyDLL:
     return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
 
 
-def _typed(library: Library, calls: dict[str, tuple[Any, list[Any]]]) -> Library:
+def _typed(library: Library, calls: Mapping[str, tuple[Any, Any]]) -> Library:
     for name, (result, arguments) in calls.items():
         call = getattr(library, name, None)
         if call is None:

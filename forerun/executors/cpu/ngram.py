@@ -117,7 +117,7 @@ class CpuNgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "orders": ngram.ORDERS, "least": self._least}
+        return {"drafter": self.traits.name, "native": True, "least": self._least}
 
     def _of(self, slot: int) -> list[int]:
         news = self._news.get(slot)
