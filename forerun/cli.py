@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> None:
     """Entry point of the `forerun` command."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A terminal that cannot show a letter of an answer gets another in its place.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())
 
 

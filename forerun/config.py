@@ -42,7 +42,7 @@ def validate(config: Any) -> None:
             raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
         if value is None or isinstance(value, str | bool | tuple):
             continue
-        if not isfinite(value):
+        if isinstance(value, float) and not isfinite(value):
             raise ConfigError(f"{name} is {value}, but must be a finite number.")
         low, high = facts.get("low"), facts.get("high")
         if not ((low is None or value >= low) and (high is None or value <= high)):
@@ -181,6 +181,8 @@ class ServeSettings:
         validate(self)
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
+        if not all(key.isprintable() for key in self.api_keys):
+            raise ConfigError("an API key holds characters that no header can carry.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,3 +204,5 @@ class AskConfig:
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
         validate(self)
+        if not all(self.stop):
+            raise ConfigError("a stop text is empty; leave stop out to have none.")

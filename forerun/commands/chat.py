@@ -10,7 +10,7 @@ from forerun.api import Loaded, encode_chat
 from forerun.commands.console import emit_json, interactive, load_shown, say
 from forerun.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
-from forerun.errors import RequestError
+from forerun.errors import ContextError, RequestError
 from forerun.flags import configured
 
 with contextlib.suppress(ImportError):  # Windows has none; input() then edits less well.
@@ -120,7 +120,7 @@ def _turn(talk: Conversation, line: str) -> None:
         try:
             talk.say(line)
         except RequestError as error:
-            say(f"{error} /reset starts anew.")
+            say(f"{error} /reset starts anew." if isinstance(error, ContextError) else str(error))
 
 
 def _read() -> str | None:

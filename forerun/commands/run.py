@@ -139,8 +139,11 @@ def _prompt(given: str | None) -> str:
     if given in (None, "-"):
         if given is None and interactive():
             raise RequestError('Give a prompt: forerun run "Why is the sky blue?"', "prompt")
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         given = sys.stdin.read()
     assert given is not None
+    if any("\udc80" <= letter <= "\udcff" for letter in given):
+        raise RequestError("The prompt is not valid UTF-8.", "prompt")
     if not given.strip():
         raise RequestError("The prompt is empty.", "prompt")
     return given

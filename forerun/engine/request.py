@@ -77,12 +77,14 @@ class SpeculationStats:
     guesses    nodes proposed
     accepted   guesses accepted
     histogram  histogram[a] = steps in which exactly `a` guesses were accepted
+    reason     why the last step was allowed the guesses it was, in words; "" where none was asked
     """
 
     steps: int = 0
     guesses: int = 0
     accepted: int = 0
     histogram: tuple[int, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from forerun.engine.sequence import Sequence
 from forerun.spec.policy import Budget, Policy
 from forerun.types import Ints
 
+UNWANTED = "off: the request wants no speculation"
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -220,9 +222,11 @@ class Scheduler:
         ]
         given = share_out([nodes for nodes, _ in wishes], room)
         rows: list[_Row] = []
-        for sequence, nodes, (_, depth) in zip(old, given, wishes, strict=True):
+        for sequence, nodes, (_, depth), budget in zip(old, given, wishes, budgets, strict=True):
             levels = self._reserve_guesses(sequence, min(depth, nodes))
             rows.append(_Row(sequence, 1, nodes if levels else 0, levels))
+            wanted = sequence.request.speculation.enabled
+            sequence.tally.reason = budget.reason if wanted else UNWANTED
         if rows:
             self._granted = (rows, budgets)
         return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
@@ -303,11 +307,11 @@ def page_rows(sequences: list[Sequence]) -> Ints:
 
 def _granted(row: _Row, budget: Budget) -> Budget:
     """What a row was allowed in the end, and why, where that is less than the policy gave it."""
-    if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
-        return budget
     wishes = row.sequence.request.speculation
     if not wishes.enabled:
-        return Budget(0, 0, "off: the request wants no speculation")
+        return Budget(0, 0, UNWANTED)
+    if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
+        return budget
     if row.nodes == wishes.max_nodes or row.depth == wishes.max_depth:
         return Budget(row.nodes, row.depth, "no more: the request's own bound")
     less = "no more: the answer ends there, or the step or the pages have no room"

@@ -15,9 +15,10 @@ from forerun.types import Ints
 
 @dataclass(slots=True)
 class Tally:
-    """Counts for SpeculationStats, while they grow."""
+    """What SpeculationStats will say, while it grows."""
 
     guesses: int = 0
+    reason: str = ""
     histogram: list[int] = field(default_factory=list)
 
     def add(self, guesses: int, accepted: int) -> None:
@@ -33,6 +34,7 @@ class Tally:
             guesses=self.guesses,
             accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
             histogram=tuple(self.histogram),
+            reason=self.reason,
         )
 
 

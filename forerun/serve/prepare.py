@@ -69,6 +69,9 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     asked = dialogue(body, loaded, settings)
     prompt = asked.prompt
     limit = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, limit):
+        message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
+        raise RequestError(message, "max_tokens")
     if limit is None:
         # One at least, so that a prompt that fills the context is refused as what it is.
         limit = max(loaded.context - len(prompt), 1)

@@ -241,7 +241,9 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 
 def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
-    """The `metrics` of vLLM, summed over the choices of an answer."""
+    """The `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons: for
+    each choice, why it got as many guesses as it did in the end.
+    """
     found = list(stats)
     steps, guesses = sum(s.steps for s in found), sum(s.guesses for s in found)
     accepted = sum(s.accepted for s in found)
@@ -255,6 +257,7 @@ def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": guesses,
+            "reasons": [s.reason for s in found],
         }
     }
 

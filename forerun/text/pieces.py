@@ -32,7 +32,10 @@ def byte_alphabet() -> dict[int, str]:
     return table
 
 
-_BYTE_OF = {character: value for value, character in byte_alphabet().items()}
+# For str.translate. What stands for no byte becomes what Latin-1 cannot hold.
+_BYTE_LETTERS = dict.fromkeys(range(256), "\ufffd") | {
+    ord(letter): chr(value) for value, letter in byte_alphabet().items()
+}
 
 
 def pieces_of(spec: dict[str, Any]) -> Pieces:
@@ -77,9 +80,10 @@ def _table(vocab: dict[str, int], convert: Any) -> tuple[bytes, ...]:
 
 
 def _byte_level(text: str) -> bytes:
-    values = [_BYTE_OF.get(character) for character in text]
-    known = [value for value in values if value is not None]
-    return bytes(known) if len(known) == len(values) else text.encode("utf-8", "replace")
+    try:
+        return text.translate(_BYTE_LETTERS).encode("latin-1")
+    except UnicodeEncodeError:  # Not written in the letters that stand for bytes.
+        return text.encode("utf-8", "replace")
 
 
 def _spaced(text: str) -> bytes:

@@ -67,6 +67,13 @@ def test_the_prompt_may_come_from_a_pipe():
     assert (done.returncode, done.stdout) == (0, "djell\n")
 
 
+def test_a_pipe_that_is_no_text_is_a_sentence():
+    line = [*FORERUN, "run", *TOY]
+    done = subprocess.run(line, input=b"a\xff", capture_output=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.decode().strip() == "forerun: The prompt is not valid UTF-8."
+
+
 def test_seeds_and_stops_reach_the_sampler(capsys):
     texts = []
     for flags in (["--seed", "1"], ["--seed", "2"], ["--seed", "1", "--speculation", "off"]):

@@ -29,6 +29,8 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (ServeSettings, {"port": 70000}, "port"),
         (ServeSettings, {"request_seconds": float("inf")}, "request-seconds"),
         (ServeSettings, {"max_choices": 129}, "between 1 and 128"),
+        (ServeSettings, {"api_keys": ("\udcff",)}, "API key"),
+        (AskConfig, {"stop": ("a", "")}, "stop text is empty"),
         (ServeSettings, {"api_keys": ("good", " ")}, "API key"),
         (AskConfig, {"temperature": -1.0}, "temperature"),
         (AskConfig, {"max_tokens": 0}, "max-tokens"),

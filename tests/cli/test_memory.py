@@ -2,9 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forerun.api import open_target
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.memory import SHARE, Needs, human, plan_memory
+from tests.models import tiny
 
 SMALL = Needs(context=2048, vocab=1000, weights=10**8, per_token=20_000, per_node=10_000)
 
@@ -71,3 +73,15 @@ def test_bytes_for_people():
         "98.4 MB",
         "25.0 GB",
     ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_keeps_a_tied_head_twice_where_it_packs(tmp_path, dtype):
+    hf = tiny.model("llama", tie_word_embeddings=True)
+    path = tiny.write_gguf(hf, tmp_path / "tied.gguf", "F32")
+    target = open_target(EngineConfig(model=str(path), executor="torch", dtype=dtype))
+    target.close()
+    once = sum(weight.numel() for weight in hf.parameters())
+    head = hf.lm_head.weight.numel()
+    expected = (once + head) * 4 if dtype == "float32" else once * 2
+    assert target.memory.weights == expected

@@ -28,20 +28,20 @@ def code_of(answer):
 
 
 def test_listens_while_it_loads(tmp_path):
-    with serving(tmp_path, wait=False, load_seconds=1.5) as server:
+    with serving(tmp_path, wait=False, load_seconds=4) as server:
         for path in ("/health", "/v1/models", "/metrics", "/server_info"):
             answer = server.http.get(path)
             assert code_of(answer) == (503, "loading")
             assert int(answer.headers["retry-after"]) >= 1
         assert code_of(server.complete(max_tokens=1)) == (503, "loading")
         assert server.http.get("/version").status_code == 200
-        assert wait_for(lambda: server.http.get("/health").status_code == 200, 10)
+        assert wait_for(lambda: server.http.get("/health").status_code == 200)
         assert server.complete(max_tokens=1).status_code == 200
 
 
 def test_ends_when_loading_fails(tmp_path):
     with serving(tmp_path, wait=False, load_error="no such model here") as server:
-        assert server.process.wait(10) == 3
+        assert server.ends() == 3
         assert server.logged().splitlines()[-1] == "error: no such model here"
 
 
@@ -49,17 +49,17 @@ def test_a_signal_while_loading_ends_it(tmp_path):
     with serving(tmp_path, wait=False, load_seconds=60) as server:
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
+        assert server.ends() == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_drains(tmp_path, stream):
     """Running requests end as usual, new ones get 503, then the process ends with 0."""
-    with serving(tmp_path, delay=0.01) as server:
+    with serving(tmp_path, delay=0.02) as server:
         whole = server.complete(**BODY, max_tokens=100).json()["choices"][0]["text"]
 
         def ask():
-            with httpx.Client(base_url=server.root, timeout=30, trust_env=False) as client:
+            with httpx.Client(base_url=server.root, timeout=60, trust_env=False) as client:
                 body = {**BODY, "max_tokens": 100, "stream": stream}
                 return client.post("/v1/completions", json=body)
 
@@ -69,14 +69,14 @@ def test_drains(tmp_path, stream):
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         assert code_of(server.http.get("/health")) == (503, "shutting_down")
         assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")
-        thread.join(20)
+        thread.join(60)
         answer = results[0]
         assert answer.status_code == 200
         if stream:
             assert answer.text.endswith("data: [DONE]\n\n")
         else:
             assert answer.json()["choices"][0]["text"] == whole
-        assert server.process.wait(5) == 0
+        assert server.ends() == 0
         with pytest.raises(httpx.TransportError):
             httpx.get(server.root + "/health", trust_env=False)
 
@@ -97,7 +97,7 @@ def test_draining_has_an_end(tmp_path):
         assert cut.startswith(b"HTTP/1.1 200")
         assert b'data: {"error":' in cut
         assert b'"code":"shutting_down"' in cut
-        assert server.process.wait(5) == 0
+        assert server.ends() == 0
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
@@ -107,18 +107,20 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(2) == 128 + signal.SIGTERM
+        # Alone, the first would have left the request 30 s.
+        assert server.process.wait(20) == 128 + signal.SIGTERM
 
 
 def test_an_idle_server_ends_quickly_with_connections_open(tmp_path):
     with serving(tmp_path) as server, server.connect():
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(3) == 0
+        assert server.ends() == 0
+        assert "graceful shutdown exceeded" not in server.logged()
 
 
 def test_a_client_that_leaves_costs_one_step_more(tmp_path):
     """The step that runs when it leaves is the last but, at most, the one already planned."""
-    with serving(tmp_path, delay=0.2) as server:
+    with serving(tmp_path, delay=0.8) as server:
         sock = server.connect()
         sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
         assert wait_for(lambda: server.load()["running"] == 1)
@@ -147,7 +149,7 @@ def test_an_engine_that_dies(tmp_path):
         assert server.http.get("/metrics").status_code == 200
         assert server.http.get("/server_info").json()["state"] == "stopped"
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
+        assert server.ends() == 0
 
 
 def test_api_keys(tmp_path):

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import time
 
 import httpx
 import pytest
@@ -17,7 +16,7 @@ PLAIN = {**LONG, "speculative": {"enabled": False}}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A toy that takes 5 ms per step, so 4,000 tokens take 20 s."""
-    settings = {"keep_alive_seconds": 0.2, "send_seconds": 1.0}
+    settings = {"keep_alive_seconds": 0.2, "send_seconds": 3.0}
     with serving(tmp_path_factory.mktemp("streams"), delay=0.005, settings=settings) as server:
         yield server
         assert "Traceback" not in server.logged()
@@ -53,7 +52,7 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
         if stream:
             read_until(sock, b"data: ")
     # Plain decoding of what is left would take 20 s.
-    assert wait_for(lambda: aborted(server) == before + 1, 8.0)
+    assert wait_for(lambda: aborted(server) == before + 1, 15.0)
 
 
 def test_a_client_that_leaves_mid_prefill(server):
@@ -66,7 +65,7 @@ def test_a_client_that_leaves_mid_prefill(server):
             request_bytes("/v1/completions", {**PLAIN, "prompt": prompt, "max_tokens": 2000})
         )
         assert wait_for(lambda: running(server) == 1)
-    assert wait_for(lambda: aborted(server) == before + 1, 8.0)
+    assert wait_for(lambda: aborted(server) == before + 1, 15.0)
 
 
 def test_all_choices_of_all_prompts_end_with_their_client(server):
@@ -75,7 +74,7 @@ def test_all_choices_of_all_prompts_end_with_their_client(server):
         body = {**PLAIN, "prompt": ["Hi", "Ho", "He"], "n": 2, "stream": True}
         sock.sendall(request_bytes("/v1/completions", body))
         assert wait_for(lambda: running(server) == 6)
-    assert wait_for(lambda: aborted(server) == before + 6, 8.0)
+    assert wait_for(lambda: aborted(server) == before + 6, 15.0)
 
 
 def test_a_stalled_reader_holds_nobody_up_and_is_dropped(server):
@@ -85,10 +84,9 @@ def test_a_stalled_reader_holds_nobody_up_and_is_dropped(server):
         body = {**PLAIN, "n": 16, "max_tokens": 400, "logprobs": 20, "stream": True}
         sock.sendall(request_bytes("/v1/completions", body))
         assert wait_for(lambda: running(server) == 16)
-        started = time.monotonic()
         assert server.complete(max_tokens=20).status_code == 200
-        assert time.monotonic() - started < 2.0
-        assert wait_for(lambda: "it read nothing for 1 s" in server.logged(), 10.0)
+        assert "it read nothing" not in server.logged()
+        assert wait_for(lambda: "it read nothing for 3 s" in server.logged())
         assert wait_for(lambda: not running(server))
 
 
@@ -109,12 +107,12 @@ def test_a_slow_reader_gets_everything_in_larger_pieces(server):
 
 def test_keep_alive_comments_during_silence(server):
     """Sixty others keep every slot busy, so a further one waits in silence."""
-    with httpx.Client(base_url=server.root, timeout=30, trust_env=False) as other:
+    with httpx.Client(base_url=server.root, timeout=60, trust_env=False) as other:
         crowd = [server.connect() for _ in range(4)]
         try:
             for sock in crowd:
                 sock.sendall(request_bytes("/v1/completions", {**PLAIN, "n": 16, "stream": True}))
-            assert wait_for(lambda: running(server) == 64, 10.0)
+            assert wait_for(lambda: running(server) == 64)
             with other.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
                 assert answer.status_code == 200
                 assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
@@ -173,7 +171,7 @@ async def _crowd(root, count, share):
     limits = httpx.Limits(max_connections=count)
     body = {"prompt": "Hi", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
     async with httpx.AsyncClient(
-        base_url=root, timeout=60, limits=limits, trust_env=False
+        base_url=root, timeout=200, limits=limits, trust_env=False
     ) as client:
 
         async def ask(number):

@@ -94,7 +94,7 @@ def test_the_chosen_token_is_among_the_top():
 
 def test_speculation_metrics_are_vllms():
     stats = [
-        SpeculationStats(steps=4, guesses=12, accepted=5, histogram=(1, 2, 0, 1)),
+        SpeculationStats(steps=4, guesses=12, accepted=5, histogram=(1, 2, 0, 1), reason="a"),
         SpeculationStats(steps=2, guesses=6, accepted=1, histogram=(1, 1)),
     ]
     assert speculation_metrics(stats)["speculative_decoding"] == {
@@ -104,6 +104,7 @@ def test_speculation_metrics_are_vllms():
         "num_spec_steps": 6,
         "num_accepted_draft_tokens": 6,
         "num_draft_tokens": 18,
+        "reasons": ["a", ""],
     }
     nothing = speculation_metrics([])["speculative_decoding"]
     assert nothing["mean_acceptance_length"] is None
