@@ -17,8 +17,9 @@ from forerun.drafters import heads
 from forerun.executors import cpu
 from forerun.executors.torch.eagle import EagleHead
 from forerun.train.corpus import Piece
-from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss
+from forerun.train.loss import Batch, Dense, Vocabulary, simulated_length, ttt_loss
 from forerun.train.target import DenseTarget
+from forerun.train.unroll import Unrolling
 
 pytestmark = [
     pytest.mark.slow,
@@ -96,9 +97,10 @@ def test_served_is_what_was_simulated(target):
         wanted[:, len(request.prompt) + 1 :] = True
         # What the served target wrote is its choice, whatever float32 would have said.
         choice = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
-        batch = Batch(ids, wanted, features, last, choice)
+        teacher = Dense(last.flatten(0, 1), vocabulary.rows)
+        batch = Batch(ids, wanted, features, choice, teacher)
         with torch.no_grad():
-            _, scores = ttt_loss(head, batch, dense.embed, vocabulary, 3, 1.0)
+            _, scores = ttt_loss(head, batch, dense.embed, vocabulary, Unrolling(3))
         hits += [score.hits for score in scores]
         rows += [score.rows for score in scores]
     simulated = simulated_length((hits / rows).tolist())
