@@ -25,9 +25,9 @@ MAX_WAITING = 64
 _Key = tuple[str, str, bool, bool]
 _Value = llguidance.LLMatcher | str
 
-LONG, CUT = 512, 16
-"""Characters of a long forced text that are made into tokens, and the last tokens that are left
-out because they may have been cut."""
+LONG = 256
+"""Characters of a forced text that are made into tokens at once; the last quarter is dropped
+again, for its tokens may have been cut."""
 
 _FIXED_COST = 256 * 1024
 _COST_PER_BYTE = 64
@@ -147,7 +147,10 @@ class _Vocabulary:
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         if len(plain) <= 2 * LONG:
             return self._encode(plain, False)
-        return self._encode(plain[: LONG + CUT], False)[:-CUT]
+        ids, dropped = self._encode(plain[:LONG], False), 0
+        while ids and dropped < LONG // 4:
+            dropped += len(self.tokens[ids.pop()])
+        return ids or self._encode(plain, False)
 
 
 class Worker:

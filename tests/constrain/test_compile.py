@@ -3,16 +3,19 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from forerun.constrain import compile as compile_module
 from forerun.constrain.compile import Compiler, Worker
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Matcher
+from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import BusyError, ModelError, RequestError
+from forerun.spec.tree import Draft, batch
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import Ends, Tokenizer
-from tests.constrain.tools import BYTES, compiler
+from tests.constrain.tools import BPE, BYTES, compiler, members
 
 FIELD = "response_format.json_schema.schema"
 
@@ -59,6 +62,8 @@ def test_lenient_schemas_ignore_what_cannot_be_honoured():
 
 
 HOSTILE = [
+    Grammar.json_schema({"const": "xy z" * 60_000}),
+    Grammar.regex("a{4999}"),
     Grammar.regex("((a{1,1000}){1,1000}){1,1000}"),
     Grammar.regex("a{10000}"),
     Grammar.regex("(ab?){9000}"),
@@ -92,17 +97,36 @@ def test_hostile_grammars_are_refused_or_quick_in_the_engine(grammar):
         found = compiler("bpe").compile(grammar)
     except RequestError:
         return
-    matcher = Matcher(found)
+    grammars = TreeGrammars(BPE.vocab_size)
+    grammars.open(0, found, ())
+    slot, known = np.zeros(1, np.int32), np.ones(1, np.int32)
     slowest = 0.0
     for _ in range(20):
         began = time.thread_time()
-        mask = matcher.mask()
-        forced = matcher.forced()
+        room = np.array([max(grammars.ahead(0), 1)], np.int32)
+        (draft,) = grammars.guide(slot, [Draft()], room, room)
+        masks = grammars.masks(slot, batch([known], [draft]))
+        tokens = draft.tokens.tolist() or members(masks.bits[masks.row[0]].tobytes())[:1]
+        done = grammars.commit(0, tokens)
         slowest = max(slowest, time.thread_time() - began)
-        token = forced[0] if forced else next(i for i in range(7200) if mask[i // 8] >> i % 8 & 1)
-        if not matcher.advance(token) or matcher.complete:
+        assert not grammars.errors()
+        if done is not None:
             break
     assert slowest < 0.1
+
+
+def test_a_long_forced_text_is_spelled_a_piece_at_a_time():
+    """Its tokens are asked for at every node, and no step takes more than some dozens of them."""
+    text = "the quick brown fox, é 1234567890; " * 200
+    matcher, out = Matcher(compiler("bpe").compile(Grammar.choice([text]))), []
+    while not matcher.complete:
+        forced = matcher.forced()
+        assert forced and len(forced) <= 2 * compile_module.LONG
+        for token in forced:
+            assert members(matcher.mask()) == [token], "what is forced is all that may follow"
+            assert matcher.advance(token)
+        out += forced
+    assert BPE.decode(np.array(out)) == text
 
 
 def test_what_takes_too_long_is_ended_and_the_next_one_answered(monkeypatch):
