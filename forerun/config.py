@@ -75,7 +75,7 @@ class EngineConfig:
         choices=("auto", "file", "float32", "bfloat16", "float16"),
     )
     threads: int | None = option(
-        None, "compute threads (default: one per physical core)", low=1, high=1024
+        None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024
     )
     context: int | None = option(
         None, "longest sequence in tokens (default: the model's, as far as memory allows)", low=8

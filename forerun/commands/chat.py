@@ -108,7 +108,7 @@ def _turn(talk: Conversation, line: str) -> None:
     elif command == "/stats":
         totals = talk.stats()
         say(
-            f"{totals['answers']} answers, {totals['tokens']} tokens, "
+            f"answers: {totals['answers']}, {totals['tokens']} tokens, "
             f"{totals['tokens_per_step']:.2f} tokens per step"
         )
     elif command == "/system":
@@ -127,5 +127,9 @@ def _read() -> str | None:
     """One line; None at the end of the input. Ctrl-C at an empty prompt leaves like Ctrl-D."""
     try:
         return input("> " if interactive() else "").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt) as error:
+        if interactive():
+            say("")  # The shell's prompt begins a line of its own.
+        elif isinstance(error, KeyboardInterrupt):
+            raise
         return None

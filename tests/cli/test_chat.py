@@ -77,7 +77,7 @@ def test_commands_of_the_terminal():
     assert done.returncode == 0
     first, again, kinder = done.stdout.splitlines()
     assert first == again != kinder
-    for words in ("1 answers, 12 tokens", "forgotten", "system: Be kind.", "no command /fly"):
+    for words in ("answers: 1, 12 tokens", "forgotten", "system: Be kind.", "no command /fly"):
         assert words in done.stderr
 
 
