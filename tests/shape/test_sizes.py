@@ -26,6 +26,8 @@ def over(limit, measure):
 
 
 def parameters(node):
+    if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return 0  # A kernel takes pointers and numbers; no object can carry them.
     arguments = node.args
     given = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len([name for name in given if name not in ("self", "cls")])

@@ -5,6 +5,8 @@ host. The noise is the host's to the bit as far as the device's float64 logarith
 differs only where two scores lie within a rounding error of float32.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,17 @@ CHUNK = 64
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNoise:
+    """How M nodes choose, on the device: their requests' seeds (64 bits in an int64[M]), output
+    positions int32[M] and temperatures float32[M]; 0 = greedy.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    temperatures: Tensor
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -42,11 +55,16 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 def gumbel(seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device) -> Tensor:
     """float32[n,V]: forerun.spec.noise.gumbel of n seeds (uint64) and output positions."""
-    halves = np.stack([seeds & _LOW, seeds >> 32, positions.astype(np.uint64)]).astype(np.int64)
-    low, high, position = torch.from_numpy(halves).to(device).unsqueeze(-1)
-    block = torch.arange(-(-vocab // 4), device=device)
-    nothing = torch.zeros((), dtype=torch.int64, device=device)
-    counter = [block.expand(len(seeds), -1), position, nothing, nothing]
+    there = torch.from_numpy(seeds.view(np.int64)).to(device)
+    return _gumbel(there, torch.from_numpy(positions.astype(np.int64)).to(device), vocab)
+
+
+def _gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """float32[n,V] noise of int64[n] seeds and positions."""
+    low, high = (seeds & _LOW).unsqueeze(-1), ((seeds >> 32) & _LOW).unsqueeze(-1)
+    block = torch.arange(-(-vocab // 4), device=seeds.device)
+    nothing = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    counter = [block.expand(len(seeds), -1), positions.unsqueeze(-1), nothing, nothing]
     words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, :vocab]
     uniform = (words.double() + 0.5) * 2.0**-32
     return -uniform.log_().neg_().log_().float()
@@ -68,5 +86,17 @@ def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
         noise = gumbel(unique[:, 0], unique[:, 1], logits.shape[1], device)
         rows = torch.from_numpy(part).to(device)
         scores[rows] += noise[torch.from_numpy(which.reshape(-1)).to(device)]
+    best, tokens = scores.max(-1).values, scores.argmax(-1)
+    return torch.where(best.isfinite(), tokens, NOTHING).int()
+
+
+def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
+    """int32[M]: what `choices` gives, from logits float32[M,V] and what is on the device already.
+
+    Nothing here waits for the device; noise is made for all nodes, greedy ones included.
+    """
+    heat = noise.temperatures[:, None]
+    made = _gumbel(noise.seeds, noise.positions.long(), logits.shape[1])
+    scores = torch.where(heat > 0, logits / torch.where(heat > 0, heat, 1.0) + made, logits)
     best, tokens = scores.max(-1).values, scores.argmax(-1)
     return torch.where(best.isfinite(), tokens, NOTHING).int()

@@ -120,11 +120,12 @@ class Decoder:
         """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
         return rms_norm(last, self._norm, self.arch.norm_eps)
 
-    def logits(self, last: Tensor) -> Tensor:
-        """float32[n,V] from residual streams [n,H] after the last layer."""
+    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] from residual streams [n,H] after the last layer; into `out`, if given."""
         padding = padded_rows(len(last), self.row_sizes) - len(last)
         normed = self.final_norm(F.pad(last, (0, 0, 0, padding)))
-        return self._head(normed)[: len(last)].float()
+        logits = self._head(normed)[: len(last)]
+        return logits.float() if out is None else out.copy_(logits)
 
     def _attention(
         self, layer: int, block: Block, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend

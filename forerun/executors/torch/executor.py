@@ -1,6 +1,8 @@
 """TorchExecutor: the executor contract in plain torch, the reference for faster ones."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,12 @@ from forerun.executors.host import HostAccepted, HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.geometry import geometry_of
+from forerun.executors.torch.graphs import recorder
+from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import padded_rows
+from forerun.executors.torch.rounds import Round, Rounds, Size
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
@@ -33,10 +39,12 @@ class Scores:
 
     logits  float32[n,V] of the n scored nodes, on the device
     row_of  int32[M] a flat node's row in `logits`; -1 = not scored
+    round   what a captured round has done already; None after an eager step
     """
 
     logits: Tensor
     row_of: Ints
+    round: Round | None = None
 
 
 class TorchExecutor:
@@ -61,6 +69,7 @@ class TorchExecutor:
         limits: ExecutorLimits,
         device: str = "cpu",
         dtype: str = "float32",
+        graphs: bool = True,
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
@@ -76,6 +85,8 @@ class TorchExecutor:
         self._cache: PagedCache | None = PagedCache(
             _kv_shape(arch), limits, self.device, self.dtype
         )
+        self._kernels = kernels_for(self.device)
+        self._rounds = self._captured_rounds() if graphs else None
 
     def open(self, opening: Opening) -> None:
         """Bind a sequence to its slot."""
@@ -100,22 +111,30 @@ class TorchExecutor:
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._taps = layers
+        if self._rounds is not None:
+            self._rounds.tap(layers, self.dtype)
 
     @torch.inference_mode()
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
-        """Score every node of every tree in one forward pass. Writes scratch, no page."""
+        """Score every node of every tree in one forward pass.
+
+        Writes scratch; a captured round has also accepted, and written, what it could decide.
+        """
         decoder, cache = self._alive()
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
+        if self._rounds is not None and (size := self._rounds.size_of(plan, trees)):
+            return self._run_round(self._rounds, size, plan, trees)
         scored = self._sampler.scored(plan, trees)
-        blocks = key_blocks(plan, trees, cache, self.device)
+        attend_layer = self._attention(plan, trees, cache)
 
         def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.write(layer, keys[:count], values[:count])
-            return attend(queries, *cache.of_layer(layer), blocks)
+            return attend_layer(queries, *cache.of_layer(layer))
 
-        rows = padded_rows(count, decoder.row_sizes)
+        # Our kernels know no padding; the bits are the batch's affair where they run.
+        rows = padded_rows(count, () if self._kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         position = self._padded(positions(trees, plan.kv_len), rows)
         last, streams = decoder.forward(tokens, position, attend_pages, self._taps)
@@ -128,6 +147,34 @@ class TorchExecutor:
             row_of=row_of,
         )
 
+    def _attention(
+        self, plan: Plan, trees: TreeBatch, cache: PagedCache
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """A layer's attention in this step: queries, keys, values -> context."""
+        kernels, arch = self._kernels, self.decoder.arch
+        if kernels is None:
+            blocks = key_blocks(plan, trees, cache, self.device)
+            return partial(attend, blocks=blocks)
+        share = arch.heads // arch.kv_heads
+        return partial(kernels.attend, geometry=geometry_of(plan, trees, cache, share, self.device))
+
+    def _captured_rounds(self) -> Rounds | None:
+        """None where nothing captures. The first round captures the common ones."""
+        records = recorder(self.device)
+        if records is None or self._kernels is None:
+            return None
+        decoder, cache = self._alive()
+        return Rounds(decoder, cache, self.limits, self._kernels, records)
+
+    def _run_round(self, rounds: Rounds, size: Size, plan: Plan, trees: TreeBatch) -> Scores:
+        plain = self._sampler.plain(plan, trees)
+        found = rounds.run(size, plan, trees, plain)
+        chosen = found.choices[plain.nodes].tolist()
+        self._choices = dict(zip(plain.nodes.tolist(), chosen, strict=True))
+        if found.features is not None:
+            self.tapped = found.features[self._padded(found.place, len(found.place))]
+        return Scores(found.logits, found.place, found)
+
     @torch.inference_mode()
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
@@ -136,7 +183,7 @@ class TorchExecutor:
         be; only where they cannot, and for reports, do logits cross to the host.
         """
         plain = self._sampler.plain(plan, trees)
-        if len(plain.nodes):
+        if scores.round is None and len(plain.nodes):
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
@@ -160,14 +207,21 @@ class TorchExecutor:
     def commit(
         self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
     ) -> Outcome:
-        """Copy the kept keys and values from scratch into pages."""
+        """Copy the kept keys and values from scratch into pages, where no round has done so."""
         _, cache = self._alive()
         position = positions(trees, plan.kv_len)
-        slots = [
-            cache.slots(pages, position[path])
-            for pages, path in zip(plan.page_table, accepted.paths, strict=True)
-        ]
-        cache.commit(np.concatenate(accepted.paths), np.concatenate(slots))
+        rows = range(plan.rows)
+        if scores.round is not None:
+            rows = np.flatnonzero(~scores.round.decided).tolist()
+        paths = [accepted.paths[row] for row in rows]
+        if paths:
+            slots = [
+                cache.slots(plan.page_table[row], position[path])
+                for row, path in zip(rows, paths, strict=True)
+            ]
+            nodes = np.concatenate(paths)
+            place = scores.round.place[nodes] if scores.round is not None else nodes
+            cache.commit(place, np.concatenate(slots))
         return self._sampler.outcome(plan, trees, accepted)
 
     def describe(self) -> dict[str, Any]:
@@ -179,12 +233,14 @@ class TorchExecutor:
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
+            "captured": [tuple(size) for size in self._rounds.captured] if self._rounds else [],
+            "capture_seconds": self._rounds.capture_seconds if self._rounds else 0.0,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
 
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
-        self._decoder = self._cache = None
+        self._decoder = self._cache = self._rounds = None
 
     def _alive(self) -> tuple[Decoder, PagedCache]:
         if self._decoder is None or self._cache is None:

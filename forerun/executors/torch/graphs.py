@@ -6,9 +6,12 @@ changes from step to step must live in tensors made beforehand, and nothing may 
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+
+Size = TypeVar("Size")
+"""What tells programs of one kind apart: a number, or several, that can be sorted."""
 
 
 class Recorder(Protocol):
@@ -50,23 +53,27 @@ def recorder(device: torch.device) -> Recorder | None:
     return CudaRecorder() if device.type == "cuda" else None
 
 
-class Programs:
+class Programs(Generic[Size]):
     """`work(size)` for a few sizes, each captured when it is asked for the second time.
 
     The first call of a size runs it as it is, which is also its warm-up: every call does the
     work exactly once.
     """
 
-    def __init__(self, work: Callable[[int], None], records: Recorder | None) -> None:
+    def __init__(self, work: Callable[[Size], None], records: Recorder | None) -> None:
         self._work, self._records = work, records
-        self._replays: dict[int, Callable[[], None] | None] = {}
+        self._replays: dict[Size, Callable[[], None] | None] = {}
 
     @property
-    def captured(self) -> tuple[int, ...]:
+    def captured(self) -> tuple[Size, ...]:
         """Sizes that are replayed."""
         return tuple(sorted(size for size, replay in self._replays.items() if replay))
 
-    def run(self, size: int) -> None:
+    def forget(self) -> None:
+        """Capture everything anew: the work is another from now on."""
+        self._replays.clear()
+
+    def run(self, size: Size) -> None:
         """Do the work of one size, once."""
         if self._records is None:
             self._work(size)

@@ -52,6 +52,7 @@ class PagedCache:
         self.null = self.scratch_begin + limits.max_nodes
         sizes = (shape.layers, 2, shape.kv_heads, self.null + 1, shape.head_size)
         self._kv = torch.zeros(sizes, device=device, dtype=dtype)
+        self.device = device
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [G, slots, E], of one layer."""
@@ -86,6 +87,9 @@ class PagedCache:
 
     def commit(self, nodes: Ints, slots: Slots) -> None:
         """Copy nodes [n] from scratch into page slots [n], all layers."""
-        source = torch.from_numpy(self.scratch(nodes)).to(self._kv.device)
-        target = torch.from_numpy(slots).to(self._kv.device)
+        source = torch.from_numpy(self.scratch(nodes)).to(self.device)
+        self.move(source, torch.from_numpy(slots).to(self.device))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` [n] to slots `target` [n], all different, in all layers."""
         self._kv.index_copy_(3, target, self._kv.index_select(3, source))

@@ -1,0 +1,137 @@
+"""Who sees what in a step, as tensors that kernels read: rows, pages and trees.
+
+A node's ancestors are told by two numbers per node instead of an N x N mask. Walk the tree depth
+first and count: `enter` is the count when the walk reaches a node, `leave` when it has left the
+last node below it. Then node j is node i or an ancestor of it exactly where
+
+    enter[j] <= enter[i] < leave[j].
+
+Numbers are compared within a row only, so each row counts from 0.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.engine.plan import Plan
+from forerun.executors.torch.kv import PagedCache
+from forerun.spec.tree import TreeBatch
+from forerun.types import Ints
+
+LINES = 64
+"""Queries of a tile, at most: its nodes times the heads that share a key/value head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A step's rows, pages and trees on the device; all int32.
+
+    start   [B+1]  row b owns nodes start[b]:start[b+1]
+    kv_len  [B]    cached tokens, all visible
+    table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
+                   are read
+    turns   [2,M]  enter and leave, see above
+    tiles   [T,2]  row and first node of every tile: up to `tile` consecutive nodes of a row
+    scratch        slot of node 0 (see kv.py)
+    """
+
+    start: Tensor
+    kv_len: Tensor
+    table: Tensor
+    turns: Tensor
+    tiles: Tensor
+    tile: int
+    page_size: int
+    scratch: int
+
+
+def intervals(parents: Ints) -> Ints:
+    """int32[2,N]: enter and leave of one row's nodes; the first node's parent is below 0.
+
+    parents  int32[N] within the row, each before its children
+    """
+    count = len(parents)
+    order = np.arange(count, dtype=np.int32)
+    if np.array_equal(parents[1:], order[:-1]):
+        return np.stack([order, np.full_like(order, count)])
+    above = parents.tolist()
+    size = [1] * count
+    for node in range(count - 1, 0, -1):
+        size[above[node]] += size[node]
+    enter, taken = [0] * count, [1] * count
+    for node in range(1, count):
+        enter[node] = enter[above[node]] + taken[above[node]]
+        taken[above[node]] += size[node]
+    return np.cumsum(np.array([enter, size], np.int32), 0, dtype=np.int32)
+
+
+def tile_nodes(nodes: int, share: int) -> int:
+    """Nodes of a tile where the largest row has `nodes` and `share` heads share their keys."""
+    tile = 1
+    while tile < nodes and 2 * tile * share <= LINES:
+        tile *= 2
+    return tile
+
+
+def tiles_of(start: Ints, tile: int) -> Ints:
+    """int32[T,2] tiles of the rows that start, and end, at start[B+1]."""
+    found = [
+        (row, first)
+        for row in range(len(start) - 1)
+        for first in range(int(start[row]), int(start[row + 1]), tile)
+    ]
+    return np.array(found, np.int32).reshape(-1, 2)
+
+
+def geometry_of(
+    plan: Plan, trees: TreeBatch, cache: PagedCache, share: int, device: torch.device
+) -> Geometry:
+    """The geometry of one step, copied to the device."""
+    bounds = list(pairwise(trees.start.tolist()))
+    spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
+    tile = tile_nodes(int(np.diff(trees.start).max()), share)
+
+    def there(array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+    return Geometry(
+        start=there(trees.start),
+        kv_len=there(plan.kv_len),
+        table=there(plan.page_table),
+        turns=there(np.concatenate(spans, axis=1)),
+        tiles=there(tiles_of(trees.start, tile)),
+        tile=tile,
+        page_size=cache.page_size,
+        scratch=cache.scratch_begin,
+    )
+
+
+def attend_dense(queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G,slots,E].
+
+    The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
+    on shapes alone, so it can be captured.
+    """
+    count, _, size = queries.shape
+    width = geometry.table.shape[1]
+    nodes = torch.arange(count, device=queries.device)
+    row = torch.searchsorted(geometry.start[1:].contiguous(), nodes.int(), right=True)
+    position = torch.arange(width * geometry.page_size, device=queries.device)
+    page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
+    slots = (page * geometry.page_size + position % geometry.page_size)[row]
+    cached = position < geometry.kv_len[row, None]
+    enter, leave = geometry.turns
+    own = (enter <= enter[:, None]) & (enter[:, None] < leave) & (row == row[:, None])
+    seen = torch.cat([cached, own], 1)
+    slots = torch.cat([slots, (geometry.scratch + nodes).expand(count, -1)], 1)
+    # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
+    key, value = (
+        torch.where(seen[..., None], side[:, slots], 0.0).float() for side in (keys, values)
+    )
+    grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
+    scores = torch.einsum("gmae,gmte->gmat", grouped, key) * size**-0.5
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    return torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)

@@ -1,0 +1,193 @@
+"""Tree attention over pages as two Triton kernels, for CUDA.
+
+Split-prefix decoding (flash-decoding; online softmax after Milakov and Gimelshein, arXiv
+1805.02867) with a tree at its end. A program takes one tile of a row's nodes, one key/value head
+and one part of the prefix; the queries of all heads that share that key/value head stand in its
+rows, so keys are read once for all of them and for all nodes of the tile.
+
+    prefix   |  part 0  |  part 1  |  part 2  | part 3 + the row's own nodes, masked |
+                  '----------'----------'-----------------'-- merged by log-sum-exp
+
+Keys and values are read where they lie (kv.py): the prefix through the page table, the step's own
+from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32.
+The slow twin is `forerun.executors.torch.geometry.attend_dense`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.executors.torch.geometry import Geometry
+
+KEYS = 64
+"""Keys of one turn of the loop."""
+
+MOST_PARTS = 32
+"""Parts of a prefix, at most."""
+
+PROGRAMS = 264
+"""Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E: tl.constexpr):
+    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS]."""
+    WIDE: tl.constexpr = triton.next_power_of_2(E)
+    e = tl.arange(0, WIDE)
+    place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
+    k = tl.load(keys + place, mask=real, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    now = tl.maximum(most, tl.max(scores, 1))
+    # A line that has seen nothing yet has no maximum to subtract.
+    level = tl.where(now == float("-inf"), 0.0, now)
+    weights = tl.exp2(scores - level[:, None])
+    fade = tl.exp2(most - level)
+    v = tl.load(values + place, mask=real, other=0.0)
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
+    return now, total * fade + tl.sum(weights, 1), mixed
+
+
+@triton.jit(do_not_specialize=["table_stride", "scratch", "count"])
+def _attend(
+    queries,
+    keys,
+    values,
+    out,
+    sums,
+    tiles,
+    start,
+    kv_len,
+    table,
+    turns,
+    group_stride,
+    table_stride,
+    scratch,
+    count,
+    scale,
+    SHARE: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    LINES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
+    score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
+    """
+    tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = SHARE * tl.num_programs(1)
+    row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    begin, end = tl.load(start + row), tl.load(start + row + 1)
+    line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
+    node, head = first + line // SHARE, group * SHARE + line % SHARE
+    mine = (line < TILE * SHARE) & (node < end)
+    WIDE: tl.constexpr = triton.next_power_of_2(E)
+    e = tl.arange(0, WIDE)
+    place = (node * heads + head)[:, None] * E + e[None, :]
+    whole = mine[:, None] & (e[None, :] < E)
+    q = tl.load(queries + place, mask=whole, other=0.0)
+    keys, values = keys + group * group_stride, values + group * group_stride
+    most = tl.full([LINES], float("-inf"), tl.float32)
+    total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
+
+    cached = tl.load(kv_len + row)
+    length = tl.cdiv(tl.cdiv(cached, KEYS), PARTS) * KEYS
+    high = tl.minimum((part + 1) * length, cached)
+    for at in range(part * length, high, KEYS):
+        there = at + key < high
+        page = tl.load(table + row * table_stride + (at + key) // PAGE, mask=there, other=0)
+        slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
+        most, total, mixed = _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E)
+
+    # A parent precedes its children, so nobody sees a node that comes after the tile.
+    last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
+    turn = tl.load(turns + node, mask=mine, other=-1)[:, None]
+    for at in range(begin, last, KEYS):
+        there = at + key < last
+        enter = tl.load(turns + at + key, mask=there, other=0)[None, :]
+        leave = tl.load(turns + count + at + key, mask=there, other=0)[None, :]
+        slot, seen = scratch + at + key, there[None, :] & (enter <= turn) & (turn < leave)
+        most, total, mixed = _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E)
+
+    if PARTS == 1:
+        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
+    else:
+        where = (part * count + node) * heads + head
+        tl.store(out + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
+        tl.store(sums + where, most, mask=mine)
+        tl.store(sums + PARTS * count * heads + where, total, mask=mine)
+
+
+@triton.jit(do_not_specialize=["lines"])
+def _merge(parts, sums, out, lines, E: tl.constexpr, PARTS: tl.constexpr):
+    """Fill `out` [M*A,E] from what the parts found."""
+    line = tl.program_id(0)
+    WIDE: tl.constexpr = triton.next_power_of_2(E)
+    part, e = tl.arange(0, PARTS), tl.arange(0, WIDE)
+    at = part * lines + line
+    level, total = tl.load(sums + at), tl.load(sums + PARTS * lines + at)
+    weight = tl.exp2(level - tl.max(level, 0))
+    place = at.to(tl.int64)[:, None] * E + e[None, :]
+    mixed = tl.load(parts + place, mask=e[None, :] < E, other=0.0)
+    summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
+    tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
+
+
+def parts_for(programs: int) -> int:
+    """Parts to cut every prefix into where one part gives `programs` programs."""
+    parts = 1
+    while parts < MOST_PARTS and parts * programs < PROGRAMS:
+        parts *= 2
+    return parts
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry, parts: int | None = None
+) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G,slots,E].
+
+    The step's own keys and values must be in scratch. `parts`: a power of two; by default as
+    many as fill the device. Launches only: nothing here waits for the device.
+    """
+    count, heads, size = queries.shape
+    share = heads // len(keys)
+    parts = parts or parts_for(len(geometry.tiles) * len(keys))
+    queries = queries.contiguous()
+    out = found = sums = torch.empty_like(queries)
+    if parts > 1:
+        found = queries.new_empty((parts, count, heads, size), dtype=torch.float32)
+        sums = queries.new_empty((2, parts, count, heads), dtype=torch.float32)
+    _attend[len(geometry.tiles), len(keys), parts](
+        queries,
+        keys,
+        values,
+        found,
+        sums,
+        geometry.tiles,
+        geometry.start,
+        geometry.kv_len,
+        geometry.table,
+        geometry.turns,
+        keys.stride(0),
+        geometry.table.stride(0),
+        geometry.scratch,
+        count,
+        size**-0.5 * _LOG2E,
+        SHARE=share,
+        E=size,
+        PAGE=geometry.page_size,
+        TILE=geometry.tile,
+        LINES=max(16, triton.next_power_of_2(geometry.tile * share)),
+        KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
+        PARTS=parts,
+        num_warps=4,
+        num_stages=3 if queries.itemsize == 2 else 2,
+    )
+    if parts > 1:
+        _merge[(count * heads,)](found, sums, out, count * heads, E=size, PARTS=parts, num_warps=2)
+    return out

@@ -1,0 +1,65 @@
+"""Triton kernels on the CPU: imports their modules so that Triton's interpreter runs them.
+
+The interpreter is chosen when a kernel is defined, by Triton's own TRITON_INTERPRET.
+"""
+
+import importlib
+import os
+import sys
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs these kernels for real", allow_module_level=True)
+
+
+@contextmanager
+def _interpreting():
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+
+
+def load(name: str):
+    """The module forerun.executors.torch.NAME, interpreted."""
+    with _interpreting():
+        return importlib.import_module(f"forerun.executors.torch.{name}")
+
+
+def _mended(interpreter, float32) -> None:
+    """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products."""
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    def widened(handle):
+        if not handle.dtype.is_bf16():
+            return handle
+        wide = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(wide, float32)
+
+    def product(self, a, b, *rest):
+        return dot(self, widened(a), widened(b), *rest)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = product
+
+
+# Triton's own library is made of kernels too: it must be imported anew, to be interpreted. All
+# but what is compiled, which cannot be.
+for imported in [n for n in sys.modules if n.split(".")[0] == "triton" and "._C" not in n]:
+    del sys.modules[imported]
+with _interpreting():
+    why = "triton is not installed; `pip install --no-deps triton==3.6.0` lets this run"
+    triton = pytest.importorskip("triton", reason=why, exc_type=ImportError)
+    importlib.import_module("triton.experimental.gluon")
+    _mended(importlib.import_module("triton.runtime.interpreter"), triton.language.float32)

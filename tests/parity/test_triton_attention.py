@@ -1,0 +1,102 @@
+"""The Triton kernels, interpreted on the CPU, against plain torch and the reference."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.executors.torch.geometry import attend_dense, geometry_of, intervals
+from forerun.spec import verify
+from forerun.spec.tree import batch
+from tests.parity.interpreted import load
+from tests.parity.test_torch_attention import Pages
+from tests.spec.worlds import as_draft, drafts
+
+attention = load("triton_attention")
+CPU = torch.device("cpu")
+
+
+def geometry(pages):
+    share = pages.queries.shape[1] // pages.groups
+    return geometry_of(pages.plan, pages.trees, pages.cache, share, CPU)
+
+
+def both(pages, parts=None):
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0), geometry(pages)
+    return attention.attend(*inputs, parts).numpy(), attend_dense(*inputs).numpy()
+
+
+@settings(max_examples=200, deadline=None)
+@given(drafts(12), st.integers(1, 4))
+def test_intervals_are_the_ancestor_mask(draft, known):
+    trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [as_draft([], []), draft])
+    first = int(trees.start[1])
+    enter, leave = intervals(trees.parents[first:] - first)
+    mask = (enter <= enter[:, None]) & (enter[:, None] < leave)
+    assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0, 1, 63, 64, 65, 130]), st.integers(1, 20), drafts(12)),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(4, 4), (6, 2), (3, 1), (7, 1)]),
+    page_size=st.sampled_from([1, 16, 256]),
+    parts=st.sampled_from([1, 2, 8]),
+    seed=st.integers(0, 99),
+)
+def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
+    known = [np.zeros(count, np.int32) for _, count, _ in rows]
+    trees = batch(known, [draft for _, _, draft in rows])
+    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
+    fast, slow = both(pages, parts)
+    np.testing.assert_allclose(slow, pages.expected(), atol=3e-6)
+    np.testing.assert_allclose(fast, pages.expected(), atol=3e-6)
+
+
+def test_a_long_chunk_over_several_tiles_and_turns():
+    trees = batch([np.zeros(200, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
+    pages = Pages([70], trees, 4, 2, 16, 0)
+    for parts in (1, 4):
+        np.testing.assert_allclose(both(pages, parts)[0], pages.expected(), atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_inputs(dtype):
+    trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
+    pages = Pages([70, 5], trees, 6, 2, 16, 0)
+    keys, values = (side.to(dtype) for side in pages.cache.of_layer(0))
+    queries = torch.from_numpy(pages.queries).to(dtype)
+    for parts in (1, 4):
+        found = attention.attend(queries, keys, values, geometry(pages), parts)
+        assert found.dtype == dtype
+        error = found.float().numpy() - pages.expected()
+        assert 0 < np.linalg.norm(error) < 8e-3 * np.linalg.norm(pages.expected())
+
+
+@pytest.mark.parametrize("field", ["keys", "values"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
+    trees = batch(
+        [np.zeros(3, np.int32), np.zeros(1, np.int32)],
+        [as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), as_draft([], [])],
+    )
+    pages = Pages([5, 9], trees, 4, 2, 16, 0)
+    for parts in (1, 4):
+        clean = Pages([5, 9], trees, 4, 2, 16, 0)
+        healthy = both(clean, parts)
+        getattr(pages, field)[5, 0, 3] = poison
+        pages.cache.write(0, torch.from_numpy(pages.keys), torch.from_numpy(pages.values))
+        for found, expected in zip(both(pages, parts), healthy, strict=True):
+            spoilt, others = [5, 6], [0, 1, 2, 3, 4, 7]
+            np.testing.assert_array_equal(found[others], expected[others])
+            assert np.isnan(found[spoilt][:, :2]).all()
+            np.testing.assert_array_equal(found[spoilt][:, 2:], expected[spoilt][:, 2:])
+
+
+def test_parts_fill_the_device_and_are_few():
+    assert [attention.parts_for(n) for n in (1, 8, 64, 132, 264, 5000)] == [32, 32, 8, 2, 1, 1]
