@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import numpy as np
 
@@ -19,6 +20,7 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     max_choices  largest n
     """
     prompt, max_tokens = request.prompt, request.stopping.max_tokens
+    _types(request)
     if len(prompt) == 0:
         raise RequestError("The prompt is empty; it needs at least one token.", "prompt")
     _within(prompt, vocab, "prompt")
@@ -42,6 +44,25 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
             f"context is {context} tokens. Shorten the prompt or lower max_tokens.",
             "prompt" if len(prompt) >= context else "max_tokens",
         )
+
+
+_WHOLE = ("top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs")
+
+
+def _types(request: Request) -> None:
+    """Numbers are numbers, texts are texts: what is not would fail in the middle of a step."""
+    values = {name: getattr(request.sampling, name) for name in _WHOLE}
+    values |= {"max_tokens": request.stopping.max_tokens, "n": request.n}
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Integral):
+            raise RequestError(f"{name} is {value!r}, but must be a whole number.", name)
+    for name in _RANGES:
+        value = getattr(request.sampling, name)
+        if not isinstance(value, Real):
+            raise RequestError(f"{name} is {value!r}, but must be a number.", name)
+    for text in request.stopping.stop:
+        if not isinstance(text, str):
+            raise RequestError(f"stop holds {text!r}, which is no text.", "stop")
 
 
 _RANGES: dict[str, tuple[float, float]] = {

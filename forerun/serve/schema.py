@@ -208,6 +208,7 @@ class ChatBody(SampledBody):
     tool_choice: ToolChoice | None = accept(tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
+    prompt_cache_key: str = accept(text(MAX_TEXT), "")
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,

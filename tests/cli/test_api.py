@@ -54,8 +54,14 @@ def test_llm_in_a_few_lines():
         assert text == llm.chat(messages, max_tokens=20).text
         with pytest.raises(RequestError, match="temprature"):
             llm.chat(messages, temprature=1)
-        with pytest.raises(RequestError, match="temperature"):
-            llm.chat(messages, temperature=-1)
+        for wrong in (
+            {"temperature": -1}, {"top_p": "hot"}, {"top_k": 2.5}, {"seed": 1.5},
+            {"max_tokens": "9"}, {"n": 1.0}, {"stop": ["a", 5]}, {"min_p": None},
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match=next(iter(wrong))):
+                llm.generate("Hi", **wrong)
+        with pytest.raises(RequestError, match="takes messages"):
+            llm.chat("Hello")
         with pytest.raises(RequestError, match="n is 1000000000"):
             llm.generate("Hi", n=10**9)
     llm.close()

@@ -224,7 +224,7 @@ def test_fields_of_chat(server, name, value, param):
 
 
 HARMLESS = [
-    {"user": "u1"},
+    {"user": "u1", "safety_identifier": "u1", "prompt_cache_key": "k"},
     {"store": False},
     {"tools": [], "tool_choice": "none"},
     {"response_format": {"type": "text"}},
