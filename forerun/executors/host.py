@@ -11,17 +11,29 @@ import numpy as np
 
 from forerun.engine.plan import Opening, Outcome, Plan, TokenLogprobs
 from forerun.errors import EngineError
-from forerun.spec.accept import NOTHING, ChooseAt, accept_row, choose
-from forerun.spec.sampling import History, Sampling, largest, log_normaliser, process
+from forerun.spec.accept import NOTHING, ChooseAt, accept_row, choose, choose_among
+from forerun.spec.sampling import (
+    History,
+    Sampling,
+    largest,
+    log_normaliser,
+    process,
+    unpack,
+)
 from forerun.spec.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Floats, Ints
+from forerun.types import AnyArray, Floats, Ints, Words
 
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
 
-ChooseFast = Callable[[int, Sampling, int], int | None]
-"""(flat node, sampling, output position) -> what `choose(process(...), ...)` would give, or None
-to have it computed here. Asked only where nothing but the temperature shapes the choice."""
+ChooseFast = Callable[[Floats, Sampling, int], int | None]
+"""(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
+or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
+
+FEW = 2048
+"""Tokens that a grammar allows, up to which noise for these alone is the quickest."""
+EXCLUDED = np.float32(-1e30)
+"""A logit that is never chosen, yet finite."""
 
 Reports = tuple[TokenLogprobs, ...]
 
@@ -197,21 +209,37 @@ class HostSampler:
     def _chooser(
         self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
     ) -> ChooseAt:
-        fast = self._choose_fast if sampling.plain else None
-
         def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
-            position = history.output_len + len(ancestors)
-            masked = masks is not None and masks.row[node] >= 0
-            if fast and not masked and (token := fast(node, sampling, position)) is not None:
-                return token
-            raw = logits(node)
-            if (masked or not sampling.plain) and not np.isfinite(raw.max()):
+            position, raw = history.output_len + len(ancestors), logits(node)
+            allowed = None
+            if masks is not None and masks.row[node] >= 0:
+                allowed = masks.bits[masks.row[node]]
+            if sampling.plain:
+                token = self._choose_plain(raw, allowed, sampling, position)
+                if token is not None:
+                    return token
+            if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
                 return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
-            mask = masks.bits[masks.row[node]] if masks is not None and masked else None
-            processed = process(raw, sampling, history, ancestors, mask)
+            processed = process(raw, sampling, history, ancestors, allowed)
             return choose(processed, sampling, position)
 
         return choose_at
+
+    def _choose_plain(
+        self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
+    ) -> int | None:
+        """The choice where the temperature and a mask alone shape it; None = ask the spec."""
+        fast = self._choose_fast
+        if mask is None:
+            return fast(raw, sampling, position) if fast else None
+        if not np.isfinite(raw.max()):
+            return NOTHING
+        allowed = unpack(mask, len(raw))
+        tokens = np.flatnonzero(allowed).astype(np.int32)
+        if sampling.temperature == 0 or len(tokens) <= FEW:
+            return choose_among(raw, tokens, sampling, position)
+        token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
+        return token if token is not None and allowed[token] else None
 
 
 def _reports(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.spec.noise import gumbel
+from forerun.spec.noise import gumbel, gumbel_of
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import TreeBatch
-from forerun.types import Floats
+from forerun.types import Floats, Ints
 
 NOTHING = -1
 """The choice where there is none: logits that are not finite, or no token left."""
@@ -65,6 +65,20 @@ def choose(processed: Floats, sampling: Sampling, position: int) -> int:
         scores = processed + gumbel(sampling.seed, position, len(processed))
     token = int(scores.argmax())  # The first of equals; a NaN counts as the largest of all.
     return token if np.isfinite(scores[token]) else NOTHING
+
+
+def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:
+    """`choose` where all but `tokens`, int32[n] ascending, is excluded and the temperature alone
+    shapes the rest; at the price of these tokens. logits float32[V] are the target's own.
+    """
+    if len(tokens) == 0:
+        return NOTHING
+    scores = logits[tokens]
+    if sampling.temperature > 0 and len(tokens) > 1:
+        scores = scores / np.float32(sampling.temperature)
+        scores += gumbel_of(sampling.seed, position, tokens)
+    best = int(scores.argmax())
+    return int(tokens[best]) if np.isfinite(scores[best]) else NOTHING
 
 
 def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.cpu import CpuExecutor, native
+from forerun.executors.host import EXCLUDED
 from forerun.spec.accept import choose
 from forerun.spec.sampling import History, Sampling, process
 from tests.models import tiny
@@ -50,6 +51,19 @@ def test_same_token(native_choice, random, vocab, temperature):
             position = int(random.integers(0, 1 << 20))
             found = native_choice(logits, sampling, position)
             assert found == expected(logits, sampling, position)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.8, 3.0])
+def test_excluded_tokens_are_never_chosen(native_choice, random, temperature):
+    """As the host sampler lowers what a grammar forbids."""
+    for seed in range(60):
+        logits = random.normal(0, 5, 1003).astype(np.float32)
+        allowed = random.random(1003) < random.choice([0.01, 0.5, 0.99])
+        sampling = Sampling(temperature=temperature, seed=seed)
+        mask = np.packbits(np.append(allowed, np.zeros(21, np.bool_)), bitorder="little")
+        processed = process(logits, sampling, EMPTY, (), mask.view(np.uint32))
+        found = native_choice(np.where(allowed, logits, EXCLUDED), sampling, 7)
+        assert found == choose(processed, sampling, 7)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -10,7 +10,7 @@ from forerun.engine.plan import Opening
 from forerun.errors import EngineError
 from forerun.executors.host import HostSampler
 from forerun.spec.accept import choose
-from forerun.spec.sampling import Sampling
+from forerun.spec.sampling import History, Sampling, process
 from forerun.spec.tree import NodeMasks, batch
 from tests.spec.worlds import NO_DRAFT, V, as_draft, bits, plan_of
 
@@ -246,9 +246,10 @@ def test_the_fast_way_is_asked_for_plain_choices_only(temperature):
     asked: list[tuple[int, int]] = []
     table = next_is(4, 5, 6)
 
-    def fast(node, sampling, position):
+    def fast(logits, sampling, position):
+        node = next((n for n in range(3) if np.array_equal(table[n], logits)), None)
         asked.append((node, position))
-        return choose(table[node], sampling, position) if node == 0 else None
+        return choose(logits, sampling, position) if node == 0 else None
 
     plain = Sampling(temperature=temperature, seed=1)
     first = choose(table[0], plain, 1)
@@ -267,6 +268,36 @@ def test_the_fast_way_is_asked_for_plain_choices_only(temperature):
         results.append(outcome.tokens.tolist())
         assert asked == expected
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("few", [0, 3, 99])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("native", [False, True])
+def test_a_grammar_leaves_the_choice_that_the_specification_makes(
+    monkeypatch, few, temperature, native
+):
+    """However it is computed: among few tokens, with an executor's own way, or by the spec."""
+    monkeypatch.setattr("forerun.executors.host.FEW", few)
+    random, history = np.random.default_rng(few), History(np.array([1, 2], np.int32), 1)
+
+    def fast(logits, sampling, position):
+        return choose(process(logits, sampling, history), sampling, position)
+
+    sampler = HostSampler(1, V, choose_fast=fast if native else None)
+    odd = [np.nan, np.inf, -np.inf] + 7 * [0.0]
+    for seed in range(80):
+        sampling = Sampling(temperature=temperature, seed=seed)
+        table = random.normal(0, 2, (1, V)).astype(np.float32).round(1)
+        table[0, random.integers(V)] = random.choice(odd)
+        allowed = np.flatnonzero(random.random(V) < 0.5).tolist()
+        masks = NodeMasks(np.zeros(1, np.int32), bits(allowed)[None])
+        sampler.open(opening(0, [1, 2], 1, sampling))
+        _, outcome = run(sampler, plan_of([0], [1], [[2]], [True]), [NO_DRAFT], table, masks)
+        sampler.close(0)
+        wanted = choose(process(table[0], sampling, history, (), masks.bits[0]), sampling, 1)
+        wanted = wanted if np.isfinite(table[0].max()) else -1
+        found = outcome.tokens[0, 0] if outcome.n_tokens[0] else -1
+        assert (found, outcome.finite[0]) == (wanted, wanted >= 0), (seed, allowed)
 
 
 def test_misuse_is_named():

@@ -159,9 +159,8 @@ class CpuExecutor:
         self._scores = Logits(self._logits[: len(scored)], row_of)
         return self._scores
 
-    def _choose(self, node: int, sampling: Sampling, position: int) -> int | None:
+    def _choose(self, logits: Floats, sampling: Sampling, position: int) -> int | None:
         """The native twin of spec.accept.choose for plain requests; None = ask the spec."""
-        logits = self._scores(node)
         token: int = self._library.forerun_choose(
             self._alive(),
             logits.ctypes.data,
