@@ -36,7 +36,8 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The prompts in {path} cannot be read: {error}.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"The prompts in {path} cannot be read: {reason}.") from error
     prompts = [
         _prompt(line, f"{path}, line {number}", number)
         for number, line in enumerate(lines, 1)

@@ -24,6 +24,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = configured(EngineConfig, arguments)
     if config.speculation == "off":
         raise ConfigError("there is nothing to tune with speculation off; choose a drafter.")
+    if arguments.out:
+        _check_picture(Path(arguments.out))
     path = Path(arguments.prompts) if arguments.prompts else None
     prompts, batches = tuple(read_prompts(path)), arguments.batches
     target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
@@ -42,10 +44,10 @@ def main(arguments: argparse.Namespace) -> int:
         emit_json(facts)
     else:
         out.print(table(tuning, target.name))
-    if arguments.out:
-        _draw(Path(arguments.out), tuning, target.name)
     written = save(target.config, tuning.best, facts)
     say(f"best: {tuning.best.name}; serve, run and chat use it from now on ({written})")
+    if arguments.out:
+        _draw(Path(arguments.out), tuning, target.name)
     return 0
 
 
@@ -67,6 +69,14 @@ def table(tuning: Tuning, title: str) -> Table:
         ]
         view.add_row(setting.name, *cells, style="bold" if setting == tuning.best else None)
     return view
+
+
+def _check_picture(path: Path) -> None:
+    """Before minutes of work. Raises ConfigError where no picture can be written."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {path}: the picture is a PNG; let its name end in .png.")
 
 
 def _draw(path: Path, tuning: Tuning, title: str) -> None:
