@@ -16,7 +16,7 @@ DOUBT = 4.0
 """How many observations of something else every place begins with."""
 BACKOFF = 2.0
 """How many observations the more general estimate is worth to the more special one."""
-FADED = 0.05
+FADED = 0.1
 """Weight below which a token is forgotten."""
 
 
@@ -64,22 +64,19 @@ class Habits:
         Estimates from the most general to the most special, each smoothed by the one before.
         """
         state, after = hash(mask), (last,)
-        places = (
-            self._shared.at(after),
-            self._shared.at(state),
-            self._own.at(after),
-            self._own.at(state),
-        )
-        tokens = {token for weights in places for token in weights if legal(mask, token)}
-        if not tokens:
-            return None
-        chance = dict.fromkeys(tokens, 0.0)
+        chance: dict[int, float] = {}
         prior = DOUBT
-        for weights in places:
-            total = prior + sum(weights.get(token, 0.0) for token in tokens)
-            chance = {t: (weights.get(t, 0.0) + prior * p) / total for t, p in chance.items()}
-            prior = BACKOFF
-        best = max(tokens, key=chance.__getitem__)
+        for places in (self._shared, self._own):
+            for place in (after, state):
+                seen = {t: w for t, w in places.at(place).items() if legal(mask, t)}
+                total = prior + sum(seen.values())
+                chance = {t: prior * p / total for t, p in chance.items()}
+                for token, weight in seen.items():
+                    chance[token] = chance.get(token, 0.0) + weight / total
+                prior = BACKOFF
+        if not chance:
+            return None
+        best = max(chance, key=chance.__getitem__)
         return best, chance[best]
 
 
