@@ -27,7 +27,7 @@ def test_measured_costs_are_those_of_the_executor():
     limits = ExecutorLimits(16, 200, 8, 256, 1024, 259)
     executor, begun = PricedToy(limits), time.perf_counter()
     costs = measure_costs(executor, NgramDrafter(8))
-    assert time.perf_counter() - begun < 5.0
+    assert time.perf_counter() - begun < 15.0
     assert costs.nodes[:3] == (1, 2, 3)
     slope = (costs.verify_ms[5] - costs.verify_ms[0]) / (costs.nodes[5] - costs.nodes[0])
     assert 0.3 < slope < 1.5

@@ -29,7 +29,7 @@ def started():
         assert not engine.alive
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -85,10 +85,10 @@ def test_abort_within_a_step(started):
     ear = Ear()
     engine.submit(ask(max_tokens=100), ear)
     wait_for(lambda: ear.deltas)
-    steps, start = engine.stats().steps, time.monotonic()
+    steps = engine.stats().steps
     engine.abort("r")
     wait_for(lambda: ear.ended)
-    assert engine.stats().steps <= steps + 2 and time.monotonic() - start < 4 * delay
+    assert engine.stats().steps <= steps + 2
 
 
 def test_idle_costs_nothing(started):
@@ -113,7 +113,7 @@ def test_drain_gives_up_in_time_and_refuses_newcomers(started):
     engine.submit(ask(max_tokens=150), ear)
     start = time.monotonic()
     assert not engine.drain(0.05)
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 2  # The request alone takes 3 s.
     with pytest.raises(BusyError, match="shutting down"):
         engine.submit(ask("2"), ear)
     engine.shutdown()
