@@ -13,6 +13,7 @@ import numpy as np
 
 from forerun.spec.costs import StepCosts
 from forerun.spec.ledger import RESTING, Ledger
+from forerun.spec.ranking import Ranking
 from forerun.spec.tree import Draft
 from forerun.types import AnyArray, Ints
 
@@ -115,6 +116,7 @@ class AdaptivePolicy:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.ledger = Ledger(costs)
+        self.ranking = Ranking(self.ledger)
         self.chosen: Counter[str] = Counter()
         self._levels = max_depth
         self._width = max_nodes // max_depth
@@ -136,6 +138,7 @@ class AdaptivePolicy:
         self._tries[slot], self._hits[slot], self._given[slot] = 0.0, 0.0, 0
         self._tries[slot, 0], self._hits[slot, 0] = PRIOR_WEIGHT, PRIOR_WEIGHT * self._shared
         self._pause[slot] = np.inf
+        self.ranking.open(slot)
 
     def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """See the class."""
@@ -169,17 +172,19 @@ class AdaptivePolicy:
         return budgets
 
     def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
-        """All of them: what was asked for was chosen beforehand."""
-        return drafts
+        """Those that pay, now that the drafter has said how sure it is of each."""
+        return self.ranking.select(slots, kv_len, drafts)
 
     def learn(self, slot: int, tokens: list[int]) -> None:
-        """Nothing: `observe` says enough."""
+        """`tokens` came, at least one: compare them with what was proposed."""
+        self.ranking.learn(slot, tokens)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info and statistics: what is chosen, how often, and on what ground."""
         return {
             "policy": "ask for as many guesses as pay, by the acceptance of late",
             "acceptance": round(self._shared, 3),
+            "trust": round(self.ranking.shared, 3),
             "chosen": dict(self.chosen),
         } | self.ledger.describe()
 
@@ -198,7 +203,8 @@ class AdaptivePolicy:
         self._pause[slot] = np.inf if accepted else 0.0
 
     def close(self, slot: int) -> None:
-        """Nothing: `open` starts afresh."""
+        """Forget the sequence."""
+        self.ranking.close(slot)
 
     def _rates(self, slots: Ints) -> AnyArray:
         """float64[B,levels]: chance of each level given the one above; unseen: as above."""

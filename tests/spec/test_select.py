@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from forerun.spec.costs import LiveCosts, StepCosts
 from forerun.spec.ledger import MOST, SHARE, START, Ledger
-from forerun.spec.select import MARGIN, SelectivePolicy, compare
+from forerun.spec.ranking import MARGIN, compare
+from forerun.spec.select import SelectivePolicy
 from forerun.spec.tree import Draft
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
@@ -203,7 +204,7 @@ def test_reasons_are_told_and_counted():
     Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
     facts = policy.describe()
     assert sum(facts["chosen"].values()) >= 100
-    assert any("mostly wrong" in reason for reason in facts["chosen"])
+    assert any("wrong too often" in reason for reason in facts["chosen"])
     assert 0.0 < facts["a_guess_costs"] < 1.0 and facts["trust"] < 0.6
     assert policy.budgets(*arrays(1))[0].reason.startswith("a guess costs 0.08 tokens")
 

@@ -1,0 +1,155 @@
+"""Which of the guesses that were proposed are worth verifying, by the drafter's own scores."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.spec.ledger import Ledger
+from forerun.spec.tree import Draft
+from forerun.types import AnyArray, Ints
+
+DECAY = 0.97
+"""What is left of an observation's weight after the next one of the sequence."""
+SHARED_DECAY = 0.99
+"""The same, for the estimate over all sequences that a new one starts with."""
+PRIOR = 1.0
+"""How many expected hits that estimate is worth to a new sequence."""
+MARGIN = 1.02
+"""Guesses must promise at least this many times the speed of none: promises err."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of the sequence in a slot.
+
+    expected, hits  decayed: guesses the drafter expected to be right, and how many were
+    offered         what the drafter proposed in the running step, before any was left out
+    """
+
+    expected: float
+    hits: float
+    offered: Draft = field(default_factory=Draft)
+
+
+class Ranking:
+    """Chooses the guesses that make expected tokens per millisecond of the step largest.
+
+    The drafter's score of a guess is its estimate that the path to it is right. A sequence's
+    trust is how often guesses were right over how often the drafter expected them to be, at
+    most 1; a guess at depth d is worth score * trust**d tokens. Every proposal teaches, whether
+    it was verified or not: what came is compared with what was proposed.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._records: dict[int, _Record] = {}
+        self._expected = self._hits = 10.0
+
+    @property
+    def shared(self) -> float:
+        """The trust that a new sequence starts with."""
+        return min(1.0, self._hits / self._expected)
+
+    def trust(self, slot: int) -> float:
+        """How far the drafter's scores are believed for a sequence, 0 to 1."""
+        record = self._records[slot]
+        return min(1.0, record.hits / record.expected)
+
+    def open(self, slot: int) -> None:
+        """Start from what other sequences taught."""
+        self._records[slot] = _Record(PRIOR, PRIOR * self.shared)
+
+    def close(self, slot: int) -> None:
+        """Forget the sequence."""
+        self._records.pop(slot, None)
+
+    def select(
+        self, slots: Ints, kv_len: Ints, drafts: list[Draft], everything: bool = False
+    ) -> list[Draft]:
+        """The guesses to verify, row by row: any path is kept down to where it stops to pay.
+
+        slots int32[B] and kv_len int32[B] are those of all rows of the step. everything: leave
+        nothing out, to see what it costs.
+        """
+        counts = [len(draft) for draft in drafts]
+        if not any(counts):
+            return drafts
+        worth = np.concatenate(
+            [
+                self._worth(slot, draft)
+                for slot, draft, count in zip(slots.tolist(), drafts, counts, strict=True)
+                if count
+            ]
+        )
+        if everything:
+            return drafts
+        ranked = np.argsort(-worth, kind="stable")
+        owners = np.repeat(np.arange(len(counts)), counts)
+        cached = np.cumsum(np.append(kv_len.sum(), kv_len[owners[ranked]]))
+        ms = self._ledger.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
+        speed = (len(counts) + np.append(0.0, np.cumsum(worth[ranked]))) / ms
+        best = int(np.argmax(speed))
+        kept = np.zeros(len(worth), np.bool_)
+        if speed[best] > MARGIN * speed[0]:
+            kept[ranked[:best]] = True
+        ends = np.cumsum(counts).tolist()
+        return [
+            cut(draft, kept[end - count : end])
+            for draft, count, end in zip(drafts, counts, ends, strict=True)
+        ]
+
+    def learn(self, slot: int, tokens: list[int]) -> bool:
+        """`tokens` came, at least one: compare them with what was proposed. True if some guess
+        was right.
+        """
+        record = self._records.get(slot)
+        if record is None or not len(record.offered):
+            return False
+        expected, hits = compare(record.offered, tokens)
+        record.offered = Draft()
+        record.expected = DECAY * record.expected + expected
+        record.hits = DECAY * record.hits + hits
+        self._expected = SHARED_DECAY * self._expected + expected
+        self._hits = SHARED_DECAY * self._hits + hits
+        return hits > 0.0
+
+    def _worth(self, slot: int, draft: Draft) -> AnyArray:
+        """float64[K] tokens that each guess is expected to bring."""
+        self._records[slot].offered = draft
+        depth: list[int] = []
+        for parent in draft.parents.tolist():
+            depth.append(depth[parent] + 1 if parent >= 0 else 1)
+        worth: AnyArray = draft.score * self.trust(slot) ** np.array(depth)
+        return worth
+
+
+def cut(draft: Draft, kept: AnyArray) -> Draft:
+    """The guesses that are kept, bool[K]; every one's parent is."""
+    if kept.all():
+        return draft
+    # Where each kept guess stands now; one more at the end, so that -1 stays the root.
+    place = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))
+    return Draft(draft.tokens[kept], place[draft.parents[kept]], draft.score[kept])
+
+
+def compare(draft: Draft, tokens: list[int]) -> tuple[float, float]:
+    """(hits the drafter expected, hits there were) along the path that `tokens` took.
+
+    At every node on the path the guesses below it are, together, right or wrong.
+    """
+    below: dict[int, list[int]] = {}
+    for index, parent in enumerate(draft.parents.tolist()):
+        below.setdefault(parent, []).append(index)
+    expected = hits = 0.0
+    node, score = -1, 1.0
+    for token in tokens:
+        children = below.get(node, [])
+        if not children:
+            break
+        expected += min(1.0, float(draft.score[children].sum()) / max(score, 1e-6))
+        found = [child for child in children if draft.tokens[child] == token]
+        if not found:
+            break
+        hits += 1.0
+        node, score = found[0], float(draft.score[found[0]])
+    return expected, hits
