@@ -113,7 +113,7 @@ class SelectivePolicy:
     @property
     def _probing(self) -> bool:
         """True in a step that verifies guesses only to see what they cost."""
-        return self._idle % PROBE == 0
+        return self._idle % PROBE == PROBE - 1
 
     def _least_price(self, kv_len: Ints) -> float:
         """What a guess costs in tokens, when as many are bought as makes them cheapest."""
