@@ -87,7 +87,9 @@ class Walker:
         while fits and len(chain) < MAX_AHEAD and not (matcher.waiting or matcher.complete):
             tokens = matcher.forced()[: MAX_AHEAD - len(chain)]
             if not tokens:
-                likely = self._likely(tuple(token for token, _ in chain))
+                # Nothing is as likely as what is forced, so with `least` 1 nobody is asked.
+                path = tuple(token for token, _ in chain)
+                likely = self._likely(path) if least < 1.0 else None
                 if likely is None or score * likely[1] < least:
                     break
                 tokens, score = [likely[0]], score * likely[1]

@@ -107,6 +107,17 @@ def test_the_white_space_of_one_text_is_expected_in_the_next():
     assert steps[2] < 0.8 * steps[0], "the rest is habit"
 
 
+def test_where_nodes_are_dear_only_forced_tokens_are_ahead():
+    grammars = TreeGrammars(VOCAB)
+    for slot in range(4):
+        grammars.open(slot, compiled(Grammar.regex("ab(c|d)ef")), [])
+        if slot < 3:
+            spell(grammars, slot, "abcef")
+    assert grammars.ahead(3) == 5, "habit says c, and then e and f are certain"
+    grammars.open(3, compiled(Grammar.regex("ab(c|d)ef")), [])
+    assert grammars.ahead(3, 1.0) == 2
+
+
 def test_a_draft_that_agrees_with_the_chain_goes_on_below_it():
     grammars = TreeGrammars(VOCAB)
     grammars.open(0, compiled(Grammar.regex("(Paris|Amsterdam)!?")), ids("P"))
