@@ -12,6 +12,7 @@ from forerun.constrain.budget import ForcedBudgets, least_chance
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.guide import LEAST
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.drafters.nothing import NoDrafter
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.engine.request import Finish, Request
@@ -38,12 +39,16 @@ def engine(name: str, kind: str, nodes=6, depth=5, **shape) -> Engine:
     vocab = max(tokenizer.vocab_size, 259) + 13  # padded, as models are
     sizes = {"page_size": 4, "pages": 400, "slots": 4, "max_nodes": 48, "context": 300} | shape
     executor = ToyExecutor(ExecutorLimits(**sizes, vocab=vocab))
-    policy = FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0)
+    policy = FixedPolicy(nodes, depth) if name not in ("none", "grammar") else FixedPolicy(0, 0)
+    grammars = TreeGrammars(vocab)
+    if name != "none":
+        policy = ForcedBudgets(policy, grammars)
     made = {
+        "grammar": NoDrafter,
         "random": lambda: RandomDrafter(range(vocab)),
         "illegal": lambda: RandomDrafter([0, 1, 2, vocab - 1]),
     }.get(name, lambda: drafter(name, executor.limits.slots))()
-    return Engine(executor, made, policy, tokenizer, TreeGrammars(vocab), EngineOptions())
+    return Engine(executor, made, policy, tokenizer, grammars, EngineOptions())
 
 
 def constrained(case: str, kind: str, id="r", **options) -> Request:
@@ -65,7 +70,7 @@ def plain(case: str, kind: str, sampling: str):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize(("case", "kind"), [*((c, "bytes") for c in CASES), ("json", "bpe")])
-@pytest.mark.parametrize("name", ["ngram", "erratic", "random", "illegal"])
+@pytest.mark.parametrize("name", ["ngram", "erratic", "random", "illegal", "grammar"])
 def test_speculation_changes_no_token(name, case, kind, sampling):
     tokens, text, finish = plain(case, kind, sampling)
     if finish == Finish.STOP:
@@ -88,7 +93,7 @@ def test_constrained_text_is_valid_for_many_seeds(case):
     assert all(ear.last(str(s), i).finish == Finish.STOP for s in range(12) for i in (0, 1))
 
 
-@pytest.mark.parametrize("name", ["random", "erratic"])
+@pytest.mark.parametrize("name", ["random", "erratic", "grammar"])
 def test_together_with_other_parameters(name):
     options = {
         "temperature": 0.9,
@@ -113,14 +118,15 @@ def test_together_with_other_parameters(name):
         assert mine == theirs and len(mine) == len(wanted.tokens(index=index))
 
 
-def test_mixed_and_preempted_batches_change_nothing():
+@pytest.mark.parametrize("name", ["random", "grammar"])
+def test_mixed_and_preempted_batches_change_nothing(name):
     kinds = list(CASES)
     requests = [
         constrained(kinds[i % 5], "bytes", str(i), temperature=0.8, seed=i) for i in range(8)
     ]
     free = [ask(f"free {i}", f"free {i}", 20) for i in range(4)]
     alone = [heard(run(engine("none", "bytes"), r), r.id) for r in requests]
-    made = engine("random", "bytes", pages=40, slots=6, max_nodes=40, context=160)
+    made = engine(name, "bytes", pages=40, slots=6, max_nodes=40, context=160)
     requests = [replace(r, stopping=replace(r.stopping, max_tokens=120)) for r in requests]
     mixed = [r for two in zip(requests, free + free, strict=True) for r in two]
     mixed = list({r.id: r for r in mixed}.values())
