@@ -26,6 +26,10 @@ from forerun.types import AnyArray, Floats, Ints, Words
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
 
+ChooseNode = Callable[[int, Sampling, int], int | None]
+"""(flat node, sampling, output position) -> the choice that a device has made there already, or
+None. Asked only where nothing but the temperature shapes the choice, and before any logits are."""
+
 ChooseFast = Callable[[Floats, Sampling, int], int | None]
 """(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
 or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
@@ -85,13 +89,19 @@ class HostAccepted:
 class HostSampler:
     """The sampler's state per slot, and acceptance by forerun.spec.
 
-    choose_fast  an executor's own quicker way to the same choice, for plain requests
+    choose_node, choose_fast  an executor's own quicker ways to the same choice
     """
 
-    def __init__(self, slots: int, vocab: int, choose_fast: ChooseFast | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        vocab: int,
+        choose_node: ChooseNode | None = None,
+        choose_fast: ChooseFast | None = None,
+    ) -> None:
         self._open: list[tuple[Sampling, History] | None] = [None] * slots
         self._vocab = vocab
-        self._choose_fast = choose_fast
+        self._choose_node, self._choose_fast = choose_node, choose_fast
 
     def open(self, opening: Opening) -> None:
         """Bind a sequence to its slot.
@@ -210,10 +220,14 @@ class HostSampler:
         self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
     ) -> ChooseAt:
         def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
-            position, raw = history.output_len + len(ancestors), logits(node)
-            allowed = None
+            position, allowed = history.output_len + len(ancestors), None
             if masks is not None and masks.row[node] >= 0:
                 allowed = masks.bits[masks.row[node]]
+            if sampling.plain and allowed is None and self._choose_node is not None:
+                made = self._choose_node(node, sampling, position)
+                if made is not None:
+                    return made
+            raw = logits(node)
             if sampling.plain:
                 token = self._choose_plain(raw, allowed, sampling, position)
                 if token is not None:

@@ -67,7 +67,7 @@ class CpuExecutor:
             raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
         self._threads = threads or min(physical_cores(), MOST_THREADS)
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
-        self._sampler = HostSampler(limits.slots, limits.vocab, self._choose)
+        self._sampler = HostSampler(limits.slots, limits.vocab, choose_fast=self._choose)
         self._model: int | None = None
         self._drafts: list[int] = []
         packer = Packer(self._library, checkpoint)
