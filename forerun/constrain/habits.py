@@ -50,7 +50,7 @@ class Habits:
 
     def __init__(self, shared: Places) -> None:
         self._shared = shared
-        self._own = Places(decay=0.7, size=1024)
+        self._own = Places(decay=0.7, size=512)
 
     def learn(self, mask: bytes, last: int, token: int) -> None:
         """After the token `last`, in the state with this mask, `token` was chosen."""
@@ -81,7 +81,7 @@ class Habits:
 
 
 def shared_places() -> Places:
-    """Habits of all sequences of an engine: some megabytes at most."""
+    """Habits of all sequences of an engine: some twenty megabytes at most."""
     return Places(decay=0.9, size=8192)
 
 
