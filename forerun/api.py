@@ -54,7 +54,7 @@ Progress = Callable[[str, int, int], None]
 
 TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,8 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         import torch
 
         torch.set_num_threads(config.threads)
-    return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype)
+    graphs, compiled = not config.disable_cuda_graph, config.enable_torch_compile
+    return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype, graphs, compiled)
 
 
 def _device_memory(device: str) -> int:

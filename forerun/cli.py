@@ -176,6 +176,12 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--launch", action="store_true", help="start a Forerun server and measure that"
     )
+    where.add_argument(
+        "--random-weights",
+        metavar="SHAPE",
+        help="no server: steps of the torch executor at a model's size, such as llama-3.1-8b or "
+        "qwen3-32b, its weights random; --concurrency gives the batches",
+    )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     parser.add_argument(
         "--concurrency",

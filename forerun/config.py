@@ -71,8 +71,15 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         "numbers: as the model's file has them (native core), or a torch format; auto is file, "
-        "or with torch float32 on cpu and bfloat16 on cuda",
-        choices=("auto", "file", "float32", "bfloat16", "float16"),
+        "or with torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of "
+        "the blocks' products",
+        choices=("auto", "file", "float32", "bfloat16", "float16", "float8"),
+    )
+    disable_cuda_graph: bool = option(
+        False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
+    )
+    enable_torch_compile: bool = option(
+        False, "let torch.compile write the kernels between the matrix products (torch executor)"
     )
     threads: int | None = option(
         None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024

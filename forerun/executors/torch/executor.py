@@ -12,7 +12,7 @@ from torch import Tensor
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host import HostAccepted, HostSampler
+from forerun.executors.host import HostAccepted, HostSampler, PlainNodes
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
@@ -20,7 +20,7 @@ from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.graphs import recorder
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import padded_rows
+from forerun.executors.torch.layers import PLAIN, compiled, padded_rows
 from forerun.executors.torch.rounds import Round, Rounds, Size
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
@@ -30,7 +30,13 @@ from forerun.spec.tree import NodeMasks, TreeBatch
 from forerun.spec.verify import positions
 from forerun.types import Floats, Ints
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.bfloat16,
+}
+"""Names and what activations and pages are kept in; float8 concerns the blocks' products alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +45,13 @@ class Scores:
 
     logits  float32[n,V] of the n scored nodes, on the device
     row_of  int32[M] a flat node's row in `logits`; -1 = not scored
+    plain   the nodes whose choice the device makes
     round   what a captured round has done already; None after an eager step
     """
 
     logits: Tensor
     row_of: Ints
+    plain: PlainNodes
     round: Round | None = None
 
 
@@ -56,6 +64,9 @@ class TorchExecutor:
 
     tapped  [M,F*H] of the last step's M nodes: the F residual streams that `tap` asked for, side
             by side, on the device
+
+    graphs   capture whole rounds where the device can (rounds.py)
+    compile  let torch.compile write the kernels between the products
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError where weights, cache and scratch do not fit.
@@ -70,18 +81,25 @@ class TorchExecutor:
         device: str = "cpu",
         dtype: str = "float32",
         graphs: bool = True,
+        compile: bool = False,
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
-        self.device, self.dtype = _device(device), _dtype(dtype)
+        self.device, self.dtype, self._dtype = _device(device), _dtype(dtype), dtype
         _check_limits(arch, limits)
-        self._bytes = _planned_bytes(arch, limits, self.device, self.dtype.itemsize)
+        self._bytes = _planned_bytes(arch, limits, self.device, dtype)
         check_fits(self._bytes, self.device)
         self._taps: tuple[int, ...] = ()
         self.tapped = torch.empty(0, 0, device=self.device)
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
-        self._decoder: Decoder | None = Decoder(checkpoint, self.device, self.dtype)
+        self._decoder: Decoder | None = Decoder(
+            checkpoint,
+            self.device,
+            self.dtype,
+            float8=dtype == "float8",
+            parts=compiled(PLAIN) if compile else PLAIN,
+        )
         self._cache: PagedCache | None = PagedCache(
             _kv_shape(arch), limits, self.device, self.dtype
         )
@@ -145,6 +163,7 @@ class TorchExecutor:
         return Scores(
             logits=decoder.logits(last[self._padded(scored, len(scored))]),
             row_of=row_of,
+            plain=self._sampler.plain(plan, trees),
         )
 
     def _attention(
@@ -169,11 +188,9 @@ class TorchExecutor:
     def _run_round(self, rounds: Rounds, size: Size, plan: Plan, trees: TreeBatch) -> Scores:
         plain = self._sampler.plain(plan, trees)
         found = rounds.run(size, plan, trees, plain)
-        chosen = found.choices[plain.nodes].tolist()
-        self._choices = dict(zip(plain.nodes.tolist(), chosen, strict=True))
         if found.features is not None:
             self.tapped = found.features[self._padded(found.place, len(found.place))]
-        return Scores(found.logits, found.place, found)
+        return Scores(found.logits, found.place, plain, found)
 
     @torch.inference_mode()
     def accept(
@@ -182,8 +199,11 @@ class TorchExecutor:
         """Keep one path per tree. The target's choices are made on the device where they can
         be; only where they cannot, and for reports, do logits cross to the host.
         """
-        plain = self._sampler.plain(plan, trees)
-        if scores.round is None and len(plain.nodes):
+        plain = scores.plain
+        if scores.round is not None:
+            tokens = scores.round.choices[plain.nodes]
+            self._choices = dict(zip(plain.nodes.tolist(), tokens.tolist(), strict=True))
+        elif len(plain.nodes):
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
@@ -229,7 +249,7 @@ class TorchExecutor:
         sizes = self._decoder.row_sizes if self._decoder else ()
         return {
             "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self._dtype,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
@@ -282,14 +302,16 @@ def _kv_shape(arch: Architecture) -> KvShape:
 
 
 def _planned_bytes(
-    arch: Architecture, limits: ExecutorLimits, device: torch.device, item: int
+    arch: Architecture, limits: ExecutorLimits, device: torch.device, dtype: str
 ) -> dict[str, int]:
     """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding."""
+    item = DTYPES[dtype].itemsize
+    narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
     copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
     query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
     return {
-        "weight": (arch.parameters + copies) * item,
+        "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
         "cache": _kv_shape(arch).bytes(limits, item),
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
     }

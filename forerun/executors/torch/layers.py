@@ -6,7 +6,8 @@ the sums, by the number of rows. So on the CPU a product is only ever run at a f
 the bits it gets in the largest (docs/decisions/0006).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -46,6 +47,64 @@ class Linear:
         if self._packed:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
+
+
+FLOAT8 = torch.float8_e4m3fn
+_FLOAT8_MOST = torch.finfo(FLOAT8).max
+
+
+class Float8Linear:
+    """y = x W^T + b with both factors in float8 (E4M3), "W8A8 dynamic".
+
+    A scale per row of W, made once, and per row of x, made at every call: each row's greatest
+    absolute value becomes float8's. On CUDA one call of the library; elsewhere its slow twin.
+    Takes and returns the dtype of the weight it was made of.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self._bias = bias
+        self._narrow, self._scale = float8_rows(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        narrow, scale = float8_rows(x)
+        if x.device.type != "cuda":
+            y = (narrow.float() @ self._narrow.float().T) * scale * self._scale.T
+            y = y if self._bias is None else y + self._bias
+            return y.to(x.dtype)
+        return torch._scaled_mm(
+            narrow,
+            self._narrow.t(),
+            scale_a=scale,
+            scale_b=self._scale.t(),
+            bias=self._bias,
+            out_dtype=x.dtype,
+        )
+
+
+def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float8 [M,K] and scales float32[M,1] whose product is nearly x [M,K]. NaN stays NaN."""
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / _FLOAT8_MOST
+    return (wide / scale).clamp(-_FLOAT8_MOST, _FLOAT8_MOST).to(FLOAT8), scale
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What stands between a decoder's products: `rms_norm`, `swiglu`, `rotate`, or the same
+    compiled.
+    """
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    gate: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def compiled(parts: Elementwise) -> Elementwise:
+    """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
+    functions = (parts.norm, parts.gate, parts.rotate)
+    return Elementwise(*(torch.compile(each, dynamic=True) for each in functions))
 
 
 def invariant_sizes(linears: Iterable[Linear]) -> tuple[int, ...]:
@@ -105,3 +164,6 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Ten
     """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
     angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos() * factor, angles.sin() * factor
+
+
+PLAIN = Elementwise(rms_norm, swiglu, rotate)

@@ -1,0 +1,76 @@
+"""Shapes of well-known models, and weights that fill them: what an engine costs at their size.
+
+The text such weights write means nothing; the time they take is the real model's, because matrix
+products do not look at the numbers. Sizes as in the models' published configurations.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from forerun.errors import ConfigError
+from forerun.models.arch import Architecture, Rope, expected_tensors
+from forerun.models.checkpoint import Packed
+from forerun.types import Floats
+
+_LLAMA, _QWEN = Rope(5e5), Rope(1e6)
+
+SHAPES: dict[str, Architecture] = {
+    "tiny": Architecture("llama", 2, 64, 4, 2, 16, 96, 512, 2048, 1e-5, Rope(1e4)),
+    "smollm2-135m": Architecture(
+        "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(1e5), tied_head=True
+    ),
+    "llama-3.2-1b": Architecture(
+        "llama", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5, _LLAMA, tied_head=True
+    ),
+    "llama-3.1-8b": Architecture(
+        "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 1e-5, _LLAMA
+    ),
+    "qwen3-8b": Architecture(
+        "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e-6, _QWEN, qk_norm=True
+    ),
+    "qwen3-32b": Architecture(
+        "qwen3", 64, 5120, 64, 8, 128, 25600, 151936, 40960, 1e-6, _QWEN, qk_norm=True
+    ),
+}
+"""Name -> architecture; RoPE scaling for long contexts is left out, it costs nothing."""
+
+
+def shape_named(name: str) -> Architecture:
+    """The shape called `name`. Raises ConfigError that lists what there is."""
+    if name not in SHAPES:
+        raise ConfigError(f"no shape is called {name!r}; there are: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+_BLOCK = 1 << 20
+"""Numbers that are drawn; larger tensors repeat them."""
+
+
+class RandomCheckpoint:
+    """A checkpoint.Checkpoint of random numbers: normal, 0.02 wide; norms are ones."""
+
+    def __init__(self, architecture: Architecture, seed: int = 0) -> None:
+        self.architecture, self.path = architecture, Path("random")
+        self._shapes = expected_tensors(architecture)
+        drawn = np.random.default_rng(seed).normal(0, 0.02, _BLOCK)
+        self._drawn: Floats = drawn.astype(np.float32)
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return tuple(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._shapes[name]
+
+    def tensor(self, name: str) -> Floats:
+        """A tensor; the same numbers whenever it is asked for."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+        return np.resize(self._drawn, shape)
+
+    def packed(self, name: str) -> Packed | None:
+        """None: there is no file."""
+        return None

@@ -1,0 +1,121 @@
+"""Our kernels on the device against plain torch there; captured rounds against eager steps."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, tiles_of
+from forerun.executors.torch.kernels import kernels_for
+from forerun.executors.torch.layers import Float8Linear
+from forerun.spec.sampling import Sampling
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
+
+ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Norm of the difference over the norm of the result."""
+
+
+@pytest.fixture
+def kernels(device):
+    found = kernels_for(torch.device(device))
+    if found is None:
+        pytest.skip("rehearsed by tests/parity/test_triton_*.py")
+    return found
+
+
+def step(kv_len, nodes, groups, size, device, dtype, seed=0):
+    """Random keys, values and queries of rows with random trees of `nodes` nodes."""
+    random = np.random.default_rng(seed)
+    page, width = 16, max(kv_len) // 16 + 1
+    pages = random.permutation(len(kv_len) * width).reshape(len(kv_len), width)
+    spans = [
+        intervals(np.array([-1, *(random.integers(0, i) for i in range(1, nodes))], np.int32))
+        for _ in kv_len
+    ]
+    start = np.arange(len(kv_len) + 1, dtype=np.int32) * nodes
+    scratch = len(kv_len) * width * page
+
+    def there(array):
+        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+
+    geometry = Geometry(
+        start=there(start),
+        kv_len=there(np.array(kv_len)),
+        table=there(pages),
+        turns=there(np.concatenate(spans, axis=1)),
+        tiles=there(tiles_of(start, 4)),
+        tile=4,
+        page_size=page,
+        scratch=scratch,
+    )
+    total = scratch + len(kv_len) * nodes + 1
+    draw = torch.Generator(device).manual_seed(seed)
+    keys, values = (
+        torch.randn(groups[1], total, size, device=device, dtype=dtype, generator=draw)
+        for _ in "kv"
+    )
+    shape = len(kv_len) * nodes, groups[0], size
+    queries = torch.randn(shape, device=device, dtype=dtype, generator=draw)
+    return queries, keys, values, geometry
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("groups", [(32, 8), (9, 3), (16, 2)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_attention(kernels, device, dtype, groups, size):
+    for kv_len, nodes in (([0, 5, 64, 700], 8), ([3000], 1), ([130] * 5, 33)):
+        inputs = step(kv_len, nodes, groups, size, device, dtype)
+        expected = attend_dense(*inputs).double()
+        found = kernels.attend(*inputs).double()
+        assert torch.isfinite(found).all()
+        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+
+
+@pytest.mark.parametrize("vocab", [320, 49152, 151936])
+def test_choices_are_the_plain_ones(kernels, device, vocab):
+    draw = torch.Generator(device).manual_seed(1)
+    logits = torch.randn(64, vocab, device=device, generator=draw) * 4
+    logits[5, 77], logits[6, 78], logits[7] = torch.nan, torch.inf, -torch.inf
+    logits[8, [3, 7]] = 90.0
+    noise = NodeNoise(
+        seeds=torch.randint(-(1 << 62), 1 << 62, (64,), device=device, generator=draw),
+        positions=torch.arange(64, device=device, dtype=torch.int32) * 999,
+        temperatures=(torch.arange(64, device=device) % 3 * 0.5).float(),
+    )
+    assert kernels.choose(logits, noise).tolist() == choose(logits, noise).tolist()
+
+
+def test_float8_products_are_the_twins(device):
+    if device == "cpu":
+        pytest.skip("rehearsed by tests/parity/test_torch_float8.py")
+    weight, x = torch.randn(512, 256), torch.randn(33, 256)
+    for bias in (None, torch.randn(512)):
+        parts = [None if each is None else each.bfloat16() for each in (weight, bias)]
+        expected = Float8Linear(*parts)(x.bfloat16()).double()
+        there = [None if each is None else each.to(device) for each in parts]
+        found = Float8Linear(*there)(x.bfloat16().to(device)).double().cpu()
+        assert (found - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled):
+    """In float32; the numbers differ in their last bits, so one near-tie is forgiven."""
+    found = []
+    for graphs in (True, False):
+        how = ("float32", graphs, compiled and graphs and device == "cuda")
+        made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how)
+        with Driver(made) as driver:
+            for slot, heat in enumerate((0.0, 0.8, 1.0)):
+                prompt = np.arange(20 + slot, 40 + 3 * slot)
+                driver.open(slot, prompt, Sampling(temperature=heat, seed=slot))
+            driver.step([Row(slot) for slot in range(3)])
+            for _ in range(30):
+                last = [driver.sequences[slot].tokens[-1] for slot in range(3)]
+                trees = [as_draft([t, 9, 8], [-1, -1, 0]) for t in last]
+                driver.step([Row(slot, draft=tree) for slot, tree in enumerate(trees)])
+            found.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
+        if device == "cuda" and graphs:
+            assert (4, 4) in made.describe()["captured"]
+    assert sum(a == b for a, b in zip(*found, strict=True)) >= 2

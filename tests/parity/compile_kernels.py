@@ -1,0 +1,97 @@
+"""Compiles our Triton kernels for Hopper, which needs no GPU; prints one JSON line per kernel.
+
+A process of its own: in the tests' process the same modules are interpreted.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from forerun.executors.torch import triton_attention, triton_choice
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+def compiled(function, signature, constants, warps, stages):
+    """What the assembler says of one kernel. Pointers and strides are multiples of 16."""
+    names = function.arg_names
+    whole = [n for n, kind in signature.items() if kind.startswith("*") or n == "group_stride"]
+    source = ASTSource(
+        function,
+        signature | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in whole},
+    )
+    options = {"num_warps": warps, "num_stages": stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    return usage | {
+        "shared": kernel.metadata.shared,
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]", kernel.asm["ptx"])),
+        "tensor_cores": bool(re.search(r"wgmma|mma\.sync", kernel.asm["ptx"])),
+    }
+
+
+def attention(dtype, share, size, tile, parts):
+    number = f"*{dtype}"
+    signature = {
+        **dict.fromkeys(("queries", "keys", "values"), number),
+        "out": number if parts == 1 else "*fp32",
+        "sums": number if parts == 1 else "*fp32",
+        **dict.fromkeys(("tiles", "start", "kv_len", "table", "turns"), "*i32"),
+        "group_stride": "i64",
+        **dict.fromkeys(("table_stride", "scratch", "count"), "i32"),
+        "scale": "fp32",
+    }
+    narrow = dtype != "fp32"
+    constants = {
+        **{"SHARE": share, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
+        "LINES": max(16, triton.next_power_of_2(tile * share)),
+        "KEYS": triton_attention.KEYS if narrow else triton_attention.KEYS // 2,
+    }
+    kernel = triton_attention._attend
+    return compiled(kernel, signature, constants, 4, 3 if narrow else 2)
+
+
+def merge(dtype):
+    signature = {"parts": "*fp32", "sums": "*fp32", "out": f"*{dtype}", "lines": "i32"}
+    return compiled(triton_attention._merge, signature, {"E": 128, "PARTS": 32}, 2, 2)
+
+
+def choice():
+    signature = {
+        **{"logits": "*fp32", "seeds": "*i64", "positions": "*i32", "temperatures": "*fp32"},
+        **{"best": "*fp32", "tokens": "*i32", "vocab": "i32", "chunks": "i32"},
+    }
+    return compiled(triton_choice._choose, signature, {"CHUNK": triton_choice.CHUNK}, 8, 2)
+
+
+def main():
+    cases = {
+        "attend 8b, one node": lambda: attention("bf16", 4, 128, 1, 32),
+        "attend 8b, tree": lambda: attention("bf16", 4, 128, 16, 1),
+        "attend 135m": lambda: attention("bf16", 3, 64, 1, 32),
+        "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
+        "merge": lambda: merge("bf16"),
+        "choose": choice,
+    }
+    wanted = sys.argv[1:] or list(cases)
+    for name in wanted:
+        sys.stdout.write(json.dumps({"kernel": name} | cases[name]()) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

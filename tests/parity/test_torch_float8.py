@@ -1,0 +1,76 @@
+"""Float8 products: the written-out twin, the executor on it, and what it costs in accuracy."""
+
+import pytest
+import torch
+
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
+from tests.models import tiny
+from tests.parity.driver import limits
+from tests.parity.test_torch_logits import forward
+
+
+def test_rows_are_scaled_by_their_greatest():
+    x = torch.randn(5, 64) * torch.tensor([1e-4, 1.0, 7.0, 300.0, 0.0])[:, None]
+    narrow, scale = float8_rows(x)
+    assert narrow.dtype == FLOAT8
+    assert narrow[:4].float().abs().amax(-1).tolist() == [448.0] * 4
+    assert not narrow[4].float().any()
+    # Three bits of mantissa: half a step of 1/8.
+    error = (narrow.float() * scale - x).abs()
+    assert (error <= x.abs() / 16 + scale * 2**-9).all()
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    x = torch.randn(3, 32)
+    x[1, 5] = torch.nan
+    y = Float8Linear(torch.randn(16, 32))(x)
+    assert y[1].isnan().all()
+    assert y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(48)])
+def test_the_product_is_nearly_the_wide_one(bias):
+    weight, x = torch.randn(48, 256), torch.randn(9, 256)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    found = Float8Linear(weight, bias)(x)
+    error = (found - expected).norm() / expected.norm()
+    assert 0.01 < error < 0.05
+    # The same numbers, multiplied one by one.
+    (a, sa), (b, sb) = float8_rows(x), float8_rows(weight)
+    wide = (a.double() * sa.double()) @ (b.double() * sb.double()).T
+    wide = wide if bias is None else wide + bias
+    torch.testing.assert_close(found.double(), wide, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_executor_in_float8(checkpoint, random, family):
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    narrow = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="float8")
+    wide = TorchExecutor(checkpoint(family), limits(tiny.VOCAB))
+    found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    assert 0.01 < (found - expected).norm() / expected.norm() < 0.3
+    facts = narrow.describe()
+    assert (facts["dtype"], facts["batch_invariant"]) == ("float8", False)
+    half = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="bfloat16").describe()
+    assert facts["weight_bytes"] < half["weight_bytes"]
+    assert facts["cache_bytes"] == half["cache_bytes"]
+
+
+def test_compiled_parts_compute_the_same(monkeypatch):
+    """By the tracer without its code generator, which a test machine may lack."""
+    seen = []
+
+    def trace(function, dynamic):
+        seen.append(dynamic)
+        return torch._dynamo.optimize("eager", dynamic=dynamic)(function)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    parts = compiled(PLAIN)
+    x, weight = torch.randn(3, 32), torch.rand(32)
+    torch.testing.assert_close(parts.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
+    torch.testing.assert_close(parts.gate(x, x), PLAIN.gate(x, x))
+    cos, sin = torch.rand(2, 3, 8)
+    heads = torch.randn(3, 2, 16)
+    torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
+    assert seen == [True] * 3

@@ -1,0 +1,47 @@
+"""The choosing kernel, interpreted on the CPU, against plain torch and the host's rule."""
+
+import numpy as np
+import torch
+
+from forerun.executors.torch.accept import NodeNoise, choices, choose
+from forerun.spec.accept import NOTHING
+from tests.parity.interpreted import load
+from tests.parity.test_torch_accept import SEEDS, nodes
+
+choice = load("triton_choice")
+
+
+def noise_of(cases):
+    seeds, positions, heats = zip(*cases, strict=True)
+    return NodeNoise(
+        torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)),
+        torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(heats),
+    )
+
+
+def test_choices_are_the_hosts():
+    random = np.random.default_rng(3)
+    cases = [(SEEDS[i % 6], i // 3, [0.0, 0.3, 1.0, 1.7][i % 4]) for i in range(48)]
+    for vocab in (320, 5000):  # One chunk, not full; two.
+        logits = (random.normal(size=(48, vocab)) * 4).astype(np.float32)
+        logits[::10] = np.round(logits[::10])  # Ties.
+        logits = torch.from_numpy(logits)
+        expected = choices(logits, nodes(cases)).tolist()
+        assert choose(logits, noise_of(cases)).tolist() == expected
+        assert choice.choose(logits, noise_of(cases)).tolist() == expected
+        assert len(set(expected)) > 20
+
+
+def test_ties_go_to_the_lowest_id_and_trouble_to_nothing():
+    logits = torch.zeros(5, 4200)
+    logits[0, [3, 7, 4150]] = 2.0
+    logits[1, 4] = torch.nan
+    logits[2, 4199] = torch.inf
+    logits[3] = -torch.inf
+    logits[4, :4199] = -torch.inf
+    for heat in (0.0, 1.0):
+        for work in (choose, choice.choose):
+            found = work(logits, noise_of([(5, 1, heat)] * 5)).tolist()
+            assert found[1:] == [NOTHING, NOTHING, NOTHING, 4199]
+            assert heat or found[0] == 3
