@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from types import FrameType
 
 import uvicorn
@@ -21,6 +23,8 @@ FLUSH_SECONDS = 5
 """Time for answers that were cut short to reach their clients."""
 BACKLOG = 2048
 """Connections that may wait to be taken in."""
+MOST_FILES = 65536
+"""Open files that a server asks for at most."""
 IDLE_SECONDS = 75
 """How long a connection may stay open between requests: longer than client pools keep theirs."""
 
@@ -37,6 +41,7 @@ def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[st
     Raises ConfigError where it cannot listen, and what `source` raises.
     """
     listening = listen(settings.host, settings.port)
+    allow_connections()
     app = create_app(source, settings)
     server = _Server(uvicorn_config(app), app.state.service)
     host, port = listening.getsockname()[:2]
@@ -76,6 +81,19 @@ def listen(host: str, port: int) -> socket.socket:
         bound.close()
         raise ConfigError(_in_the_way(host, port, error)) from error
     return bound
+
+
+def allow_connections() -> None:
+    """Raise the limit of open files, of which each connection is one, as far as it may be: many
+    shells set 1,024, and a server at its limit takes nobody in.
+    """
+    if find_spec("resource") is None:  # Windows counts otherwise.
+        return
+    resource = import_module("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bracketed(host: str) -> str:

@@ -1,10 +1,13 @@
 """The server as a user starts it: a process, a port, signals."""
 
 import json
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -20,12 +23,13 @@ SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-t
 
 
 @contextmanager
-def serving(*flags):
+def serving(*flags, **options):
     process = subprocess.Popen(
         [*SERVE, "--port", "0", "--json", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        **options,
     )
     try:
         lines = "".join(process.stdout.readline() for _ in range(3))
@@ -97,3 +101,18 @@ def test_key_files(tmp_path):
 def test_the_toy_starts_the_way_bench_starts_it():
     with launched(TOY) as url:
         assert httpx.get(f"{url}/models", trust_env=False).json()["data"][0]["id"] == "toy"
+
+
+def test_more_connections_than_a_shell_allows_files():
+    """Three hundred idle ones, where the shell's limit is 128: the next client is served."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))  # noqa: E731
+    with serving(preexec_fn=few) as (_, url):
+        parts = urlsplit(url)
+        idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(300)]
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            while (answer := client.get("/models")).status_code == 503:
+                pass
+            assert answer.status_code == 200
+        for sock in idle:
+            sock.close()
