@@ -57,11 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
             **asdict(ask),
         )
         answer = answered(loaded, request, show=not arguments.json)
-        plain = None
-        if arguments.compare:
-            off = Speculation(enabled=False, stats=True)
-            plain = answered(loaded, replace(request, speculation=off))
-        report = summary(answer, plain, loaded.target.costs)
+        twins = compared(loaded, request) if arguments.compare else None
+        report = summary(answer, twins, loaded.target.costs)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
         else:
@@ -87,9 +84,21 @@ def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
     return Timed(completion, first, perf_counter() - started - first, first_tokens)
 
 
-def summary(answer: Timed, plain: Timed | None, costs: StepCosts | None) -> dict[str, Any]:
-    """The numbers of one answer, beside plain decoding: measured with its twin where there is
-    one, else reckoned from the step costs measured at start-up.
+def compared(loaded: Loaded, request: Request) -> tuple[Timed, Timed]:
+    """The answer again, without speculation and with it.
+
+    Both are measured: the answer that was shown came first, when the machine was still cold.
+    """
+    off = Speculation(enabled=False, stats=True)
+    plain = answered(loaded, replace(request, speculation=off))
+    return plain, answered(loaded, request)
+
+
+def summary(
+    answer: Timed, twins: tuple[Timed, Timed] | None, costs: StepCosts | None
+) -> dict[str, Any]:
+    """The numbers of one answer, beside plain decoding: measured with its twins where there are
+    any, else reckoned from the step costs measured at start-up.
     """
     done = answer.completion
     report: dict[str, Any] = {
@@ -100,13 +109,15 @@ def summary(answer: Timed, plain: Timed | None, costs: StepCosts | None) -> dict
         "tokens_per_step": acceptance_length([done.stats]),
         "speculation": asdict(done.stats) if done.stats else None,
     }
-    if plain is None and costs is not None:
+    if twins is None and costs is not None:
         reckoned = 1000.0 / (costs.verify_ms[0] + costs.host_ms)
         report["plain_tokens_per_second_reckoned"] = reckoned
-    if plain is not None:
+    if twins is not None:
+        plain, again = twins
         report["plain_tokens_per_second"] = plain.speed
-        report["speedup"] = answer.speed / plain.speed if answer.speed and plain.speed else None
-        report["same_text"] = plain.completion.tokens == done.tokens
+        report["again_tokens_per_second"] = again.speed
+        report["speedup"] = again.speed / plain.speed if again.speed and plain.speed else None
+        report["same_text"] = all(twin.completion.tokens == done.tokens for twin in twins)
     return report
 
 
@@ -121,8 +132,8 @@ def sentence(report: dict[str, Any]) -> str:
     ]
     if report.get("speedup"):
         parts.append(
-            f"without speculation {report['plain_tokens_per_second']:.1f} tokens/s just now: "
-            f"{report['speedup']:.2f} times as fast"
+            f"again without speculation {report['plain_tokens_per_second']:.1f} tokens/s, with it "
+            f"{report['again_tokens_per_second']:.1f}: {report['speedup']:.2f} times as fast"
         )
     if speed is not None and "plain_tokens_per_second_reckoned" in report:
         reckoned = report["plain_tokens_per_second_reckoned"]

@@ -37,7 +37,7 @@ def test_run_as_json_compared_with_plain(capsys):
     assert report["tokens_per_step"] > 1.2
     assert report["speculation"]["guesses"] >= report["speculation"]["accepted"] > 0
     assert report["speedup"] == pytest.approx(
-        report["tokens_per_second"] / report["plain_tokens_per_second"]
+        report["again_tokens_per_second"] / report["plain_tokens_per_second"]
     )
 
 
