@@ -15,7 +15,8 @@ from torch import Tensor
 from forerun.errors import ForerunError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.train.corpus import Corpus, Piece, batches
-from forerun.train.loss import Batch, Vocabulary, simulated_length, ttt_loss
+from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
+from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot, save_snapshot
 from forerun.train.unroll import Unrolling
 
@@ -90,6 +91,7 @@ class Trial:
     schedule: Schedule
     folder: Path
     compute: torch.dtype = torch.float32
+    shards: Shards = field(default_factory=lambda: Shards(1))
 
     def computing(self) -> AbstractContextManager[Any]:
         """Inside of it, products of the head run in `compute`."""
@@ -115,7 +117,7 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
         for pieces in _batches_from(trial, progress.step):
             if _over(schedule, progress):
                 break
-            score = _one_step(trial, optimiser, trained, trial.read(pieces), progress)
+            score = _one_step(trial, optimiser, trained, pieces, progress)
             progress.seconds = monotonic() - started
             checks = progress.step % schedule.check_every == 0 or _over(schedule, progress)
             if checks or progress.step % schedule.look_every == 0:
@@ -135,7 +137,7 @@ def _one_step(
     trial: Trial,
     optimiser: torch.optim.Optimizer,
     trained: list[Tensor],
-    batch: Batch,
+    pieces: list[Piece],
     progress: Progress,
 ) -> Tensor:
     """One update. Returns the loss of the first unrolled step, on the device."""
@@ -143,22 +145,38 @@ def _one_step(
     place = _done(schedule, progress) * progress.total
     for group in optimiser.param_groups:
         group["lr"] = schedule.rate_at(place, progress.total)
-    with trial.computing():
-        total, scores = ttt_loss(
-            trial.head,
-            batch,
-            trial.embed,
-            trial.vocabulary,
-            Unrolling(schedule.steps, schedule.decay, schedule.thin),
-            schedule.seed + progress.step,
-        )
-    optimiser.zero_grad(set_to_none=True)
-    total.backward()
+    seed = schedule.seed + progress.step
+    parts = trial.shards.map(
+        lambda part: _slope(trial, trained, part, seed), trial.shards.split(pieces)
+    )
+    wanted = sum(part.wanted for part in parts)
+    for index, parameter in enumerate(trained):
+        mean = [part.gradients[index] * (part.wanted / wanted) for part in parts]
+        parameter.grad = torch.stack(mean).sum(0) if mean[1:] else mean[0]
     torch.nn.utils.clip_grad_norm_(trained, schedule.clip)
     optimiser.step()
     progress.step += 1
-    progress.tokens += int(batch.wanted.sum())
-    return scores[0].loss if scores else total.detach()
+    progress.tokens += wanted
+    return torch.stack([part.loss * (part.wanted / wanted) for part in parts]).sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slope:
+    """One part of a batch: gradients of its mean loss, the first step's loss, wanted tokens."""
+
+    gradients: tuple[Tensor, ...]
+    loss: Tensor
+    wanted: int
+
+
+def _slope(trial: Trial, trained: list[Tensor], pieces: list[Piece], seed: int) -> _Slope:
+    schedule = trial.schedule
+    batch = trial.read(pieces)
+    plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
+    with trial.computing():
+        total, scores = ttt_loss(trial.head, batch, trial.embed, trial.vocabulary, plan, seed)
+    gradients = torch.autograd.grad(total, trained)
+    return _Slope(gradients, scores[0].loss, max(int(batch.wanted.sum()), 1))
 
 
 def _done(schedule: Schedule, progress: Progress) -> float:
@@ -204,23 +222,11 @@ def _check(trial: Trial, optimiser: torch.optim.Optimizer, progress: Progress) -
 def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
     """Held-out loss, agreement per position and simulated chain length."""
     schedule = trial.schedule
-    hits = np.zeros(schedule.steps)
-    rows = np.zeros(schedule.steps)
-    losses = []
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
-    with torch.no_grad(), trial.computing():
-        for pieces in groups:
-            _, scores = ttt_loss(
-                trial.head,
-                trial.read(pieces),
-                trial.embed,
-                trial.vocabulary,
-                Unrolling(schedule.steps),
-            )
-            for index, score in enumerate(scores):
-                hits[index] += int(score.hits)
-                rows[index] += score.rows
-            losses.append(float(scores[0].loss) if scores else 0.0)
+    scores = trial.shards.map(lambda pieces: _scores(trial, pieces), list(groups))
+    hits = np.array([[int(score.hits) for score in batch] for batch in scores]).sum(0)
+    rows = np.array([[score.rows for score in batch] for batch in scores]).sum(0)
+    losses = [float(batch[0].loss) for batch in scores]
     accuracies = (hits / np.maximum(rows, 1)).tolist()
     return {
         "step": float(step),
@@ -228,6 +234,13 @@ def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
         "accuracy": accuracies,
         "length": simulated_length(accuracies),
     }
+
+
+@torch.no_grad()
+def _scores(trial: Trial, pieces: list[Piece]) -> list[StepScore]:
+    plan = Unrolling(trial.schedule.steps)
+    with trial.computing():
+        return ttt_loss(trial.head, trial.read(pieces), trial.embed, trial.vocabulary, plan)[1]
 
 
 def _steps(trial: Trial) -> int:

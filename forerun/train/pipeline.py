@@ -38,6 +38,7 @@ from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.reader import online_reader, stored_reader
+from forerun.train.shards import Shards
 from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
 from forerun.train.start import calibrate, start_from_target
@@ -180,6 +181,7 @@ def make_draft(
         schedule=schedule,
         folder=out,
         compute=compute,
+        shards=Shards.on(device),
     )
     _begin(trial, source.checkpoint, config)
     started = monotonic()

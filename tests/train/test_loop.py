@@ -79,7 +79,7 @@ def corpus(tmp_path_factory):
     return corpus
 
 
-def trial(corpus, folder: Path, **changes) -> Trial:
+def trial(corpus, folder: Path, shards=1, **changes) -> Trial:
     torch.manual_seed(1)
     head = EagleHead(HEAD)
     embed = torch.from_numpy(Language().embed)
@@ -103,8 +103,9 @@ def test_overfits_and_keeps_the_best(corpus, tmp_path):
     assert last["loss"] < progress.history[0]["loss"] / 3
 
 
-def test_resumes_to_the_bit(corpus, tmp_path):
-    whole = trial(corpus, tmp_path / "whole", epochs=4, check_every=5)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_resumes_to_the_bit(corpus, tmp_path, shards):
+    whole = trial(corpus, tmp_path / "whole", shards, epochs=4, thin=0.7, check_every=5)
     train(whole, lambda p: None)
 
     class Stop(Exception):
@@ -114,14 +115,24 @@ def test_resumes_to_the_bit(corpus, tmp_path):
         if progress.step == 7:
             raise KeyboardInterrupt
 
-    cut = trial(corpus, tmp_path / "cut", epochs=4, check_every=5)
+    cut = trial(corpus, tmp_path / "cut", shards, epochs=4, thin=0.7, check_every=5)
     with pytest.raises(KeyboardInterrupt):
         train(cut, stop_at_seven)
-    again = trial(corpus, tmp_path / "cut", epochs=4, check_every=5)
+    again = trial(corpus, tmp_path / "cut", shards, epochs=4, thin=0.7, check_every=5)
     progress = train(again, lambda p: None)
     assert progress.step == progress.total
     for (name, a), b in zip(whole.head.named_parameters(), again.head.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_shards_learn_the_same(corpus, tmp_path):
+    heads = []
+    for shards in (1, 3):
+        run = trial(corpus, tmp_path / str(shards), shards, epochs=1, check_every=99)
+        train(run, lambda p: None)
+        heads.append(run.head)
+    for (name, a), b in zip(heads[0].named_parameters(), heads[1].parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-3), name
 
 
 def test_nan_keeps_the_last_checkpoint(corpus, tmp_path):
