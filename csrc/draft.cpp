@@ -65,7 +65,7 @@ std::string Draft::check(const DraftStep& step) const {
         }
         for (int n = step.start[b]; n < end; n++) {
             const int source = step.sources[n];
-            const bool sound = step.extend ? within(source, target_.sizes.max_nodes)
+            const bool sound = step.extend ? step.features || within(source, target_.sizes.max_nodes)
                                : source < 0 ? within(-1 - (int64_t)source, kind_.slots)
                                             : source < step.first;
             if (!sound) return "a source that does not exist";
@@ -147,15 +147,17 @@ void Draft::fuse(const DraftStep& step, int thread) {
     for (int n = mine.first; n < mine.last; n++) {
         const int source = step.sources[n];
         float* x = &stream_[(size_t)n * hidden];
+        const float* features = !step.extend    ? nullptr
+                                : step.features ? step.features + (size_t)n * wide
+                                                : target_.tapped(source);
         if (!step.extend) {
             const float* from = source < 0 ? &kept_[(size_t)(-1 - source) * hidden]
                                            : &outputs_[(size_t)source * hidden];
             memcpy(x, from, sizeof(float) * hidden);
         } else if (kind_.first_kind) {
-            norm(target_.tapped(source), *target_.vector(-1, 0), hidden, x);
+            norm(features, *target_.vector(-1, 0), hidden, x);
         } else {
             Group* to = column(fuse_q_.data(), n, wide);
-            const float* features = target_.tapped(source);
             if (kind_.feature_norm == 1) {
                 kernels->norm_quantise(features, joint_norm_, sizes.norm_eps, wide, to, n % kLanes);
             } else if (kind_.feature_norm == 2) {

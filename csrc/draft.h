@@ -16,7 +16,8 @@ struct HeadKind {
 };
 
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:
-// true features (extend): a row's nodes are a chain; node n reads the target's node sources[n].
+// true features (extend): a row's nodes are a chain; node n reads the target's node sources[n], or
+// row n of `features` where that is given.
 // own guesses: node n reads the output of draft node sources[n], or, where that is negative, what
 // slot -1 - sources[n] kept of its last extension.
 struct DraftStep {
@@ -28,6 +29,7 @@ struct DraftStep {
     const int32_t* slots;         // [rows] extensions: where the last node's output is kept
     const int32_t* scored_nodes;  // [scored] among this step's nodes, from 0
     float* logits;                // [scored][vocab]
+    const float* features;        // [nodes][features * width], or null
 };
 
 // Draft nodes are numbered from `first` on and live until a step begins at 0 again.

@@ -1,6 +1,8 @@
 """EAGLE-family drafting: a head that reads the target's features and guesses a tree.
 
-After every step the accepted tokens run through the head once more with the target's true
+Of a sequence that nobody wants guesses for, the features are only kept ("at zero the draft costs
+nothing"); the head catches up, in one pass, when guesses are asked for again. Otherwise, after
+every step the accepted tokens run through the head once more with the target's true
 features ("draft-extend"), so that its cache never holds anything guessed: forgetting this costs
 acceptance silently. From the last of them the tree grows level by level (spec/draft.py), all rows
 of a step in one pass per level.
@@ -9,7 +11,7 @@ Positions (EAGLE, section 4.1): the draft's position q pairs feature f_q with to
 predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,14 @@ from forerun.types import AnyArray, Floats, Ints
 CANDIDATES = 64
 """Children by probability that noise may reorder: what lies below is hardly ever the choice."""
 
+PATIENCE = 4
+"""Steps without a wish for guesses in which the head goes on following: short pauses are common,
+and pages that later requests reuse should hold its entries."""
+MOST_BEHIND = 256
+"""Tokens a sequence may lag behind; kept in 16 bits, some 3 KB each for a small target. One that
+lags further is not drafted for any more."""
+_LOST = -1
+
 _NO_CHILDREN: tuple[Ints, Floats] = (np.zeros(0, np.int32), np.zeros(0, np.float32))
 
 
@@ -37,6 +47,9 @@ class _Seat:
     tokens   all tokens decided when it was opened: what follows a prompt chunk
     ready    tokens[:ready] have run through target and head; children belong to the last
     children target ids and log-probabilities after the last extension, best first; None = none
+    idle     steps since guesses were asked for
+    behind   tokens that the head has not seen, and their features: kept for catching up
+    begin    position of the first of them; -1 = it lags too far
     """
 
     tokens: Ints
@@ -44,6 +57,23 @@ class _Seat:
     sampling: Sampling
     ready: int = 0
     children: tuple[Ints, Floats] | None = None
+    idle: int = 0
+    behind: list[tuple[Ints, AnyArray]] = field(default_factory=list)
+    begin: int = 0
+
+    @property
+    def lag(self) -> int:
+        """How many tokens the head is behind."""
+        return sum(len(tokens) for tokens, _ in self.behind)
+
+    def take(self, most: int) -> tuple[Ints, AnyArray]:
+        """The first `most` of the tokens behind, and their features, which are forgotten here."""
+        tokens = np.concatenate([part for part, _ in self.behind])
+        features = np.concatenate([part for _, part in self.behind])
+        self.begin += min(most, len(tokens))
+        self.idle = 0
+        self.behind = [(tokens[most:], features[most:])] if len(tokens) > most else []
+        return tokens[:most], features[:most]
 
 
 class HeadDrafter:
@@ -75,33 +105,106 @@ class HeadDrafter:
     # --- learning what was accepted ------------------------------------------------------
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Run every permanent position through the head with the target's features."""
+        """Run every permanent position through the head with the target's features, or keep
+        them for later.
+        """
         chains = [self._permanent(plan, trees, outcome, row) for row in range(plan.rows)]
-        rows = [row for row, (nodes, _) in enumerate(chains) if len(nodes)]
+        rows: list[int] = []
+        lazy: list[int] = []
+        for row, (nodes, _) in enumerate(chains):
+            if len(nodes):
+                (lazy if self._may_wait(plan, row) else rows).append(row)
+        if lazy:
+            self._keep(plan, lazy, chains)
         if not rows:
             return
-        start = np.zeros(len(rows) + 1, np.int32)
-        start[1:] = np.cumsum([len(chains[row][0]) for row in rows])
         nodes = np.concatenate([chains[row][0] for row in rows]).astype(np.int32)
+        tokens = [chains[row][1] for row in rows]
+        self._extend(plan, rows, tokens, plan.kv_len[rows], sources=nodes, features=None)
+
+    def _may_wait(self, plan: Plan, row: int) -> bool:
+        """Whether it is likely that nobody will ask for guesses of this row soon.
+
+        A prompt is never put off: its pages are shared. Pages of text that is put off lack the
+        head's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
+        """
+        seat = self._seat(plan, row)
+        if seat.behind or seat.begin == _LOST:
+            return True
+        seat.idle = 0 if plan.max_nodes[row] else seat.idle + 1
+        return seat.idle > PATIENCE and len(plan.known[row]) == 1
+
+    def _keep(self, plan: Plan, rows: list[int], chains: list[tuple[AnyArray, AnyArray]]) -> None:
+        """Keep the features of what became permanent."""
+        rows = [row for row in rows if self._seat(plan, row).begin != _LOST]
+        if not rows:
+            return
+        nodes = np.concatenate([chains[row][0] for row in rows]).astype(np.int32)
+        features, begin = self._device.features(nodes).astype(np.float16), 0
+        for row in rows:
+            seat, tokens = self._seat(plan, row), chains[row][1].astype(np.int32)
+            if not seat.behind:
+                seat.begin = int(plan.kv_len[row])
+            seat.behind.append((tokens, features[begin : begin + len(tokens)]))
+            begin += len(tokens)
+            if seat.lag > MOST_BEHIND:
+                seat.behind, seat.begin = [], _LOST
+
+    def _catch_up(self, plan: Plan) -> None:
+        """Extend the rows that are asked for guesses and lag behind, as many tokens at a time as
+        the head takes.
+        """
+        late = [row for row in range(plan.rows) if plan.max_nodes[row]]
+        while late := [row for row in late if self._seat(plan, row).behind]:
+            rows, parts, begins, room = [], [], [], self._device.max_nodes
+            for row in late:
+                if room:
+                    seat = self._seat(plan, row)
+                    rows.append(row)
+                    begins.append(seat.begin)
+                    parts.append(seat.take(room))
+                    room -= len(parts[-1][0])
+            features = np.concatenate([kept for _, kept in parts]).astype(np.float32)
+            self._extend(
+                plan,
+                rows,
+                [tokens for tokens, _ in parts],
+                np.array(begins, np.int32),
+                sources=np.zeros(len(features), np.int32),
+                features=features,
+            )
+
+    def _extend(
+        self,
+        plan: Plan,
+        rows: list[int],
+        tokens: list[AnyArray],
+        kv_len: Ints,
+        sources: Ints,
+        features: Floats | None,
+    ) -> None:
+        """Run chains of tokens, one per row, and remember what may follow the sampled ones."""
+        start = np.zeros(len(rows) + 1, np.int32)
+        start[1:] = np.cumsum([len(chain) for chain in tokens])
         scored = [i for i, row in enumerate(rows) if plan.samples[row]]
         found = self._device.extend(
             HeadPass(
-                tokens=np.concatenate([chains[row][1] for row in rows]).astype(np.int32),
-                sources=nodes,
-                parents=np.full(len(nodes), -1, np.int32),
+                tokens=np.concatenate(tokens).astype(np.int32),
+                sources=sources,
+                parents=np.full(len(sources), -1, np.int32),
                 start=start,
-                kv_len=plan.kv_len[rows],
+                kv_len=kv_len,
                 slots=plan.slots[rows],
                 pages=plan.page_table[rows],
                 first=0,
                 scored=start[1:][scored] - 1,
                 children=self._wanted(plan, rows),
+                features=features,
             )
         )
         for index, which in enumerate(scored):
-            row = rows[which]
-            seat = self._seat(plan, row)
-            seat.ready = int(plan.kv_len[row]) + len(chains[row][0])
+            seat = self._seat(plan, rows[which])
+            seat.ready = int(kv_len[which]) + len(tokens[which])
             seat.children = self._best(seat, found, index, seat.ready + 1)
 
     def _permanent(
@@ -125,6 +228,7 @@ class HeadDrafter:
 
     def propose(self, plan: Plan) -> list[Draft]:
         """Grow one tree per row that may guess and whose features are at hand."""
+        self._catch_up(plan)
         growing: dict[int, Growth] = {}
         for row in range(plan.rows):
             seat = self._seat(plan, row)

@@ -11,7 +11,8 @@ class HeadPass:
     """Nodes that hang below their rows' cached positions, for one pass of a draft head.
 
     An *extension* reads the target's true features: a row's nodes are a chain, node n reads the
-    features of node sources[n] of the target's last step, and all become permanent. Otherwise
+    features of node sources[n] of the target's last step (or, where `features` is given, row n
+    of that, kept from an earlier step), and all become permanent. Otherwise
     the nodes are the head's own guesses: node n reads the output of draft node sources[n] or,
     where that is negative, what slot -1 - sources[n] kept of its last extension.
 
@@ -25,6 +26,7 @@ class HeadPass:
     first    draft node number of node 0; a pass with first 0 forgets all earlier draft nodes
     scored   int32[s]    nodes whose children are wanted
     children how many of them: the likeliest
+    features float32[n,F*H] as `HeadDevice.features` gave them, or None
     """
 
     tokens: Ints
@@ -37,6 +39,7 @@ class HeadPass:
     first: int
     scored: Ints
     children: int
+    features: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class HeadDevice(Protocol):
 
     max_nodes: int
     vocab: int
+
+    def features(self, nodes: Ints) -> Floats:
+        """float32[n,F*H] of nodes int32[n] of the target's last step, to be kept for later."""
+        ...
 
     def extend(self, work: HeadPass) -> Children:
         """Run an extension: its keys and values become permanent, and each row's last output is

@@ -249,3 +249,37 @@ def test_bad_passes_are_refused(checkpoint, tmp_path):
 def test_a_head_of_another_width_is_refused(checkpoint, tmp_path):
     with pytest.raises(ModelError, match="width"):
         World(checkpoint, tmp_path, {"hidden": 48, "trained_head": True})
+
+
+@pytest.mark.parametrize("changes", [{}, {"feature_norm": "each"}, SWITCHES[-1]])
+def test_features_that_were_kept_do_as_well(checkpoint, tmp_path, changes):
+    """What a head that lags gets later is what it would have got at once, bit for bit."""
+    world = World(checkpoint, tmp_path, changes)
+    tokens = np.random.default_rng(2).integers(0, world.limits.vocab, 9).astype(np.int32)
+    plan = plan_of(tokens[:-1])
+    world.executor.open(Opening(1, tokens[:-1], 8, Sampling(temperature=0.0)))
+    trees = batch(list(plan.known), [Draft()])
+    scores = world.executor.verify(plan, trees)
+    world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
+    nodes = np.arange(8, dtype=np.int32)
+    work = HeadPass(
+        tokens=tokens[1:],
+        sources=nodes,
+        parents=np.full(8, -1, np.int32),
+        start=np.array([0, 8], np.int32),
+        kv_len=np.zeros(1, np.int32),
+        slots=plan.slots,
+        pages=plan.page_table,
+        first=0,
+        scored=nodes,
+        children=5,
+    )
+    at_once = world.device.extend(work)
+    kept = world.device.features(nodes[::-1])[::-1]
+    other = plan_of(tokens[:3], slot=0)
+    world.executor.open(Opening(0, tokens[:3], 3, Sampling(temperature=0.0)))
+    world.executor.verify(other, batch(list(other.known), [Draft()]))
+    later = world.device.extend(replace(work, sources=np.zeros(8, np.int32), features=kept))
+    assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
+    wrong = world.device.extend(replace(work, sources=np.zeros(8, np.int32)))
+    assert (wrong.log_probs != later.log_probs).any()

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from forerun.constrain.grammars import NoGrammars
-from forerun.drafters.heads import HeadDrafter
+from forerun.drafters import heads
+from forerun.drafters.heads import PATIENCE, HeadDrafter
 from forerun.engine.heads import Children
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.policy import FixedPolicy
+from forerun.spec.policy import Budget, FixedPolicy
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 
@@ -22,15 +23,19 @@ class ToyHead:
         self.max_nodes, self.vocab = shape.max_nodes, VOCAB
         self.entries = np.full((shape.pages, shape.page_size), -1, np.int32)
         self.texts: dict[int, list[int]] = {}
-        self.looked = 0
+        self.looked = self.late = 0
 
     def extend(self, work):
+        self.late += work.features is not None
         for row in range(len(work.slots)):
             self._look(work, row)
             tokens = work.tokens[work.start[row] : work.start[row + 1]]
             for offset, token in enumerate(tokens):
                 self.entries[self._place(work, row, work.kv_len[row] + offset)] = token
         return self._children(work)
+
+    def features(self, nodes):
+        return np.zeros((len(nodes), 1), np.float32)
 
     def guess(self, work):
         for row in range(len(work.slots)):
@@ -73,12 +78,12 @@ class Watched(HeadDrafter):
         super().observe(plan, trees, outcome)
 
 
-def engine_with_head(**shape):
+def engine_with_head(policy=None, **shape):
     executor = ToyExecutor(limits(**shape))
     device = ToyHead(executor.limits)
     drafter = Watched(device, np.arange(VOCAB, dtype=np.int32), executor.limits, 2, 3)
     made = Engine(
-        executor, drafter, FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
+        executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip
     return made, device
 
@@ -126,3 +131,43 @@ def test_a_page_is_found_again_up_to_the_last_token():
     ear = run(made, ask("other", "12345678b", 4))
     assert ear.of("other")[0].cached_tokens == 4
     finish(made)
+
+
+class Moody(FixedPolicy):
+    """Wants guesses in some steps only."""
+
+    def __init__(self, wanted):
+        super().__init__(4, 3)
+        object.__setattr__(self, "wanted", wanted)
+        object.__setattr__(self, "steps", iter(range(10**6)))
+
+    def budgets(self, slots, kv_len):
+        if self.wanted(next(self.steps)):
+            return super().budgets(slots, kv_len)
+        return [Budget(0, 0, "not now")] * len(slots)
+
+
+@pytest.mark.parametrize("rest", [2, 10, 40])
+def test_a_head_catches_up_in_one_pass(rest):
+    """While nobody asks it does no work; afterwards its entries are what they always were."""
+    made, device = engine_with_head(
+        Moody(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
+    )
+    requests = asked("A prompt", "Another one", max_tokens=60)
+    ear = run(made, *requests)
+    for request in requests:
+        ear.expect(request)
+    stats = made.stats()
+    assert stats.accepted > 0 and stats.failed_steps == 0 and device.looked
+    assert (device.late > 0) == (rest > PATIENCE)
+
+
+def test_a_head_that_lags_too_far_is_left_behind(monkeypatch):
+    monkeypatch.setattr(heads, "MOST_BEHIND", 30)
+    made, device = engine_with_head(Moody(lambda step: step > 60), page_size=8)
+    request = ask("long", "A prompt", 100)
+    run(made, request).expect(request)
+    assert device.late == 0 and made.stats().guesses == 0
+    later = ask("later", "A prompt too", 20)
+    run(made, later).expect(later)
+    assert made.stats().accepted > 0

@@ -14,7 +14,7 @@ from forerun.executors.cpu.weights import set_matrix, set_vector
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.drafts import DraftHead
-from forerun.types import Floats
+from forerun.types import Floats, Ints
 
 _LAYER_MATRICES = (
     "self_attn.q_proj",
@@ -163,6 +163,15 @@ class CpuHead:
                 self._library, self._model, (vector.name, vector.layer, vector.which), values
             )
 
+    def features(self, nodes: Ints) -> Floats:
+        """Copies of the target's features of `nodes`."""
+        count = int(nodes.max()) + 1
+        tapped = np.empty((count, len(self._head.features) * self._head.target_hidden), np.float32)
+        model = self._executor.native_model()
+        self._raise_for(self._library.forerun_tapped(model, count, tapped.ctypes.data))
+        found: Floats = tapped[nodes]
+        return found
+
     def extend(self, work: HeadPass) -> Children:
         """Run an extension and make its keys and values permanent."""
         children = self._run(work, extend=True)
@@ -198,7 +207,11 @@ class CpuHead:
             "scored_nodes": work.scored,
         }
         held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+        given = None
+        if work.features is not None:
+            given = np.ascontiguousarray(work.features, np.float32)
         step = native.DraftStep(
+            features=None if given is None else given.ctypes.data,
             rows=len(work.kv_len),
             nodes=len(work.tokens),
             first=work.first,

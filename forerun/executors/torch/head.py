@@ -20,7 +20,7 @@ from forerun.executors.torch.kv import KvShape, PagedCache, Slots
 from forerun.executors.torch.layers import rotation
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
-from forerun.types import AnyArray, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 
 class TorchHead:
@@ -55,6 +55,10 @@ class TorchHead:
         self._depth = np.zeros(self.max_nodes, np.int32)
         executor.tap(head.features)
 
+    def features(self, nodes: Ints) -> Floats:
+        """Copies of the target's features of `nodes`, on the host."""
+        return self._executor.tapped[self._index(nodes)].float().cpu().numpy()
+
     @torch.inference_mode()
     def extend(self, work: HeadPass) -> Children:
         """Run an extension and make its keys and values permanent."""
@@ -67,7 +71,11 @@ class TorchHead:
             self._cache.slots(pages, position[begin:end])
             for pages, begin, end in zip(work.pages, work.start[:-1], work.start[1:], strict=True)
         ]
-        features = self._executor.tapped[self._index(work.sources)]
+        if work.features is None:
+            features = self._executor.tapped[self._index(work.sources)]
+        else:
+            features = torch.from_numpy(work.features)
+            features = features.to(self._executor.device, self._executor.dtype)
         if self._about.algorithm == "eagle1":
             features = self._executor.decoder.final_norm(features)
         chains = [[(self._cache.scratch(row), row)] for row in np.split(nodes, work.start[1:-1])]
