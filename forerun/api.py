@@ -27,6 +27,7 @@ from forerun.draft_choice import (
     lookup,
     open_chosen,
     with_draft,
+    with_shipped,
 )
 from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
 from forerun.drafters.nothing import NoDrafter
@@ -214,6 +215,7 @@ def _open_toy(config: EngineConfig) -> Target:
 
     if config.draft is not None:
         raise ConfigError("the toy model takes no draft; leave --draft out.")
+    config = with_shipped(config)
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
@@ -238,7 +240,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
 
     model = open_model(config.model, progress)
-    config = _choose_executor(config)
+    config = with_shipped(_choose_executor(config))
     arch = model.architecture
     native, width = config.executor == "cpu", _ITEM_BYTES.get(config.dtype, 0)
     numbers = 2 * arch.layers * arch.kv_heads * arch.head_size

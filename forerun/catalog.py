@@ -74,6 +74,14 @@ def open_model(
     raise _unknown(reference)
 
 
+def shipped_draft(reference: str) -> Path | None:
+    """The folder of the draft head that comes with this package for a built-in model, if one
+    does.
+    """
+    folder = Path(__file__).parent / "drafts" / reference
+    return folder if reference in BUILT_IN and folder.is_dir() else None
+
+
 def _silent(what: str, done: int, total: int) -> None:
     """Nobody is watching."""
 

@@ -99,10 +99,14 @@ class EngineConfig:
     speculation: str = option(
         "auto",
         "what drafts: a draft head, n-gram lookup in the text so far, both (lookup where it is "
-        "sure, the head elsewhere), or nothing; auto is the head if --draft names one, else n-gram",
+        "sure, the head elsewhere), or nothing; auto is both where there is a head, else n-gram",
         choices=("auto", "head", "ngram", "both", "off"),
     )
-    draft: str | None = option(None, "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1)")
+    draft: str | None = option(
+        None,
+        "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1; default: the one that comes with a "
+        "built-in model)",
+    )
     draft_width: int = option(
         1, "children per node of a draft head's tree; 1 = chains", low=1, high=16
     )
@@ -134,10 +138,6 @@ class EngineConfig:
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, torch with a torch format."
-            )
-        if self.speculation in ("head", "both") and self.draft is None:
-            raise ConfigError(
-                f"speculation is {self.speculation}, but no draft is named; add --draft FOLDER."
             )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")

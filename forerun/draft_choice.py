@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from forerun.catalog import shipped_draft
 from forerun.config import EngineConfig
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.guarded import off
@@ -29,10 +30,25 @@ LOOKUP_BAR = 0.6
 Result = TypeVar("Result")
 
 
+def with_shipped(config: EngineConfig) -> EngineConfig:
+    """The configuration with the draft head that comes with its model, where it wants a head and
+    names none. Raises ConfigError where there is none.
+    """
+    if config.draft is not None or config.speculation not in ("auto", "head", "both"):
+        return config
+    shipped = shipped_draft(config.model)
+    if shipped is None and config.speculation != "auto":
+        raise ConfigError(
+            f"speculation is {config.speculation}, but no draft is named and none comes with "
+            f"{config.model}; add --draft FOLDER."
+        )
+    return replace(config, draft=str(shipped) if shipped else None)
+
+
 def chosen_speculation(config: EngineConfig, head: bool) -> str:
     """What drafts, "auto" decided: a draft that was named but cannot be used means nothing."""
     if head:
-        return "head" if config.speculation == "auto" else config.speculation
+        return "both" if config.speculation == "auto" else config.speculation
     if config.draft is not None and config.speculation in ("auto", "head", "both"):
         return "off"
     return "ngram" if config.speculation == "auto" else config.speculation
