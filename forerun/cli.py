@@ -52,7 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        command = importlib.import_module(f"forerun.commands.{arguments.command}")
+        # Measuring without a server needs torch, which takes seconds to import.
+        sized = getattr(arguments, "random_weights", None) is not None
+        name = "sized" if sized else arguments.command
+        command = importlib.import_module(f"forerun.commands.{name}")
         code: int = command.main(arguments)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -98,7 +101,7 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="answer again without speculation: compare speed and text",
+        help="answer again without speculation and with it: compare speed and text",
     )
     _grammar_flags(parser)
     flags_of(AskConfig, parser, "answer")

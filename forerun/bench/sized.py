@@ -125,7 +125,7 @@ class Steps:
             samples=np.full(len(rows), bool(kv_len)),
             max_nodes=np.full(len(rows), guesses, np.int32),
             max_depth=np.full(len(rows), guesses, np.int32),
-            page_table=first + np.arange(self._pages, dtype=np.int32),
+            page_table=(first + np.arange(self._pages)).astype(np.int32),
             constrained=np.zeros(len(rows), np.bool_),
         )
         return plan, batch([known] * len(rows), [draft] * len(rows))

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
@@ -53,10 +52,8 @@ class Sweep:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where a request failed."""
-    config = configured(EngineConfig, arguments)
-    if arguments.random_weights:
-        return _sized(arguments, config)
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
+    config = configured(EngineConfig, arguments)
     if arguments.launch:
         if arguments.api_key:
             raise ConfigError("--api-key is for --url; a server of our own asks for none.")
@@ -88,30 +85,6 @@ def _refuse_engine_flags(config: EngineConfig) -> None:
     given = command_line(replace(config, model=EngineConfig().model))
     if given:
         raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
-
-
-def _sized(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """Measure steps at a model's size, without a server."""
-    from forerun.bench import sized  # noqa: PLC0415 - torch takes seconds; servers need none
-
-    on_cuda, dtype = config.device != "cpu", config.dtype
-    if dtype in ("auto", "file"):
-        dtype = "bfloat16" if on_cuda else "float32"
-    wanted = sized.Sweep(batches=tuple(sorted(arguments.concurrency)))
-    if not on_cuda:  # A rehearsal: what it prints is the CPU's.
-        wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
-    found = sized.measure(arguments.random_weights, config.device, dtype, wanted)
-    found |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
-    if arguments.json:
-        emit_json(found)
-    else:
-        for line in sized.lines(found):
-            out.print(line, soft_wrap=True)
-    if arguments.out:
-        folder = Path(arguments.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{arguments.random_weights}.json").write_text(json.dumps(found, indent=1) + "\n")
-    return 1 if "error" in found else 0
 
 
 def _sweep(arguments: argparse.Namespace) -> Sweep:
