@@ -6,7 +6,7 @@ between them those that habit makes likely.
 """
 
 from collections.abc import Iterable
-from time import perf_counter
+from time import thread_time
 
 import numpy as np
 
@@ -21,8 +21,8 @@ MAX_AHEAD = 32
 LEAST = 0.35
 """Probability of its whole path below which the chain ends, however cheap a node is."""
 PATIENCE = 0.01
-"""Seconds after which no more is drafted for a sequence: hostile grammars need 20 ms per node.
-Guesses change no text, so neither does the clock."""
+"""Seconds of work after which no more is drafted for a sequence: hostile grammars need 20 ms for
+a node. Guesses change no text, so neither does the clock."""
 
 
 class Walker:
@@ -81,7 +81,7 @@ class Walker:
 
     def _look(self, least: float) -> list[tuple[int, float]]:
         """Walk ahead as long as the grammar or habit says where."""
-        matcher, score, end = self.matcher, 1.0, perf_counter() + PATIENCE
+        matcher, score, end = self.matcher, 1.0, thread_time() + PATIENCE
         chain: list[tuple[int, float]] = []
         fits = True
         while fits and len(chain) < MAX_AHEAD and not (matcher.waiting or matcher.complete):
@@ -94,7 +94,7 @@ class Walker:
                     break
                 tokens, score = [likely[0]], score * likely[1]
             for token in tokens:
-                fits = fits and perf_counter() < end and matcher.advance(token)
+                fits = fits and thread_time() < end and matcher.advance(token)
                 if fits:
                     chain.append((token, score))
         matcher.back(len(chain))
@@ -135,8 +135,8 @@ def _check(walker: Walker, draft: Draft, depth: int, growth: "_Growth") -> None:
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
     path: list[int] = []
     # What is still to hang: guesses of the draft and the node above them.
-    todo, end = [(below[-1], -1)], perf_counter() + PATIENCE
-    while todo and perf_counter() < end and not matcher.error:
+    todo, end = [(below[-1], -1)], thread_time() + PATIENCE
+    while todo and thread_time() < end and not matcher.error:
         guesses, parent = todo.pop()
         above = growth.path(parent)
         _move(matcher, path, above)
