@@ -74,7 +74,12 @@ def ask(
     shapes: Sequence[Shape],
     progress: Progress,
 ) -> list[Finding]:
-    """Serve the prompts plainly and under each shape. Raises what `prove` raises."""
+    """Serve the prompts plainly and under each shape. Raises what `prove` raises.
+
+    A draft head is measured without the lookup's help: that is what its trainer promised.
+    """
+    if config.speculation == "both":
+        config = replace(config, speculation="head")
     plain = _serve(target, replace(config, speculation="off"), question, progress)
     found = []
     for shape in shapes:

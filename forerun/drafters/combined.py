@@ -14,8 +14,8 @@ class CombinedDrafter:
     """The Drafter contract around two others.
 
     A row whose lookup finds something gives the head no work, and what is found may be deeper
-    than what the head guesses well: names, code and quotations are repeated whole. The head
-    follows all rows all the time, so it can take over at any step.
+    than what the head guesses well: names, code and quotations are repeated whole. To the head
+    such a row looks like one for which nobody wants guesses.
 
     bar  least score of a lookup's first guess, its estimate of being right
     """
@@ -27,6 +27,7 @@ class CombinedDrafter:
             needs_features=head.traits.needs_features,
         )
         self._lookup, self._head, self._bar = lookup, head, bar
+        self._left: Plan | None = None
 
     def begin(self, opening: Opening) -> None:
         """Pass on to both."""
@@ -37,14 +38,16 @@ class CombinedDrafter:
         """The lookup's draft where it is sure, else the head's."""
         found = self._lookup.propose(plan)
         sure = np.array([len(draft) > 0 and draft.score[0] >= self._bar for draft in found])
-        rest = replace(plan, max_nodes=np.where(sure, 0, plan.max_nodes).astype(np.int32))
-        grown = self._head.propose(rest)
+        left = replace(plan, max_nodes=np.where(sure, 0, plan.max_nodes).astype(np.int32))
+        self._left = left
+        grown = self._head.propose(left)
         return [a if yes else b for a, b, yes in zip(found, grown, sure, strict=True)]
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on to both."""
+        assert self._left is not None, "propose comes first"
         self._lookup.observe(plan, trees, outcome)
-        self._head.observe(plan, trees, outcome)
+        self._head.observe(self._left, trees, outcome)
 
     def end(self, slot: int) -> None:
         """Pass on to both."""

@@ -47,7 +47,7 @@ def target(draft):
     target.close()
 
 
-def serve(target, requests, speculation="auto"):
+def serve(target, requests, speculation="head"):
     side = replace(
         target.config,
         speculation=speculation,
