@@ -32,6 +32,8 @@ def main(arguments: argparse.Namespace) -> int:
     if prompts and not prompts.is_file():
         raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
     engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    if engine.toy:
+        raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         chat = ChatTemplate(model.chat_template, model.tokenizer)

@@ -98,7 +98,16 @@ def default_features(layers: int) -> tuple[int, int, int]:
 
 
 def head_for(target: Architecture, vocab: int) -> DraftHead:
-    """The EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`."""
+    """The EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
+
+    Raises ModelError where the target has too few layers to read features from.
+    """
+    features = default_features(target.layers)
+    if not 0 < features[0] < features[1] <= features[2]:
+        raise ModelError(
+            f"a draft head reads the target near its start, middle and end; this target has "
+            f"{target.layers} layers, at least 6 are needed"
+        )
     return DraftHead(
         algorithm="eagle3",
         target_hidden=target.hidden,
@@ -112,7 +121,7 @@ def head_for(target: Architecture, vocab: int) -> DraftHead:
         norm_eps=target.norm_eps,
         rope=replace(target.rope),
         context=target.context,
-        features=default_features(target.layers),
+        features=features,
         trained_head=False,
     )
 

@@ -38,6 +38,7 @@ from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.reader import online_reader, stored_reader
+from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
@@ -221,7 +222,7 @@ def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:
 
 
 def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, name: str) -> None:
-    """Export the best checkpoint and write metrics.json beside it."""
+    """Export the best checkpoint; write metrics.json and report.html beside it."""
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
     export_head(trial.head, ids, trial.folder / "draft")
@@ -234,6 +235,7 @@ def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, nam
         "history": progress.history,
     }
     (trial.folder / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    write_report(trial.folder / "report.html", metrics)
 
 
 def _line(progress: Progress, started: float) -> str:

@@ -168,3 +168,8 @@ def test_traps_are_warned_of_by_name(good):
     warnings = " ".join(open_draft(good, TARGET).warnings)
     for key in ("max_position_embeddings", "norm_output", "rope_theta"):
         assert key in warnings
+
+
+def test_a_target_of_too_few_layers_is_refused():
+    with pytest.raises(ModelError, match="3 layers, at least 6"):
+        head_for(replace(TARGET, layers=3), 10)

@@ -1,0 +1,66 @@
+"""The compiled core teaches what dense float32 teaches, in any chunks."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.errors import EngineError
+from forerun.executors import cpu
+from forerun.executors.cpu import states
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.corpus import distil
+from forerun.train.target import DenseTarget
+from forerun.train.teacher import core_teacher, dense_teacher
+from tests.models import tiny
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+FEATURES = (1, 3, 4)
+TOKENS = np.random.default_rng(0).integers(200, size=45).astype(np.int32)
+SCORED = np.array([3, 4, 5, 20, 21, 40, 44], np.int32)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    hf = tiny.model("llama", num_hidden_layers=6)
+    return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("llama")))
+
+
+def cosine(a, b):
+    return (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+
+
+def test_twins(checkpoint):
+    dense = DenseTarget(checkpoint, "cpu", torch.float32)
+    with (
+        core_teacher(checkpoint, FEATURES, 64, threads=2) as core,
+        dense_teacher(dense, FEATURES) as slow,
+    ):
+        fast, wanted = core(TOKENS, SCORED), slow(TOKENS, SCORED)
+    for a, b in zip(fast, wanted, strict=True):
+        assert a.shape == b.shape
+        assert np.median(cosine(a, b)) > 0.995  # Random weights make 8 bits look worse than they
+        assert cosine(a, b).min() > 0.95  # are: the real model reaches 0.999 everywhere.
+    # A feature off by one layer would not pass for the right one.
+    width = checkpoint.architecture.hidden
+    assert cosine(fast[0][:, :width], wanted[0][:, width : 2 * width]).max() < 0.95
+
+
+def test_chunks_change_no_bit(checkpoint, monkeypatch):
+    found = []
+    for chunk in (512, 16):
+        monkeypatch.setattr(states, "CHUNK", chunk)
+        with core_teacher(checkpoint, FEATURES, 64, threads=1) as core:
+            core(TOKENS[::-1], SCORED)  # What ran before is forgotten.
+            found.append(core(TOKENS, SCORED))
+            with pytest.raises(EngineError, match="65 tokens"):
+                core(np.zeros(65, np.int32), SCORED)
+    for whole, cut in zip(*found, strict=True):
+        assert np.array_equal(whole, cut)
+
+
+def test_distilled_are_the_likeliest_of_the_draft_vocabulary():
+    logits = np.array([[0.0, 5.0, 1.0, 4.0, 3.0]], np.float32)
+    choice, likely, chance = distil(logits, np.array([0, 2, 3, 4], np.int32), 2)
+    assert choice.tolist() == [1]
+    assert likely.tolist() == [[2, 3]]
+    assert chance[0] == pytest.approx(np.exp([4, 3]) / np.exp([4, 3]).sum())
