@@ -24,12 +24,12 @@ from forerun.draft_choice import (
     chosen_speculation,
     excused,
     head_drafting,
-    lookup,
     open_chosen,
     with_draft,
     with_shipped,
 )
 from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
+from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.nothing import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.costs import measure_costs, with_head
@@ -193,9 +193,9 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
+    drafter = _lookup(target.memory.limits.slots)
     if target.head is not None and config.speculation in ("auto", "head", "both"):
-        return head_drafting(config, target.memory.limits, target.costs, target.head)
-    drafter = lookup(target.memory.limits.slots)
+        return head_drafting(config, target.memory.limits, target.costs, target.head, drafter)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
@@ -203,11 +203,18 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 
+def _lookup(slots: int) -> Drafter:
+    """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
+    from forerun.executors import cpu
+
+    return NgramDrafter(slots) if cpu.available() else cpu.CpuNgramDrafter(slots)
+
+
 def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or config.speculation == "off":
         return None
-    return measure_costs(executor, lookup(executor.limits.slots))
+    return measure_costs(executor, _lookup(executor.limits.slots))
 
 
 def _open_toy(config: EngineConfig) -> Target:

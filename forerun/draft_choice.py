@@ -11,13 +11,11 @@ from forerun.config import EngineConfig
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.guarded import off
 from forerun.drafters.heads import HeadDrafter
-from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.heads import HeadDevice
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
-from forerun.executors import cpu
 from forerun.memory import Needs
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
@@ -99,26 +97,23 @@ def with_draft(needs: Needs, draft: DraftFile, item: int | None) -> Needs:
     )
 
 
-def lookup(slots: int) -> Drafter:
-    """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
-    return NgramDrafter(slots) if cpu.available() else cpu.CpuNgramDrafter(slots)
-
-
 def head_drafting(
     config: EngineConfig,
     limits: ExecutorLimits,
     costs: StepCosts | None,
     head: tuple[DraftFile, HeadDevice],
+    lookup: Drafter,
 ) -> tuple[Drafter, Policy]:
     """A draft head and its budget. What drafting costs is part of the decision beforehand.
 
-    costs  of steps, the head's included; None = not measured
+    costs   of steps, the head's included; None = not measured
+    lookup  what guesses beside the head, where the configuration wants both
     """
     draft, device = head
     depth = min(config.draft_depth, config.draft_nodes)
     drafter: Drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
     if config.speculation == "both":
-        drafter = CombinedDrafter(lookup(limits.slots), drafter, LOOKUP_BAR)
+        drafter = CombinedDrafter(lookup, drafter, LOOKUP_BAR)
     if costs is not None and config.policy == "adaptive":
         policy = AdaptivePolicy(costs, config.draft_nodes, depth)
         return SelectedDrafter(drafter, policy), policy
