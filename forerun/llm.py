@@ -54,10 +54,8 @@ class LLM:
 
         One answer: with `n` above 1 it raises RequestError; `choices` returns all of them.
         """
-        if isinstance(messages, str):
-            raise RequestError(  # type: ignore[unreachable]
-                "chat takes messages; to continue a text use generate.", "messages"
-            )
+        if isinstance(messages, str):  # type: ignore[unreachable]
+            raise RequestError("chat takes messages; to continue a text use generate.", "messages")
         if options.get("n", 1) != 1:
             raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")
         return self.choices(messages, **options)[0]
