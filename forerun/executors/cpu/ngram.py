@@ -1,4 +1,4 @@
-"""The n-gram drafter on the compiled core: forerun.drafters.ngram's guesses, 20 times faster."""
+"""The n-gram drafter on the compiled core: the guesses of drafters.ngram, 4 to 20 times faster."""
 
 import ctypes
 from array import array
