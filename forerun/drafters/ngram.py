@@ -5,7 +5,7 @@ LZ77. For each order n, every position is linked to the one before it that follo
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft.
 
-The compiled core has a twin of this (csrc/ngram.h) that makes the same guesses 4 to 20 times faster.
+The compiled core has a twin of this (csrc/ngram.h) that guesses the same 4 to 20 times faster.
 """
 
 from dataclasses import dataclass
