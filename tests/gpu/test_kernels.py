@@ -8,7 +8,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import NodeNoise, choose
 from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, tiles_of
 from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.layers import Float8Linear
+from forerun.executors.torch.layers import PLAIN, Float8Linear
 from forerun.spec.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -70,6 +70,27 @@ def test_attention(kernels, device, dtype, groups, size):
         expected = attend_dense(*inputs).double()
         found = kernels.attend(*inputs).double()
         assert torch.isfinite(found).all()
+        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+def test_parts_between_the_products(kernels, device, dtype):
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, generator=draw)
+
+    weight, both = normal(4096), normal(3, 2 * 14336).to(dtype).chunk(2, -1)
+    x, heads = normal(5, 4096).to(dtype), normal(5, 48, 128).to(dtype)[:, 3:35]
+    cos, sin = normal(5, 64), normal(5, 64)
+    for part, inputs in (
+        ("norm", (x, weight, 1e-5)),
+        ("norm", (heads, weight[:128], 1e-5)),
+        ("gate", both),
+        ("rotate", (heads, cos, sin)),
+    ):
+        found = getattr(kernels.parts, part)(*inputs).double()
+        expected = getattr(PLAIN, part)(*inputs).double()
         assert (found - expected).norm() / expected.norm() < ERROR[dtype]
 
 

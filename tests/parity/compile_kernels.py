@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.executors.torch import triton_attention, triton_choice
+from forerun.executors.torch import triton_attention, triton_choice, triton_layers
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -78,6 +78,34 @@ def choice():
     return compiled(triton_choice._choose, signature, {"CHUNK": triton_choice.CHUNK}, 8, 2)
 
 
+def layer(kernel, pointers, numbers, constants, warps):
+    signature = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(numbers, "i32")
+    fp32 = {name: "*fp32" for name in ("weight", "cos", "sin") if name in signature}
+    fp32 |= {"eps": "fp32"} if "eps" in signature else {}
+    return compiled(kernel, signature | fp32, constants, warps, 2)
+
+
+def norm():
+    numbers = ("row_stride", "head_stride", "width", "eps")
+    return layer(triton_layers._norm, ("x", "weight", "out"), numbers, {"WIDE": 4096}, 8)
+
+
+def gate():
+    numbers = ("gate_stride", "up_stride", "width")
+    return layer(triton_layers._gate, ("gate", "up", "out"), numbers, {"BLOCK": 1024}, 4)
+
+
+def rotate():
+    pointers, numbers = ("x", "cos", "sin", "out"), ("row_stride", "head_stride")
+    return layer(triton_layers._rotate, pointers, numbers, {"HALF": 64}, 1)
+
+
+def write():
+    pointers = ("keys", "values", "to_keys", "to_values")
+    numbers = ("key_stride", "value_stride", "group_stride", "begin")
+    return layer(triton_layers._write, pointers, numbers, {"E": 128}, 1)
+
+
 def main():
     cases = {
         "attend 8b, one node": lambda: attention("bf16", 4, 128, 1, 32),
@@ -86,6 +114,7 @@ def main():
         "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
         "merge": lambda: merge("bf16"),
         "choose": choice,
+        **{"norm": norm, "gate": gate, "rotate": rotate, "write": write},
     }
     wanted = sys.argv[1:] or list(cases)
     for name in wanted:

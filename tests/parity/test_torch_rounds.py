@@ -11,6 +11,7 @@ from forerun.executors.torch import TorchExecutor, executor
 from forerun.executors.torch.accept import choose
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.layers import PLAIN
 from forerun.executors.torch.rounds import MOST_NODES, Size, _turns, walk
 from forerun.spec.accept import NOTHING, accept_row
 from forerun.spec.sampling import Sampling
@@ -37,10 +38,17 @@ def pair(checkpoint):
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "kernels_for", lambda device: Kernels(attend_dense, choose))
+        patch.setattr(
+            executor, "kernels_for", lambda device: Kernels(attend_dense, choose, write, PLAIN)
+        )
         patch.setattr(executor, "recorder", lambda device: tape)
         captured = TorchExecutor(checkpoint("qwen3"), small)
     return captured, TorchExecutor(checkpoint("qwen3"), small), tape
+
+
+def write(keys, values, layer, begin):
+    for side, place in zip((keys, values), layer, strict=True):
+        place[:, begin : begin + len(side)] = side.transpose(0, 1)
 
 
 def texts(made, guesses, seed=0):

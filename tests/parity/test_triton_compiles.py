@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CASES = ["attend 8b, one node", "attend 8b, tree", "attend 135m", "merge", "choose"]
+CASES = [
+    *("attend 8b, one node", "attend 8b, tree", "attend 135m", "merge", "choose"),
+    *("norm", "gate", "rotate", "write"),
+]
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None,

@@ -161,7 +161,7 @@ class Decoder:
                 self._parts.norm(heads, weight, arch.norm_eps)
                 for heads, weight in ((q, block.q_norm), (k, block.k_norm))
             )
-        q, k = (self._parts.rotate(heads.float(), *turn).to(x.dtype) for heads in (q, k))
+        q, k = (self._parts.rotate(heads, *turn) for heads in (q, k))
         return block.out(attend(layer, q, k, v).flatten(1))
 
     def _mlp(self, block: Block, x: Tensor) -> Tensor:

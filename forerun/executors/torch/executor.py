@@ -93,17 +93,17 @@ class TorchExecutor:
         self.tapped = torch.empty(0, 0, device=self.device)
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
+        kernels = self._kernels = kernels_for(self.device)
         self._decoder: Decoder | None = Decoder(
             checkpoint,
             self.device,
             self.dtype,
             float8=dtype == "float8",
-            parts=compiled(PLAIN) if compile else PLAIN,
+            parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
         self._cache: PagedCache | None = PagedCache(
             _kv_shape(arch), limits, self.device, self.dtype
         )
-        self._kernels = kernels_for(self.device)
         self._rounds = self._captured_rounds() if graphs else None
 
     def open(self, opening: Opening) -> None:
@@ -148,7 +148,10 @@ class TorchExecutor:
         attend_layer = self._attention(plan, trees, cache)
 
         def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache.write(layer, keys[:count], values[:count])
+            if self._kernels is None:
+                cache.write(layer, keys[:count], values[:count])
+            else:
+                self._kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
             return attend_layer(queries, *cache.of_layer(layer))
 
         # Our kernels know no padding; the bits are the batch's affair where they run.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.layers import Elementwise
 
 Attend = Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]
 """(queries [M,A,E], keys [G,slots,E], values [G,slots,E], geometry) -> context [M,A,E]."""
@@ -16,18 +17,33 @@ Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
 
+Write = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int], None]
+"""(keys [M,G,E], values, keys and values of a layer [G,slots,E], slot of node 0): see kv.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Kernels that only launch: nothing in them waits for the device, so they can be captured."""
 
     attend: Attend
     choose: Choose
+    write: Write
+    parts: Elementwise
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
     """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
     if device.type != "cuda":
         return None
-    from forerun.executors.torch import triton_attention, triton_choice  # noqa: PLC0415
+    from forerun.executors.torch import (  # noqa: PLC0415
+        triton_attention,
+        triton_choice,
+        triton_layers,
+    )
 
-    return Kernels(triton_attention.attend, triton_choice.choose)
+    return Kernels(
+        attend=triton_attention.attend,
+        choose=triton_choice.choose,
+        write=triton_layers.write,
+        parts=triton_layers.PARTS,
+    )

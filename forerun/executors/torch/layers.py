@@ -92,8 +92,8 @@ def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What stands between a decoder's products: `rms_norm`, `swiglu`, `rotate`, or the same
-    compiled.
+    """What stands between a decoder's products: `rms_norm`, `swiglu`, `turned`, or what computes
+    the same.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -160,10 +160,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in float32; dtype of `x`."""
+    return rotate(x.float(), cos, sin).to(x.dtype)
+
+
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
     angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-PLAIN = Elementwise(rms_norm, swiglu, rotate)
+PLAIN = Elementwise(rms_norm, swiglu, turned)

@@ -281,8 +281,9 @@ class Rounds:
         )
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache.write(layer, keys, values)
-            return self._kernels.attend(queries, *cache.of_layer(layer), geometry)
+            held = cache.of_layer(layer)
+            self._kernels.write(keys, values, held, cache.scratch_begin)
+            return self._kernels.attend(queries, *held, geometry)
 
         position = facts["kv_len"][sized.row] + facts["depth"]
         last, streams = decoder.forward(facts["tokens"].long(), position.long(), attend, self.taps)

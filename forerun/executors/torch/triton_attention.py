@@ -91,7 +91,8 @@ def _attend(
     place = (node * heads + head)[:, None] * E + e[None, :]
     whole = mine[:, None] & (e[None, :] < E)
     q = tl.load(queries + place, mask=whole, other=0.0)
-    keys, values = keys + group * group_stride, values + group * group_stride
+    away = group.to(tl.int64) * group_stride
+    keys, values = keys + away, values + away
     most = tl.full([LINES], float("-inf"), tl.float32)
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
 
