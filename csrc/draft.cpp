@@ -89,7 +89,6 @@ void Draft::prepare(const DraftStep& step) {
     nodes_.rows = step.rows;
     nodes_.nodes = step.nodes;
     nodes_.start = step.start;
-    first_ = step.first;
     const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
     trunks_.clear();
     trunk_at_.clear();
@@ -112,6 +111,7 @@ void Draft::prepare(const DraftStep& step) {
         for (int n = first; n < end; n++) {
             const int at = step.first + n;
             rows_[n] = b;
+            place_of_[n] = scratch + at;
             if (step.extend) {
                 trunks_.push_back(scratch + at);
                 position_[n] = kv_len + n - first;

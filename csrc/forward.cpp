@@ -156,7 +156,7 @@ void Model::rotate_and_store(int layer, int node) {
     const float* sine = &sine_[(size_t)node * half];
     const float scale = 1.0f / std::sqrt((float)size);
     float* x = &qkv_[(size_t)node * qkv_width()];
-    const int64_t place = places_ - sizes.max_nodes + first_ + node;
+    const int64_t place = place_of_[node];
     for (int head = 0; head < sizes.heads; head++, x += size) {
         kernels->rotate(x, at.query_norm, sizes.norm_eps, cosine, sine, half, scale);
     }

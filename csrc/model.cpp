@@ -7,6 +7,11 @@
 #include <new>
 
 namespace forerun {
+namespace {
+
+constexpr int kWorthSharing = 16;  // copied nodes from which on the pool's threads share the work
+
+}  // namespace
 
 Region::Region(size_t bytes, bool huge) : bytes_(bytes) {
     if (bytes == 0) return;
@@ -43,6 +48,7 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     sights_.resize(nodes);
     position_.resize(nodes);
     row_of_.resize(nodes);
+    place_of_.resize(nodes);
     stream_.resize(nodes * given.hidden);
     qkv_.resize(nodes * qkv_width());
     mixed_.resize(nodes * mixed);
@@ -101,17 +107,18 @@ int64_t Model::qkv_width() const {
 }
 
 void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
-    const int64_t first = places_ - sizes.max_nodes, planes = 2 * sizes.layers * sizes.kv_heads;
+    const int64_t planes = 2 * (int64_t)sizes.layers * sizes.kv_heads;
     const size_t size = sizes.head_size;
     const auto copy = [&](int begin, int end) {
         for (int64_t index = begin; index < end; index++) {
             uint16_t* at = (uint16_t*)cache_.data() + index * places_ * size;
             for (int i = 0; i < count; i++) {
-                memcpy(at + slots[i] * size, at + (first + nodes[i]) * size, 2 * size);
+                const int64_t from = place_of_[nodes[i]];
+                if (from != slots[i]) memcpy(at + slots[i] * size, at + from * size, 2 * size);
             }
         }
     };
-    if (count < 32) return copy(0, (int)planes);
+    if (count < kWorthSharing) return copy(0, (int)planes);
     pool.run([&](int thread) {
         const Share share((int)planes, thread, pool.threads());
         copy(share.first, share.last);

@@ -30,6 +30,15 @@ struct Step {
     float* logits;                // [scored][vocab]
 };
 
+// How the rows of a step choose, and what they chose.
+struct Walk {
+    const float* temperature;  // [rows] 0 = greedy; below 0: not decided here
+    const uint64_t* seed;      // [rows]
+    const int32_t* position;   // [rows] output position that the root decides
+    int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in
+                               // all of a row that the specification has to decide
+};
+
 struct Layer {
     Matrix query, key, value, output, gate, up, down;
     const float *attention_norm = nullptr, *ffn_norm = nullptr;
@@ -73,10 +82,14 @@ public:
     // Runs the step. Empty, or what was wrong with it (then nothing was changed).
     std::string forward(const Step& step);
 
+    // Keeps one path per row of a step whose logits are there.
+    void accept(const Step& step, const Walk& walk);
+
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
 
-    // The same for accepted nodes, by the step's page table. Empty, or what was wrong.
+    // The same for accepted guesses, by the step's page table; known nodes are in their pages
+    // already. Empty, or what was wrong.
     std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                              int count);
 
@@ -99,6 +112,7 @@ public:
 
 protected:
     std::string check(const Step& step) const;
+    bool accept_row(const Step& step, const Walk& walk, int row) const;
     void prepare(const Step& step);
     void list_places(const Step& step, int row);
     void plan_attention(const Step& step);
@@ -135,7 +149,6 @@ protected:
     size_t used_ = 0;
     Region cache_;          // half[layers][2][kv_heads][places][head_size]
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
-    int64_t first_ = 0;     // of the latter, the one of the step's first node
 
     std::vector<int32_t> taps_;
     std::vector<float> tapped_;
@@ -146,6 +159,7 @@ protected:
     std::vector<int32_t> paths_;     // places of the guesses on the way to each guess
     std::vector<Sight> sights_;      // [nodes]
     std::vector<int32_t> position_, row_of_;  // [nodes]
+    std::vector<int32_t> place_of_;  // [nodes] where a node's keys and values are written
     std::vector<Unit> units_;
     int32_t last_nodes_ = 0;  // nodes of the last step
     std::atomic<int> next_unit_{0};

@@ -22,14 +22,15 @@ std::string Model::check(const Step& step) const {
     }
     for (int b = 0; b < step.rows; b++) {
         const int first = step.start[b], end = step.start[b + 1], kv_len = step.kv_len[b];
+        const int64_t trunk = (int64_t)kv_len + step.known[b];
         if (end <= first || end > step.nodes || !within(step.known[b], 1, end - first + 1)) {
             return say("a row without known tokens", b);
         }
         if (!within(kv_len, 0, sizes.context)) return say("a row beyond the context", b);
-        if (kv_len > (int64_t)step.page_width * sizes.page_size) {
+        if (trunk > (int64_t)step.page_width * sizes.page_size) {
             return say("a row longer than its pages", b);
         }
-        for (int p = 0; p * (int64_t)sizes.page_size < kv_len; p++) {
+        for (int p = 0; p * (int64_t)sizes.page_size < trunk; p++) {
             if (!within(step.pages[(int64_t)b * step.page_width + p], 0, sizes.pages)) {
                 return say("a page that does not exist, row", b);
             }
@@ -86,25 +87,27 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
     return "";
 }
 
-// The row's trunk: the pool's slots of its prefix, then the scratch places of its known chain.
-// A guess sees the trunk and the scratch places from below the root down to itself.
+// Known nodes become permanent whatever happens: their keys and values go to their pages at once.
+// The row's trunk is the slots of its prefix and of its known chain. Guesses go to scratch places;
+// a guess sees the trunk and the places from below the root down to itself.
 void Model::list_places(const Step& step, int row) {
     const int first = step.start[row], kv_len = step.kv_len[row];
     const int root = first + step.known[row] - 1;
     const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
     const int32_t* pages = step.pages + (int64_t)row * step.page_width;
     trunk_at_.push_back((int64_t)trunks_.size());
-    for (int p = 0; p < kv_len; p++) {
+    for (int p = 0; p < kv_len + step.known[row]; p++) {
         trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
     }
-    for (int n = first; n <= root; n++) trunks_.push_back(scratch + n);
     for (int n = first; n < step.start[row + 1]; n++) {
         position_[n] = kv_len + step.depth[n];
         row_of_[n] = row;
         if (n <= root) {
+            place_of_[n] = trunks_[trunk_at_.back() + position_[n]];
             sights_[n] = {position_[n] + 1, 0, nullptr};
             continue;
         }
+        place_of_[n] = scratch + n;
         const int tail = step.depth[n] - step.depth[root];
         const size_t begin = paths_.size();
         paths_.resize(begin + tail);

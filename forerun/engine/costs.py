@@ -146,7 +146,7 @@ def _time_step(executor: Executor, step: _Step) -> float:
         executor.open(Opening(int(slot), tokens, len(tokens), Sampling(temperature=0.0)))
     try:
         started = perf_counter()
-        trees = batch(list(plan.known), step.drafts)
+        trees = batch(plan.known, step.drafts)
         scores = executor.verify(plan, trees)
         accepted = executor.accept(plan, trees, scores, None)
         executor.commit(plan, trees, scores, accepted)

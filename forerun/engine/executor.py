@@ -52,7 +52,9 @@ class Executor(Protocol):
         ...
 
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
-        """Score every node of every tree in one forward pass. Writes no page."""
+        """Score every node of every tree in one forward pass. Writes no page, except where known
+        tokens belong: they become permanent whatever is accepted.
+        """
         ...
 
     def accept(

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish
@@ -17,8 +18,7 @@ class Ending:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """What of a step's tokens counts.
 
     tokens  up to and with the one that ended the sequence, if one did

@@ -87,6 +87,12 @@ class Outcome:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
 
-    def committed(self, plan: Plan, row: int) -> int:
-        """Positions of `row` that became permanent: its known tokens plus accepted guesses."""
-        return len(plan.known[row]) + max(int(self.n_tokens[row]) - 1, 0)
+    def said(self) -> list[list[int]]:
+        """The emitted tokens of every row, unpadded."""
+        counts = self.n_tokens.tolist()
+        return [row[:count] for row, count in zip(self.tokens.tolist(), counts, strict=True)]
+
+    def committed(self, plan: Plan) -> list[int]:
+        """Per row, positions that became permanent: its known tokens plus accepted guesses."""
+        counts = self.n_tokens.tolist()
+        return [len(k) + max(count - 1, 0) for k, count in zip(plan.known, counts, strict=True)]

@@ -32,7 +32,7 @@ class Schedule:
     closed: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Row:
     """One row of a plan while it takes shape."""
 
@@ -131,6 +131,8 @@ class Scheduler:
 
     def _admit(self) -> tuple[Sequence, ...]:
         """Move waiting sequences to free slots while this step's nodes and the pages suffice."""
+        if not self.waiting:
+            return ()
         opened: list[Sequence] = []
         nodes = sum(sequence.pending for sequence in self.running)
         for sequence in tuple(self.waiting):
@@ -195,8 +197,10 @@ class Scheduler:
               one node each     | at most half of the | prefill chunks,
                                 | rest if any prefill | oldest first
         """
-        decoding = [sequence for sequence in self.running if sequence.pending == 1]
-        prefill = [sequence for sequence in self.running if sequence.pending > 1]
+        decoding: list[Sequence] = []
+        prefill: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if sequence.pending == 1 else prefill).append(sequence)
         room = self.limits.max_nodes - len(decoding)
         rows = self._decoding_rows(decoding, opened, room // 2 if prefill else room)
         room -= sum(row.nodes for row in rows)
@@ -217,16 +221,18 @@ class Scheduler:
             np.array([s.slot for s in old], np.int32),
             np.array([s.table.length for s in old], np.int32),
         )
-        wishes = [
-            _wish(s, budget.nodes, budget.depth) for s, budget in zip(old, budgets, strict=True)
-        ]
-        given = share_out([nodes for nodes, _ in wishes], room)
-        rows: list[_Row] = []
-        for sequence, nodes, (_, depth), budget in zip(old, given, wishes, budgets, strict=True):
-            levels = self._reserve_guesses(sequence, min(depth, nodes))
-            rows.append(_Row(sequence, 1, nodes if levels else 0, levels))
-            wanted = sequence.request.speculation.enabled
-            sequence.tally.reason = budget.reason if wanted else UNWANTED
+        rows = [_Row(sequence, 1) for sequence in old]
+        asking: list[_Row] = []
+        for row, budget in zip(rows, budgets, strict=True):
+            wanted = row.sequence.request.speculation.enabled
+            row.sequence.tally.reason = budget.reason if wanted else UNWANTED
+            if budget.nodes:
+                row.nodes, row.depth = _wish(row.sequence, budget.nodes, budget.depth)
+                asking.append(row)
+        given = share_out([row.nodes for row in asking], room)
+        for row, nodes in zip(asking, given, strict=True):
+            row.depth = self._reserve_guesses(row.sequence, min(row.depth, nodes))
+            row.nodes = nodes if row.depth else 0
         if rows:
             self._granted = (rows, budgets)
         return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
@@ -243,19 +249,28 @@ class Scheduler:
     def _plan(self, rows: list[_Row]) -> Plan:
         """The rows as the arrays that an executor takes."""
         sequences = [row.sequence for row in rows]
-        known: list[Ints] = []
-        for row in rows:
-            start = row.sequence.table.length
-            known.append(row.sequence.tokens[start : start + row.known])
+        # What a row says of itself in numbers, in the order of the columns below.
+        facts = [
+            (
+                row.sequence.slot,
+                row.sequence.table.length,
+                row.nodes,
+                row.depth,
+                row.known == row.sequence.pending,
+                row.sequence.request.grammar is not None,
+            )
+            for row in rows
+        ]
+        slots, kv_len, nodes, depth, samples, constrained = np.array(facts, np.int32).T.copy()
         return Plan(
-            slots=np.array([s.slot for s in sequences], np.int32),
-            kv_len=np.array([s.table.length for s in sequences], np.int32),
-            known=tuple(known),
-            samples=np.array([row.known == row.sequence.pending for row in rows], np.bool_),
-            max_nodes=np.array([row.nodes for row in rows], np.int32),
-            max_depth=np.array([row.depth for row in rows], np.int32),
+            slots=slots,
+            kv_len=kv_len,
+            known=tuple(row.sequence.upcoming(row.known) for row in rows),
+            samples=samples.astype(np.bool_),
+            max_nodes=nodes,
+            max_depth=depth,
             page_table=page_rows(sequences),
-            constrained=np.array([s.request.grammar is not None for s in sequences], np.bool_),
+            constrained=constrained.astype(np.bool_),
         )
 
     def load(self, entering: int) -> Load:
@@ -299,9 +314,10 @@ def common(one: Ints, two: Ints) -> int:
 def page_rows(sequences: list[Sequence]) -> Ints:
     """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
     width = max(len(s.table.pages) for s in sequences)
-    rows = np.full((len(sequences), width), -1, np.int32)
+    rows = np.empty((len(sequences), width), np.int32)
+    rows.fill(-1)
     for row, sequence in zip(rows, sequences, strict=True):
-        row[: len(sequence.table.pages)] = np.frombuffer(sequence.table.pages, np.int32)
+        row[: len(sequence.table.pages)] = sequence.table.pages
     return rows
 
 

@@ -90,6 +90,11 @@ class Sequence:
         """int32[total] all decided tokens; a view."""
         return self._buffer[: self.total]
 
+    def upcoming(self, count: int) -> Ints:
+        """int32[count] the first decided tokens that have not run through the target; a view."""
+        begin = self.table.length
+        return self._buffer[begin : begin + count]
+
     @property
     def output(self) -> Ints:
         """int32[.] the decided tokens after the prompt; a view."""
@@ -117,7 +122,7 @@ class Sequence:
         assert self.slot is not None
         return Opening(self.slot, self.tokens.copy(), self.prompt_len, self.sampling)
 
-    def append(self, tokens: Ints) -> None:
+    def append(self, tokens: list[int]) -> None:
         """More tokens are decided. Raises ValueError beyond what the request allows."""
         end = self.total + len(tokens)
         if end > len(self._buffer):

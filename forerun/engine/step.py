@@ -16,7 +16,7 @@ def step(plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars) -> 
     commit   make the kept keys and values permanent, forget the rest
     """
     drafts = grammars.guide(plan.slots, drafter.propose(plan), plan.max_nodes, plan.max_depth)
-    trees = batch(list(plan.known), drafts)
+    trees = batch(plan.known, drafts)
     scores = device.verify(plan, trees)
     masks = grammars.masks(plan.slots, trees)
     accepted = device.accept(plan, trees, scores, masks)

@@ -1,7 +1,5 @@
 """An executor and a drafter that count the seconds they take: the step itself stays bare."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -9,13 +7,6 @@ from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Accepted, Executor, Scores
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.tree import Draft, NodeMasks, TreeBatch
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
-    start = perf_counter()
-    yield
-    seconds[part] += perf_counter() - start
 
 
 class TimedExecutor:
@@ -37,20 +28,26 @@ class TimedExecutor:
 
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
         """Pass on and count. A device that works asynchronously shows its time in `accept`."""
-        with _timed(self._seconds, "verify"):
-            return self._inner.verify(plan, trees)
+        begun = perf_counter()
+        result = self._inner.verify(plan, trees)
+        self._seconds["verify"] += perf_counter() - begun
+        return result
 
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
     ) -> Accepted:
         """Pass on and count."""
-        with _timed(self._seconds, "accept"):
-            return self._inner.accept(plan, trees, scores, masks)
+        begun = perf_counter()
+        result = self._inner.accept(plan, trees, scores, masks)
+        self._seconds["accept"] += perf_counter() - begun
+        return result
 
     def commit(self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: Accepted) -> Outcome:
         """Pass on and count."""
-        with _timed(self._seconds, "commit"):
-            return self._inner.commit(plan, trees, scores, accepted)
+        begun = perf_counter()
+        result = self._inner.commit(plan, trees, scores, accepted)
+        self._seconds["commit"] += perf_counter() - begun
+        return result
 
     def describe(self) -> dict[str, Any]:
         """Pass on."""
@@ -71,18 +68,22 @@ class TimedDrafter:
 
     def begin(self, opening: Opening) -> None:
         """Pass on and count."""
-        with _timed(self._seconds, "draft"):
-            self._inner.begin(opening)
+        begun = perf_counter()
+        self._inner.begin(opening)
+        self._seconds["draft"] += perf_counter() - begun
 
     def propose(self, plan: Plan) -> list[Draft]:
         """Pass on and count."""
-        with _timed(self._seconds, "draft"):
-            return self._inner.propose(plan)
+        begun = perf_counter()
+        result = self._inner.propose(plan)
+        self._seconds["draft"] += perf_counter() - begun
+        return result
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on and count."""
-        with _timed(self._seconds, "draft"):
-            self._inner.observe(plan, trees, outcome)
+        begun = perf_counter()
+        self._inner.observe(plan, trees, outcome)
+        self._seconds["draft"] += perf_counter() - begun
 
     def end(self, slot: int) -> None:
         """Pass on."""

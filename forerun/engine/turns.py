@@ -79,7 +79,7 @@ class Turns:
         outcome = self._step(schedule)
         if outcome is not None:
             self._look(schedule, outcome)
-            nodes = sum(map(len, schedule.plan.known)) + int(outcome.n_guesses.sum())
+            nodes = sum(map(len, schedule.plan.known)) + sum(outcome.n_guesses.tolist())
             self.metrics.step(nodes, monotonic() - start)
         return True
 
@@ -149,6 +149,7 @@ class Turns:
             for sequence in schedule.rows:
                 if sequence.slot == slot:
                     self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+        said, committed = outcome.said(), outcome.committed(schedule.plan)
         for row, sequence in enumerate(schedule.rows):
             if sequence.slot is None:
                 continue  # Ended by an earlier row of the same request.
@@ -156,18 +157,16 @@ class Turns:
                 message = "The model's output was not finite, or nothing was allowed to follow."
                 self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
                 continue
-            self._settle(schedule, row, outcome)
+            if sequence.sampling.prompt_logprobs is not None:
+                sequence.echo(outcome.prompt_logprobs[row])
+            sequence.append(said[row])
+            sequence.table.commit(committed[row], sequence.tokens)
+            if schedule.plan.samples[row]:
+                self._settle(schedule, row, outcome, said[row])
 
-    def _settle(self, schedule: Schedule, row: int, outcome: Outcome) -> None:
-        """Commit the pages of one row, count, apply the stop conditions and tell the news."""
+    def _settle(self, schedule: Schedule, row: int, outcome: Outcome, tokens: list[int]) -> None:
+        """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
         sequence, plan = schedule.rows[row], schedule.plan
-        if sequence.sampling.prompt_logprobs is not None:
-            sequence.echo(outcome.prompt_logprobs[row])
-        tokens = outcome.tokens[row, : outcome.n_tokens[row]]
-        sequence.append(tokens)
-        sequence.table.commit(outcome.committed(plan, row), sequence.tokens)
-        if not plan.samples[row]:
-            return
         sequence.table.rollback()
         guesses, accepted = int(outcome.n_guesses[row]), len(tokens) - 1
         self.metrics.row(guesses, accepted)
@@ -175,7 +174,7 @@ class Turns:
         if plan.max_nodes[row]:
             self._policy.observe(int(plan.slots[row]), guesses, accepted)
         try:
-            kept = self._keep(sequence, tokens.tolist())
+            kept = self._keep(sequence, tokens)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, _failed(error))

@@ -5,6 +5,7 @@ The arithmetic is forerun/spec; here it meets slots, rows and the reports a requ
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import isnan
 
 import numpy as np
@@ -21,7 +22,7 @@ from forerun.spec.sampling import (
     unpack,
 )
 from forerun.spec.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Floats, Ints, Words
+from forerun.types import AnyArray, Bools, Floats, Ints, Words
 
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
@@ -41,10 +42,30 @@ EXCLUDED = np.float32(-1e30)
 
 Reports = tuple[TokenLogprobs, ...]
 
+_MORE = -1.0
+"""Instead of a temperature: more than that shapes the choice, or there is none."""
+
+
+_NONE: Ints = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRows:
+    """How rows choose where the temperature alone shapes it; a device may do it in its own way.
+
+    temperatures  float32[B]; 0 = greedy, below 0: not such a row, or it does not sample
+    seeds         uint64[B] of their requests
+    positions     int32[B] output position that the root decides
+    """
+
+    temperatures: Floats
+    seeds: AnyArray
+    positions: Ints
+
 
 @dataclass(frozen=True, slots=True)
 class PlainNodes:
-    """Nodes whose choice hangs on the temperature alone; an executor may make it on its device.
+    """The nodes of plain rows, from the roots on.
 
     nodes         int32[n] flat, ascending
     seeds         uint64[n] of their requests
@@ -58,32 +79,41 @@ class PlainNodes:
     temperatures: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class HostRow:
-    """What `accept` decided for one row.
+@dataclass(frozen=True)
+class HostAccepted:
+    """What `accept` decided.
 
-    path    int32[.] flat nodes that become permanent: the known chain, then accepted guesses
-    tokens  emitted tokens; empty for a row that failed or does not sample
+    choice  int32[M] the target's choice at every node of an accepted path, from the root to the
+            last accepted guess; NOTHING elsewhere
     finite, logprobs, prompt_logprobs   as in Outcome
     """
 
-    path: Ints
-    tokens: tuple[int, ...] = ()
-    finite: bool = True
-    logprobs: Reports = ()
-    prompt_logprobs: Reports = ()
-
-
-@dataclass(frozen=True, slots=True)
-class HostAccepted:
-    """What `accept` decided, row by row."""
-
-    rows: tuple[HostRow, ...]
+    trees: TreeBatch
+    choice: Ints
+    finite: Bools
+    logprobs: tuple[Reports, ...] = ()
+    prompt_logprobs: tuple[Reports, ...] = ()
 
     @property
-    def paths(self) -> tuple[Ints, ...]:
-        """B x int32[.] flat nodes that become permanent, downwards."""
-        return tuple(row.path for row in self.rows)
+    def guesses(self) -> Ints:
+        """int32[.] flat nodes of the accepted guesses, row after row, downwards."""
+        if self.trees.lone:
+            return _NONE
+        on_path = self.choice >= 0
+        on_path[self.trees.roots] = False
+        return np.flatnonzero(on_path).astype(np.int32)
+
+    @cached_property
+    def paths(self) -> list[Ints]:
+        """B x int32[.] flat nodes that become permanent: the known chain, then accepted guesses."""
+        known = np.arange(len(self.choice), dtype=np.int32)
+        keep = self.choice >= 0
+        paths = []
+        for row, root in enumerate(self.trees.roots.tolist()):
+            nodes = self.trees.nodes(row)
+            keep[nodes.start : root + 1] = True
+            paths.append(known[nodes.start : nodes.stop][keep[nodes.start : nodes.stop]])
+        return paths
 
 
 class HostSampler:
@@ -102,87 +132,138 @@ class HostSampler:
         self._open: list[tuple[Sampling, History] | None] = [None] * slots
         self._vocab = vocab
         self._choose_node, self._choose_fast = choose_node, choose_fast
+        # What every step asks of every row, by slot.
+        self._temperature = np.full(slots, _MORE, np.float32)
+        self._seed = np.zeros(slots, np.uint64)
+        self._prompt_len = np.zeros(slots, np.int32)
+        self._reports = np.zeros(slots, np.bool_)
+        self._echoes = np.zeros(slots, np.bool_)
 
     def open(self, opening: Opening) -> None:
         """Bind a sequence to its slot.
 
         Raises EngineError where the slot is taken or a token is outside the vocabulary.
         """
-        if self._open[opening.slot] is not None:
-            raise EngineError(f"slot {opening.slot} is already open; close it first")
+        slot, sampling = opening.slot, opening.sampling
+        if self._open[slot] is not None:
+            raise EngineError(f"slot {slot} is already open; close it first")
         if not np.all((opening.tokens >= 0) & (opening.tokens < self._vocab)):
-            raise EngineError(f"slot {opening.slot}: a token is outside 0..{self._vocab - 1}")
-        history = History(opening.tokens, opening.prompt_len)
-        self._open[opening.slot] = (opening.sampling, history)
+            raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
+        self._open[slot] = (sampling, History(opening.tokens, opening.prompt_len))
+        self._temperature[slot] = sampling.temperature if sampling.plain else _MORE
+        self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        self._prompt_len[slot] = opening.prompt_len
+        self._echoes[slot] = sampling.prompt_logprobs is not None
+        self._reports[slot] = self._echoes[slot] or sampling.logprobs is not None
 
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._open[slot] = None
+        self._temperature[slot] = _MORE
+        self._reports[slot] = self._echoes[slot] = False
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
-        """Flat nodes, ascending, whose logits `accept` may ask for."""
-        needed: list[AnyArray] = [np.zeros(0, np.int32)]
-        for row in range(plan.rows):
-            sampling, _ = self._slot(plan, row)
-            nodes, root = trees.nodes(row), trees.root(row)
-            echo = sampling.prompt_logprobs is not None
-            first = nodes.start if echo else root
-            # A row that does not sample carries no guess; echo still reads its whole chain.
-            stop = nodes.stop if plan.samples[row] or echo else root
-            needed.append(np.arange(first, stop))
-        return np.concatenate(needed).astype(np.int32)
+        """int32[n] flat nodes, ascending, whose logits `accept` may ask for."""
+        echo = self._echoes[plan.slots]
+        if trees.lone:
+            return np.flatnonzero(plan.samples | echo).astype(np.int32)
+        roots = trees.roots
+        # A row that does not sample carries no guess; echo still reads its whole chain.
+        first = np.where(echo, trees.start[:-1], roots)
+        stop = np.where(plan.samples | echo, trees.start[1:], roots)
+        return _ranges(first, stop)
+
+    def plain_rows(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> PlainRows:
+        """The rows whose choices neither a parameter nor a grammar touches."""
+        more = plan.constrained | ~plan.samples
+        if masks is not None:
+            more |= np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
+        temperatures = self._temperature[plan.slots]
+        temperatures[more] = _MORE
+        return PlainRows(
+            temperatures=temperatures,
+            seeds=self._seed[plan.slots],
+            positions=plan.kv_len + trees.known - self._prompt_len[plan.slots],
+        )
 
     def plain(self, plan: Plan, trees: TreeBatch) -> PlainNodes:
         """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
-        nodes: list[AnyArray] = [np.zeros(0, np.int32)]
-        positions: list[AnyArray] = [np.zeros(0, np.int32)]
-        seeds, temperatures, counts = [], [], []
-        for row in range(plan.rows):
-            sampling, history = self._slot(plan, row)
-            if not (plan.samples[row] and sampling.plain) or plan.constrained[row]:
-                continue
-            root, stop = trees.root(row), int(trees.start[row + 1])
-            nodes.append(np.arange(root, stop))
-            positions.append(history.output_len + trees.depth[root:stop] - trees.depth[root])
-            seeds.append(sampling.seed & 0xFFFFFFFFFFFFFFFF)
-            temperatures.append(sampling.temperature)
-            counts.append(stop - root)
+        rows = self.plain_rows(plan, trees)
+        asked = np.flatnonzero(rows.temperatures >= 0)
+        first, stop = trees.roots[asked], trees.start[1:][asked]
+        nodes, counts = _ranges(first, stop), stop - first
+        depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
         return PlainNodes(
-            nodes=np.concatenate(nodes).astype(np.int32),
-            seeds=np.repeat(np.array(seeds, np.uint64), counts),
-            positions=np.concatenate(positions).astype(np.int32),
-            temperatures=np.repeat(np.array(temperatures, np.float32), counts),
+            nodes=nodes,
+            seeds=np.repeat(rows.seeds[asked], counts),
+            positions=np.repeat(rows.positions[asked], counts) + depth,
+            temperatures=np.repeat(rows.temperatures[asked], counts),
         )
 
     def accept(
-        self, plan: Plan, trees: TreeBatch, logits: Logits, masks: NodeMasks | None
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        logits: Logits,
+        masks: NodeMasks | None,
+        choice: Ints | None = None,
     ) -> HostAccepted:
-        """Decide every row. Changes nothing: `outcome` makes it permanent.
+        """Decide every row. Changes nothing here: `outcome` makes it permanent.
+
+        choice  int32[M] as in HostAccepted, for rows that the executor decided as the
+                specification would; NOTHING in all of the others. It is completed in place.
 
         A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
         nothing, emits nothing and has `finite` False; other rows are untouched. The same
         trouble at a guess ends the path before that guess, as if it had not been guessed.
         Stop tokens do not cut a path; the engine does.
         """
-        return HostAccepted(
-            tuple(self._accept(plan, row, trees, logits, masks) for row in range(plan.rows))
-        )
+        if choice is None:
+            choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        finite = choice[trees.roots] >= 0
+        finite |= ~plan.samples
+        left = ~finite | self._reports[plan.slots]
+        if not np.count_nonzero(left):
+            nothing = ((),) * plan.rows
+            return HostAccepted(trees, choice, finite, nothing, nothing)
+        logprobs: list[Reports] = [()] * plan.rows
+        echoed: list[Reports] = [()] * plan.rows
+        for row in np.flatnonzero(left).tolist():
+            echo = self._echo(plan, row, trees, logits)
+            if any(isnan(entry.logprob) for entry in echo):
+                choice[trees.start[row] : trees.start[row + 1]] = NOTHING
+                finite[row] = False
+                continue
+            echoed[row] = echo
+            if plan.samples[row]:
+                self._decide(plan, row, trees, logits, masks, choice)
+                logprobs[row] = self._report(plan, row, trees, logits, choice)
+                finite[row] = choice[trees.root(row)] >= 0
+        return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
 
     def outcome(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> Outcome:
-        """Append the emitted tokens to the slots' histories and pack the step's result."""
-        rows = accepted.rows
-        counts = [len(row.tokens) for row in rows]
-        packed = np.full((len(rows), max(counts, default=0)), -1, np.int32)
-        for index, row in enumerate(rows):
-            packed[index, : len(row.tokens)] = row.tokens
-            self._slot(plan, index)[1].append(row.tokens)
+        """Append the emitted tokens to the slots' histories and pack the step's result.
+
+        Raises EngineError where a row's known tokens do not end where the history does.
+        """
+        n_tokens, tokens = _packed(trees, accepted.choice)
+        decided = (plan.kv_len + trees.known).tolist()
+        counts, said = n_tokens.tolist(), tokens.tolist()
+        for row, samples in enumerate(plan.samples.tolist()):
+            history = self._slot(plan, row)[1]
+            if samples and decided[row] != len(history):
+                raise EngineError(
+                    f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
+                    f"holds {len(history)}"
+                )
+            history.append(said[row][: counts[row]])
         return Outcome(
-            n_tokens=np.array(counts, np.int32),
-            tokens=packed,
-            n_guesses=(np.diff(trees.start) - trees.known).astype(np.int32),
-            finite=np.array([row.finite for row in rows], np.bool_),
-            logprobs=tuple(row.logprobs for row in rows),
-            prompt_logprobs=tuple(row.prompt_logprobs for row in rows),
+            n_tokens=n_tokens,
+            tokens=tokens,
+            n_guesses=trees.start[1:] - trees.start[:-1] - trees.known,
+            finite=accepted.finite,
+            logprobs=accepted.logprobs,
+            prompt_logprobs=accepted.prompt_logprobs,
         )
 
     def _slot(self, plan: Plan, row: int) -> tuple[Sampling, History]:
@@ -192,29 +273,37 @@ class HostSampler:
             raise EngineError(f"row {row} plans slot {slot}, which is not open")
         return found
 
-    def _accept(
-        self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, masks: NodeMasks | None
-    ) -> HostRow:
+    def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
+        """Reports of the decided tokens that follow the known ones, where they are asked for."""
         sampling, history = self._slot(plan, row)
-        decided = int(plan.kv_len[row]) + len(plan.known[row])
-        if plan.samples[row] and decided != len(history):
-            raise EngineError(
-                f"row {row} samples after {decided} tokens, but slot {plan.slots[row]} holds "
-                f"{len(history)}"
-            )
+        following = history.tokens[int(plan.kv_len[row]) + 1 :]
+        pairs = zip(range(int(trees.start[row]), trees.root(row) + 1), following, strict=False)
+        return _reports(sampling.prompt_logprobs, pairs, logits)
+
+    def _decide(
+        self,
+        plan: Plan,
+        row: int,
+        trees: TreeBatch,
+        logits: Logits,
+        masks: NodeMasks | None,
+        choice: Ints,
+    ) -> None:
+        """Complete `choice` by the specification, unless the row is decided."""
         root = trees.root(row)
-        chain = np.arange(trees.start[row], root + 1, dtype=np.int32)
-        following = history.tokens[decided - len(chain) + 1 :]
-        echoed = _reports(sampling.prompt_logprobs, zip(chain, following, strict=False), logits)
-        if any(isnan(entry.logprob) for entry in echoed):
-            return HostRow(chain, finite=False)
-        if not plan.samples[row]:
-            return HostRow(chain, prompt_logprobs=echoed)
-        path = accept_row(trees, row, self._chooser(sampling, history, logits, masks))
-        pairs = zip((root, *path.nodes), path.tokens, strict=False)
-        reports = _reports(sampling.logprobs, pairs, logits)
-        kept = np.append(chain, np.array(path.nodes, np.int32)) if path.nodes else chain
-        return HostRow(kept, path.tokens, len(path.tokens) > 0, reports, echoed)
+        if choice[root] < 0:
+            chooser = self._chooser(*self._slot(plan, row), logits, masks)
+            path = accept_row(trees, row, chooser)
+            for node, token in zip((root, *path.nodes), path.tokens, strict=False):
+                choice[node] = token
+
+    def _report(
+        self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, choice: Ints
+    ) -> Reports:
+        """Reports of the emitted tokens, where they are asked for."""
+        sampling, _ = self._slot(plan, row)
+        nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
+        return _reports(sampling.logprobs, zip(nodes, choice[nodes], strict=True), logits)
 
     def _chooser(
         self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
@@ -254,6 +343,26 @@ class HostSampler:
             return choose_among(raw, tokens, sampling, position)
         token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
         return token if token is not None and allowed[token] else None
+
+
+def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
+    """(n_tokens, tokens) as in Outcome."""
+    on_path = choice >= 0
+    if trees.lone:
+        return on_path.astype(np.int32), choice[:, None]
+    n_tokens = np.add.reduceat(on_path, trees.start[:-1], dtype=np.int32)
+    tokens = np.full((trees.rows, n_tokens.max()), NOTHING, np.int32)
+    tokens[np.arange(tokens.shape[1]) < n_tokens[:, None]] = choice[on_path]
+    return n_tokens, tokens
+
+
+def _ranges(first: AnyArray, stop: AnyArray) -> Ints:
+    """int32[.] first[0] .. stop[0]-1, first[1] .. stop[1]-1, ..."""
+    counts = stop - first
+    ends = counts.cumsum()
+    ranges = np.arange(ends[-1] if len(ends) else 0) + (stop - ends).repeat(counts)
+    found: Ints = ranges.astype(np.int32)
+    return found
 
 
 def _reports(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:

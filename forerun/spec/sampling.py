@@ -6,7 +6,7 @@ rule added: ties are broken to the lowest id, inside the cut-offs of top_k and t
 that the set of survivors never depends on how a machine sorts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,13 +85,12 @@ class History:
         """Output tokens so far: the output position that is decided next."""
         return self._length - self.prompt_len
 
-    def append(self, tokens: Iterable[int]) -> None:
+    def append(self, tokens: Sequence[int] | Ints) -> None:
         """Add emitted tokens."""
-        new = np.fromiter(tokens, np.int32)
-        end = self._length + len(new)
+        end = self._length + len(tokens)
         if end > len(self._buffer):
             self._buffer = np.concatenate([self.tokens, np.zeros(max(end, 64), np.int32)])
-        self._buffer[self._length : end] = new
+        self._buffer[self._length : end] = tokens
         self._length = end
 
 

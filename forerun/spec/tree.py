@@ -10,15 +10,16 @@ Plain decoding is one known token and no guess; a prefill chunk is many known to
 no guess. There are no phases, only trees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from forerun.types import Floats, Ints, Words
 
-
-def _no_tokens() -> Ints:
-    return np.zeros(0, np.int32)
+_NO_TOKENS: Ints = np.zeros(0, np.int32)
+_NO_SCORE: Floats = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Draft:
                         in (0, 1]; 0 where the drafter has no opinion
     """
 
-    tokens: Ints = field(default_factory=_no_tokens)
-    parents: Ints = field(default_factory=_no_tokens)
-    score: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
+    parents: Ints = field(default_factory=lambda: _NO_TOKENS)
+    score: Floats = field(default_factory=lambda: _NO_SCORE)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,6 +62,17 @@ class TreeBatch:
         """Number of rows B."""
         return len(self.known)
 
+    @property
+    def lone(self) -> bool:
+        """Every row is one node: plain decoding."""
+        return len(self.tokens) == len(self.known)
+
+    @property
+    def roots(self) -> Ints:
+        """int32[B] flat index of every row's root (the last known node)."""
+        last: Ints = self.start[:-1]
+        return last if self.lone else last + self.known - np.int32(1)
+
     def root(self, row: int) -> int:
         """Flat index of the root of `row` (the last known node)."""
         return int(self.start[row] + self.known[row] - 1)
@@ -82,41 +94,64 @@ class NodeMasks:
     bits: Words
 
 
-def batch(known: list[Ints], drafts: list[Draft]) -> TreeBatch:
+def batch(known: Sequence[Ints], drafts: Sequence[Draft]) -> TreeBatch:
     """Hang each draft below the end of its known chain and flatten.
 
     Raises ValueError where a chain is empty or a draft's parent does not precede its child.
     """
-    tokens: list[Ints] = []
-    parents: list[Ints] = []
-    depths: list[Ints] = []
-    start = np.zeros(len(known) + 1, np.int32)
-    for row, (chain, draft) in enumerate(zip(known, drafts, strict=True)):
-        count, base = len(chain), int(start[row])
-        if count == 0:
-            raise ValueError(f"row {row} has no known token")
-        legal = (draft.parents >= -1) & (draft.parents < np.arange(len(draft)))
-        if not legal.all():
-            raise ValueError(f"row {row}: a parent is neither the root nor an earlier guess")
-        chain_parents = np.arange(base - 1, base - 1 + count, dtype=np.int32)
-        chain_parents[0] = -1
-        # A guess's parent -1 is the root, which sits just before the guesses.
-        tokens += [chain, draft.tokens]
-        parents += [chain_parents, (draft.parents + base + count).astype(np.int32)]
-        depths.append(_depths(count, draft.parents))
-        start[row + 1] = base + count + len(draft)
-    return TreeBatch(
-        tokens=np.concatenate(tokens).astype(np.int32),
-        parents=np.concatenate(parents).astype(np.int32),
-        start=start,
-        known=np.array([len(chain) for chain in known], np.int32),
-        depth=np.concatenate(depths),
+    pieces: list[Ints] = []
+    guesses: list[int] = []
+    for chain, draft in zip(known, drafts, strict=True):
+        pieces += (chain, draft.tokens)
+        guesses.append(len(draft.tokens))
+    if not any(guesses) and all(len(chain) == 1 for chain in known):
+        tokens = np.concatenate(known, dtype=np.int32, casting="unsafe")
+        return TreeBatch(tokens, *_lone(len(known)))
+    lengths = np.array([len(chain) for chain in known], np.int32)
+    if not lengths.all():
+        raise ValueError(f"row {int(lengths.argmin())} has no known token")
+    sizes = lengths + np.array(guesses, np.int32)
+    start = np.zeros(len(sizes) + 1, np.int32)
+    sizes.cumsum(out=start[1:])
+    # Every row as if it were a chain; then guesses are hung where they belong.
+    depth = np.arange(start[-1], dtype=np.int32)
+    parents = depth - np.int32(1)
+    parents[start[:-1]] = -1
+    depth -= start[:-1].repeat(sizes)
+    for row, draft in enumerate(drafts):
+        if guesses[row]:
+            first = int(start[row] + lengths[row])
+            parents[first : first + guesses[row]] = _parents(row, draft) + np.int32(first)
+            depth[first : first + guesses[row]] = depth[first - 1] + _levels(draft)
+    tokens = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
+    return TreeBatch(tokens, parents, start, lengths, depth)
+
+
+@lru_cache(maxsize=64)
+def _lone(rows: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Everything but the tokens of a step of one known token per row, read-only."""
+    arrays = (
+        np.full(rows, -1, np.int32),
+        np.arange(rows + 1, dtype=np.int32),
+        np.ones(rows, np.int32),
+        np.zeros(rows, np.int32),
     )
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays
 
 
-def _depths(known: int, parents: Ints) -> Ints:
-    """Depth of every node of one row: the chain counts up, a guess is its parent's plus one."""
-    depth = list(range(known))
-    for parent in parents.tolist():
-        depth.append(depth[known + parent] + 1)
-    return np.array(depth, np.int32)
+def _parents(row: int, draft: Draft) -> Ints:
+    """The draft's parents, once they are known to precede their children."""
+    parents = draft.parents
+    if (parents < -1).any() or (parents >= np.arange(len(parents))).any():
+        raise ValueError(f"row {row}: a parent is neither the root nor an earlier guess")
+    return parents
+
+
+def _levels(draft: Draft) -> Ints:
+    """int32[K] distance of every guess from the root."""
+    levels: list[int] = []
+    for parent in draft.parents.tolist():
+        levels.append(levels[parent] + 1 if parent >= 0 else 1)
+    return np.array(levels, np.int32)

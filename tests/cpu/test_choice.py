@@ -1,18 +1,67 @@
-"""The native choice is the specification's choice."""
+"""The native choices and paths are the specification's."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.engine.plan import Opening, Plan
 from forerun.executors.cpu import CpuExecutor, native
-from forerun.executors.host import EXCLUDED
+from forerun.executors.cpu.mailbox import Mailbox
+from forerun.executors.host import EXCLUDED, HostSampler
 from forerun.spec.accept import choose
 from forerun.spec.sampling import History, Sampling, process
+from forerun.spec.tree import Draft, NodeMasks, TreeBatch, batch
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import Driver, Row, as_draft, limits
 
 EMPTY = History(np.zeros(1, np.int32), 1)
+
+
+@dataclass
+class Case:
+    """A step whose logits float32[M,V] are given instead of computed."""
+
+    plan: Plan
+    trees: TreeBatch
+    logits: np.ndarray
+    sampler: HostSampler
+
+    def accept(self, choice=None, masks=None):
+        logits = self.logits.__getitem__
+        return self.sampler.accept(self.plan, self.trees, logits, masks, choice)
+
+    def native(self, executor, masks=None):
+        """`choice` of the rows that the core decides, -1 in the others."""
+        scored = self.sampler.scored(self.plan, self.trees)
+        box, logits = Mailbox(len(self.trees.tokens)), np.ascontiguousarray(self.logits[scored])
+        box.fill(self.plan, self.trees, scored, logits)
+        box.ask(self.sampler.plain_rows(self.plan, self.trees, masks))
+        assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
+        return box.choice
+
+
+def case(rows: list[tuple[int, Draft, Sampling]], logits, samples=None) -> Case:
+    """rows: (length of the known chain, draft, sampling), each in a slot of its own."""
+    known = [np.arange(length, dtype=np.int32) for length, _, _ in rows]
+    sampler = HostSampler(len(rows), logits.shape[1])
+    for slot, (chain, (_, _, sampling)) in enumerate(zip(known, rows, strict=True)):
+        sampler.open(Opening(slot, chain, 1, sampling))
+    count = len(rows)
+    zeros = np.zeros(count, np.int32)
+    plan = Plan(
+        slots=np.arange(count, dtype=np.int32),
+        kv_len=zeros,
+        known=tuple(known),
+        samples=np.ones(count, np.bool_) if samples is None else samples,
+        max_nodes=zeros,
+        max_depth=zeros,
+        page_table=np.zeros((count, 1), np.int32),
+        constrained=np.zeros(count, np.bool_),
+    )
+    return Case(plan, batch(known, [draft for _, draft, _ in rows]), logits, sampler)
 
 
 @pytest.fixture(params=["", "portable"])
@@ -25,14 +74,9 @@ def native_choice(request, executor, checkpoint):
             changes = {"vocab_size": len(logits), "num_hidden_layers": 1}
             source = checkpoint("llama", None, **changes)
             made[len(logits)] = executor(source, kernels=request.param)
-        logits = np.ascontiguousarray(logits, np.float32)
-        return native.load().forerun_choose(
-            made[len(logits)]._alive(),
-            logits.ctypes.data,
-            sampling.temperature,
-            sampling.seed & 0xFFFFFFFFFFFFFFFF,
-            position,
-        )
+        one = case([(1, Draft(), sampling)], np.asarray(logits, np.float32)[None])
+        one.plan.kv_len[:] = position
+        return int(one.native(made[len(logits)])[0])
 
     return call
 
@@ -83,15 +127,108 @@ def test_what_is_not_finite_is_left_to_the_specification(native_choice, random, 
         assert native_choice(logits, Sampling(temperature=temperature), 0) == -1
 
 
+KINDS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.7, seed=3),
+    Sampling(temperature=1.3, seed=(1 << 64) - 5),
+    Sampling(temperature=0.0, logprobs=1),
+    Sampling(temperature=1.0, seed=9, prompt_logprobs=0),
+    Sampling(temperature=1.0, seed=4, top_k=5),
+    Sampling(temperature=0.0, frequency_penalty=0.5),
+)
+
+
+def random_case(random, vocab) -> Case:
+    """Rows of every kind. Few distinct logits, so that ties are common and guesses come true; now
+    and then something that is not finite.
+    """
+    rows = []
+    for _ in range(int(random.integers(1, 9))):
+        count = int(random.choice([0, 0, 3, 12]))
+        parents = [int(random.integers(max(-1, i - 4), i)) for i in range(count)]
+        draft = as_draft(random.integers(0, 6, count).tolist(), parents)
+        kind = KINDS[int(random.integers(len(KINDS)))]
+        rows.append((int(random.integers(1, 5)), draft, kind))
+    nodes = sum(length + len(draft) for length, draft, _ in rows)
+    logits = random.integers(-2, 1, (nodes, vocab)).astype(np.float32)
+    logits[:, :6] += 3
+    for _ in range(int(random.integers(0, 4))):
+        bad = (np.nan, np.inf, -np.inf)[int(random.integers(3))]
+        logits[random.integers(nodes), random.integers(vocab)] = bad
+    guessing = np.array([len(draft) > 0 for _, draft, _ in rows])
+    return case(rows, logits, guessing | (random.random(len(rows)) < 0.8))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_whole_paths(executor, checkpoint, random):
+    """Decided by the core where it can, and by the specification alone: the same step."""
+    made, decided = executor(checkpoint("llama", None, num_hidden_layers=1), threads=2), 0
+    for _ in range(300):
+        one = random_case(random, tiny.VOCAB)
+        choice = one.native(made)
+        decided += int((choice >= 0).sum())
+        alone = one.accept()
+        completed = one.accept(choice.copy())
+        assert same(completed, alone)
+        # An echo that is not finite fails a row that the core decided.
+        assert np.all((choice == -1) | (choice == completed.choice) | (completed.choice == -1))
+        plain = one.sampler.plain_rows(one.plan, one.trees).temperatures >= 0
+        finite = np.array([np.isfinite(one.logits[r.start : r.stop]).all() for r in nodes_of(one)])
+        assert np.all(choice[one.trees.roots][plain & finite] >= 0)
+    assert decided > 500
+
+
+def test_many_rows_are_shared_by_threads(executor, checkpoint, random):
+    """Enough logits that the pool's threads divide the rows."""
+    vocab = 4096
+    source = checkpoint("llama", None, vocab_size=vocab, num_hidden_layers=1)
+    for threads in (1, 3):
+        made = executor(source, threads=threads)
+        draft = as_draft([1, 2, 3], [-1, -1, 1])
+        rows = [(1, draft, KINDS[row % 3]) for row in range(80)]
+        logits = random.normal(0, 1, (320, vocab)).astype(np.float32)
+        logits[:, :4] += 9
+        one = case(rows, logits)
+        choice = one.native(made)
+        assert np.all(choice[one.trees.roots] >= 0)
+        assert np.array_equal(choice, one.accept().choice)
+        assert (choice >= 0).sum() > 100
+
+
+def test_masked_rows_are_left_to_the_specification(executor, checkpoint, random):
+    made = executor(checkpoint("llama", None, num_hidden_layers=1))
+    logits = random.normal(0, 1, (4, tiny.VOCAB)).astype(np.float32)
+    one = case([(1, as_draft([5], [-1]), KINDS[0]), (1, as_draft([5], [-1]), KINDS[0])], logits)
+    everything = np.full((1, -(-tiny.VOCAB // 32)), 0xFFFFFFFF, np.uint32)
+    masks = NodeMasks(np.array([-1, -1, -1, 0], np.int32), everything)
+    choice = one.native(made, masks)
+    assert choice[0] >= 0 and choice[2:].tolist() == [-1, -1]
+    assert same(one.accept(choice, masks), one.accept(masks=masks))
+
+
+def nodes_of(one: Case):
+    return [one.trees.nodes(row) for row in range(one.trees.rows)]
+
+
+def same(first, second) -> bool:
+    return (
+        np.array_equal(first.choice, second.choice)
+        and np.array_equal(first.finite, second.finite)
+        and first.logprobs == second.logprobs
+        and first.prompt_logprobs == second.prompt_logprobs
+    )
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, (1 << 64) - 1), temperature=st.sampled_from([0.3, 1.0, 1.7]))
 def test_generated_text_is_the_same(small, seed, temperature):
     """A whole generation with the native choice and one with the specification's."""
     texts = []
-    for choose_fast in (small._choose, None):
-        small._sampler._choose_fast = choose_fast
+    # A bias of nothing takes the row away from the core.
+    for bias in ((), ((0, 0.0),)):
         with Driver(small) as driver:
-            driver.open(0, [5, 6, 7], Sampling(temperature=temperature, seed=seed))
+            sampling = Sampling(temperature=temperature, seed=seed, logit_bias=bias)
+            driver.open(0, [5, 6, 7], sampling)
             for _ in range(12):
                 driver.step([Row(0)])
             texts.append(driver.sequences[0].tokens)

@@ -11,6 +11,7 @@ import pytest
 from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
+from forerun.executors.host import HostAccepted
 from forerun.models.checkpoint import Packed
 from forerun.spec.sampling import Sampling
 from tests.models import tiny
@@ -111,9 +112,10 @@ def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random):
     made = executor()
     with Driver(made) as driver:
         driver.open(0, random.integers(0, tiny.VOCAB, 20))
-        plan, trees = driver.plan([Row(0)])
+        plan, trees = driver.plan([Row(0, draft=chain_draft([1, 2]))])
         scores = made.verify(plan, trees)
-        accepted = made.accept(plan, trees, scores, None)
+        choice = np.zeros(len(trees.tokens), np.int32) - (trees.depth < 19)
+        accepted = HostAccepted(trees, choice, np.ones(1, np.bool_))
         for table in (plan.page_table * 0 - 1, plan.page_table * 0 + 96, plan.page_table[:, :1]):
             with pytest.raises(EngineError, match="a page that does not exist"):
                 made.commit(replace(plan, page_table=table), trees, scores, accepted)

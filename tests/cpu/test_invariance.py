@@ -22,10 +22,10 @@ class Kept:
 
     def __post_init__(self):
         self.logits = torch.from_numpy(self.scores.logits.copy())
-        self.row_of = self.scores.row_of
+        self.row_of = {node: row for row, node in enumerate(self.scores.scored.tolist())}
 
     def __call__(self, node):
-        return self.scores(node)
+        return self.logits[self.row_of[node]].numpy()
 
 
 class KeepingExecutor(CpuExecutor):

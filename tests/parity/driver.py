@@ -46,7 +46,10 @@ class Result:
 
     def logits(self, row: int, node: int) -> torch.Tensor:
         """float32[V] of node `node` of row `row`, counted from the row's first."""
-        return self.scores.logits[self.scores.row_of[self.trees.start[row] + node]]
+        node += self.trees.start[row]
+        if callable(self.scores):
+            return torch.from_numpy(self.scores(node))
+        return self.scores.logits[self.scores.row_of[node]]
 
     def emitted(self, row: int) -> list[int]:
         return self.outcome.tokens[row, : self.outcome.n_tokens[row]].tolist()
@@ -111,7 +114,7 @@ class Driver:
         result = Result(plan, trees, scores, outcome)
         for index, row in enumerate(rows):
             sequence = self.sequences[row.slot]
-            sequence.kv_len += outcome.committed(plan, index)
+            sequence.kv_len += outcome.committed(plan)[index]
             sequence.tokens += result.emitted(index)
         return result
 

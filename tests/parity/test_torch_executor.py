@@ -8,7 +8,7 @@ import torch
 
 from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host import HostAccepted, HostRow
+from forerun.executors.host import HostAccepted
 from forerun.executors.torch import TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from forerun.spec.sampling import Sampling
@@ -192,8 +192,9 @@ def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (33, tiny.VOCAB)
         assert away.tapped.device.type == "meta" and away.tapped.shape == (33, 128)
-        chain = np.arange(30, dtype=np.int32)
-        away.commit(plan, trees, scores, HostAccepted((HostRow(chain),)))
+        choice = np.full(33, -1, np.int32)
+        choice[29] = 5
+        away.commit(plan, trees, scores, HostAccepted(trees, choice, np.ones(1, np.bool_)))
 
 
 def test_what_it_refuses(checkpoint, executor, prompt):

@@ -62,7 +62,7 @@ def test_rows_of_every_kind_in_one_step():
     assert outcome.n_guesses.tolist() == [0, 0, 0, 3]
     assert outcome.finite.tolist() == [True] * 4
     assert outcome.logprobs == outcome.prompt_logprobs == ((),) * 4
-    assert [outcome.committed(plan, row) for row in range(4)] == [2, 3, 1, 3]
+    assert outcome.committed(plan) == [2, 3, 1, 3]
 
 
 def test_only_what_is_needed_is_scored():
@@ -86,7 +86,7 @@ def test_accept_changes_nothing_until_outcome():
         trees = batch(list(plan.known), [NO_DRAFT])
         for _ in range(3):
             accepted = sampler.accept(plan, trees, lambda node: table[node], None)
-            assert accepted.rows[0].tokens == (expected,)
+            assert accepted.choice.tolist() == [expected]
         sampler.outcome(plan, trees, accepted)
 
 

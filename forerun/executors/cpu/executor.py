@@ -10,6 +10,7 @@ from forerun.engine.executor import ExecutorLimits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
+from forerun.executors.cpu.mailbox import Mailbox
 from forerun.executors.cpu.weights import Packer
 from forerun.executors.host import HostAccepted, HostSampler
 from forerun.machine import physical_cores
@@ -25,14 +26,14 @@ MOST_THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """logits float32[scored,V]; row_of int32[M] says where a flat node's row is (-1 = none)."""
+    """logits float32[n,V] of the flat nodes `scored` int32[n], ascending."""
 
     logits: Floats
-    row_of: Ints
+    scored: Ints
 
     def __call__(self, node: int) -> Floats:
         """float32[V] of one flat node."""
-        row: Floats = self.logits[self.row_of[node]]
+        row: Floats = self.logits[np.searchsorted(self.scored, node)]
         return row
 
 
@@ -68,6 +69,7 @@ class CpuExecutor:
         self._threads = threads or min(physical_cores(), MOST_THREADS)
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
         self._sampler = HostSampler(limits.slots, limits.vocab, choose_fast=self._choose)
+        self._box = Mailbox(limits.max_nodes)
         self._model: int | None = None
         self._drafts: list[int] = []
         packer = Packer(self._library, checkpoint)
@@ -79,7 +81,6 @@ class CpuExecutor:
             self.shutdown()
             raise
         self._logits = np.empty((0, limits.vocab), np.float32)
-        self._scores = Logits(self._logits, np.zeros(0, np.int32))
 
     def _open(self) -> int:
         arch, limits = self._arch, self.limits
@@ -129,35 +130,15 @@ class CpuExecutor:
         self._sampler.close(slot)
 
     def verify(self, plan: Plan, trees: TreeBatch) -> Logits:
-        """Score every node in one native call. The result is valid until the next `verify`."""
-        scored = np.ascontiguousarray(self._sampler.scored(plan, trees), np.int32)
+        """Score every node in one native call; known nodes write their pages. The result is valid
+        until the next `verify`.
+        """
+        scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
-        pages = np.ascontiguousarray(plan.page_table, np.int32)
-        arrays = {
-            "tokens": trees.tokens,
-            "parents": trees.parents,
-            "depth": trees.depth,
-            "start": trees.start,
-            "known": trees.known,
-            "kv_len": plan.kv_len,
-            "pages": pages,
-            "scored_nodes": scored,
-        }
-        held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
-        step = native.Step(
-            rows=plan.rows,
-            nodes=len(trees.tokens),
-            page_width=pages.shape[1],
-            scored=len(scored),
-            logits=self._logits.ctypes.data,
-            **{name: array.ctypes.data for name, array in held.items()},
-        )
-        if self._library.forerun_forward(self._alive(), ctypes.byref(step)):
+        self._box.fill(plan, trees, scored, self._logits)
+        if self._library.forerun_forward(self._alive(), self._box.step):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
-        row_of = np.full(len(trees.tokens), -1, np.int32)
-        row_of[scored] = np.arange(len(scored), dtype=np.int32)
-        self._scores = Logits(self._logits[: len(scored)], row_of)
-        return self._scores
+        return Logits(self._logits[: len(scored)], scored)
 
     def _choose(self, logits: Floats, sampling: Sampling, position: int) -> int | None:
         """The native twin of spec.accept.choose for plain requests; None = ask the spec."""
@@ -187,20 +168,24 @@ class CpuExecutor:
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None
     ) -> HostAccepted:
-        """Keep one path per tree, by forerun.spec on the host."""
-        return self._sampler.accept(plan, trees, scores, masks)
+        """Keep one path per tree: plain rows natively, the others by forerun.spec."""
+        self._box.ask(self._sampler.plain_rows(plan, trees, masks))
+        if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
+            raise EngineError(self._library.forerun_error().decode())
+        return self._sampler.accept(plan, trees, scores, masks, self._box.choice)
 
     def commit(
         self, plan: Plan, trees: TreeBatch, scores: Logits, accepted: HostAccepted
     ) -> Outcome:
-        """Copy the kept keys and values into pages."""
-        nodes = np.concatenate(accepted.paths).astype(np.int32, copy=False)
-        pages = np.ascontiguousarray(plan.page_table, np.int32)
-        code = self._library.forerun_commit_paths(
-            self._alive(), pages.ctypes.data, pages.shape[1], nodes.ctypes.data, len(nodes)
-        )
-        if code:
-            raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
+        """Copy the accepted guesses' keys and values into pages; known nodes wrote theirs there."""
+        guesses = accepted.guesses
+        if len(guesses):
+            pages = np.ascontiguousarray(plan.page_table, np.int32)
+            code = self._library.forerun_commit_paths(
+                self._alive(), pages.ctypes.data, pages.shape[1], guesses.ctypes.data, len(guesses)
+            )
+            if code:
+                raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
         return self._sampler.outcome(plan, trees, accepted)
 
     def describe(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 7
+ABI = 8
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -45,6 +45,12 @@ class Step(ctypes.Structure):
         *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
         *((name, c_void_p) for name in ("scored_nodes", "logits")),
     )
+
+
+class Walk(ctypes.Structure):
+    """`Walk` of csrc/model.h."""
+
+    _fields_ = tuple((name, c_void_p) for name in ("temperature", "seed", "position", "choice"))
 
 
 class HeadKind(ctypes.Structure):
@@ -103,6 +109,7 @@ _CALLS = {
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_choose": (c_int, [c_void_p, c_void_p, c_float, c_uint64, c_uint32]),
+    "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
     "forerun_multiply": (
         c_int,
         [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],

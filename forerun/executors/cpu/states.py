@@ -62,11 +62,7 @@ class HiddenStates:
             first, last = np.searchsorted(scored, (begin, end))
             self._chunk(tokens[begin:end], begin, scored[first:last] - begin, logits[first:last])
             kept = features[begin:end]
-            self._check(
-                self._library.forerun_tapped(self._model(), end - begin, kept.ctypes.data)
-            )
-            if end < len(tokens):
-                self._commit(end - begin)
+            self._check(self._library.forerun_tapped(self._model(), end - begin, kept.ctypes.data))
         return features, logits
 
     def _chunk(self, tokens: Ints, kv_len: int, scored: Ints, logits: Floats) -> None:
@@ -93,13 +89,6 @@ class HiddenStates:
             **{name: array.ctypes.data for name, array in held.items()},
         )
         self._check(self._library.forerun_forward(self._model(), ctypes.byref(step)))
-
-    def _commit(self, count: int) -> None:
-        nodes = np.arange(count, dtype=np.int32)
-        code = self._library.forerun_commit_paths(
-            self._model(), self._pages.ctypes.data, len(self._pages), nodes.ctypes.data, count
-        )
-        self._check(code)
 
     def _model(self) -> int:
         return self._executor.native_model()

@@ -1,0 +1,52 @@
+// Acceptance of a step where nothing but the temperature shapes the choice: forerun/spec/accept.py.
+#include <algorithm>
+#include <cstring>
+
+#include "model.h"
+
+namespace forerun {
+namespace {
+
+constexpr int64_t kWorthSharing = 1 << 18;  // logits from which on the pool's threads share them
+
+}  // namespace
+
+void Model::accept(const Step& step, const Walk& walk) {
+    memset(walk.choice, -1, sizeof(int32_t) * step.nodes);
+    const auto rows = [&](const Share& share) {
+        for (int row = share.first; row < share.last; row++) {
+            if (!accept_row(step, walk, row)) {
+                const int first = step.start[row];
+                memset(walk.choice + first, -1, sizeof(int32_t) * (step.start[row + 1] - first));
+            }
+        }
+    };
+    if ((int64_t)step.rows * sizes.vocab < kWorthSharing) return rows(Share(step.rows, 0, 1));
+    pool.run([&](int thread) { rows(Share(step.rows, thread, pool.threads())); });
+}
+
+// False where the specification has to decide the row.
+bool Model::accept_row(const Step& step, const Walk& walk, int row) const {
+    const float temperature = walk.temperature[row];
+    const int root = step.start[row] + step.known[row] - 1, end = step.start[row + 1];
+    // Scored nodes ascend, so those of a row from its root on are neighbours.
+    const int32_t* const last = step.scored_nodes + step.scored;
+    const int32_t* const at = std::lower_bound(step.scored_nodes, last, root);
+    if (!(temperature >= 0) || last - at < end - root || at[end - 1 - root] != end - 1) return false;
+    const float* const logits = step.logits + (at - step.scored_nodes) * (int64_t)sizes.vocab;
+    int node = root;
+    for (uint32_t position = walk.position[row];; position++) {
+        const int32_t token = kernels->choose(logits + (node - root) * (int64_t)sizes.vocab,
+                                              sizes.vocab, temperature, walk.seed[row], position);
+        if (token < 0) return false;
+        walk.choice[node] = token;
+        int child = node + 1;
+        while (child < end && !(step.parents[child] == node && step.tokens[child] == token)) {
+            child++;
+        }
+        if (child == end) return true;
+        node = child;
+    }
+}
+
+}  // namespace forerun
