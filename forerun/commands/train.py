@@ -45,6 +45,11 @@ def main(arguments: argparse.Namespace) -> int:
         except (ForerunError, KeyboardInterrupt):
             say(f"what was done is in {out}; the same command goes on from there")
             raise
+        except OSError as error:
+            raise ForerunError(
+                f"{out} cannot be worked in ({error}); what was written before is kept. Free some "
+                "space there, or check who may write, and start the same command again"
+            ) from error
     last = progress.history[-1]
     facts = {"draft": str(out / "draft"), "simulated_length": progress.best, "last": last}
     if arguments.json:

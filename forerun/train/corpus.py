@@ -12,8 +12,10 @@ chance.npy   float16[T,K] their probabilities, made to sum to one
 """
 
 import json
+import math
+import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +125,8 @@ def write_features(
     note = corpus.folder / "progress.json"
     facts = {"features": list(head.features), "vocabulary": zlib.crc32(ids.tobytes())}
     done = _chats_done(note, facts)
+    if not done:
+        _check_space(corpus.folder, shapes.values())
     arrays = {
         name: np.lib.format.open_memmap(
             corpus.folder / f"{name}.npy", mode="r+" if done else "w+", dtype=dtype, shape=shape
@@ -143,6 +147,16 @@ def write_features(
                 array.flush()
             note.write_text(json.dumps({"chats": chat + 1, **facts}))
         progress(span.stop, total)
+
+
+def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -> None:
+    """Raise ModelError where the arrays do not fit: a full disk kills whoever maps a file on it."""
+    needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes)
+    if needed > (free := shutil.disk_usage(folder).free):
+        raise ModelError(
+            f"the features take {needed:,} bytes, {folder} has {free:,} free; free some space and "
+            "start the same command again, or choose another --out or fewer --answers"
+        )
 
 
 def _chats_done(note: Path, facts: dict[str, object]) -> int:

@@ -1,6 +1,7 @@
 """The loop learns, resumes to the bit, keeps the best, and stops without losing anything."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,29 @@ def test_full_disk_is_a_message(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("forerun.train.snapshot.save_file", full)
     with pytest.raises(TrainingError, match="No space left"):
         train(run, lambda p: None)
+
+
+def test_features_that_do_not_fit_are_refused_before_the_work(tmp_path, monkeypatch):
+    language = Language()
+    small = write_chats(tmp_path, [language.chat(seed) for seed in range(3)], held_out=1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(ModelError, match="has 1,000 free"):
+        write_features(small, HEAD, EVERY, language.teach, lambda done, total: None)
+    assert not (tmp_path / "features.npy").exists()
+
+
+def test_features_go_on_unless_the_vocabulary_changed(tmp_path):
+    language, seen = Language(), []
+
+    def teach(tokens, scored):
+        seen.append(len(tokens))
+        return language.teach(tokens, scored)
+
+    small = write_chats(tmp_path, [language.chat(seed) for seed in range(3)], held_out=1)
+    for ids, runs in ((EVERY, 3), (EVERY, 3), (EVERY[:-1], 6)):
+        write_features(small, HEAD, ids, teach, lambda done, total: None)
+        assert len(seen) == runs
 
 
 def test_checkpoint_of_another_head_is_refused(corpus, tmp_path):
