@@ -247,7 +247,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
 
     model = open_model(config.model, progress)
-    config = with_shipped(_choose_executor(config))
+    config = with_shipped(choose_executor(config))
     arch = model.architecture
     native, width = config.executor == "cpu", _ITEM_BYTES.get(config.dtype, 0)
     numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
@@ -300,7 +300,7 @@ def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
     return TorchHead(executor, checkpoint, draft)
 
 
-def _choose_executor(config: EngineConfig) -> EngineConfig:
+def choose_executor(config: EngineConfig) -> EngineConfig:
     """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
     from forerun.executors import cpu
 

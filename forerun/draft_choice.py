@@ -22,8 +22,9 @@ from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
 
-LOOKUP_BAR = 0.6
-"""A lookup that gives its first guess this chance is asked instead of the draft head."""
+LOOKUP_BAR = 0.4
+"""A lookup that gives its first guess this chance is asked instead of the draft head. (Replayed on
+answers of SmolLM2-135M: 1.75, 1.80, 1.77, 1.76 and 1.67 tokens a step at .3, .4, .5, .6 and .7.)"""
 
 Result = TypeVar("Result")
 

@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
-from forerun.api import load
+from forerun.api import choose_executor, load
 from forerun.catalog import open_model
 from forerun.commands.console import bars, emit_json, err, plain_warnings, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError
-from forerun.executors import cpu
 from forerun.flags import configured
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author
@@ -19,8 +18,6 @@ from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.served import ServedAuthor
-
-_CORE_DTYPES = ("auto", "file")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -37,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
-        core = _on_core(engine)
+        core = choose_executor(engine).executor == "cpu"
         source = Source(model.checkpoint, model.tokenizer, chat, model.name, core)
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
@@ -61,13 +58,6 @@ def main(arguments: argparse.Namespace) -> int:
             markup=False,
         )
     return 0
-
-
-def _on_core(engine: EngineConfig) -> bool:
-    """Would the compiled core serve with this configuration?"""
-    named = engine.executor == "cpu"
-    usual = engine.executor == "auto" and engine.device == "cpu" and engine.dtype in _CORE_DTYPES
-    return named or (usual and cpu.available() is None)
 
 
 def _corpus(
