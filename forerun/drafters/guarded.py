@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from forerun.engine.drafter import Drafter
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.policy import Budget, Policy
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import Ints
 
 log = logging.getLogger("forerun.engine")
@@ -40,7 +40,7 @@ class GuardedDrafter:
 
     def propose(self, plan: Plan) -> list[Draft]:
         """What the other drafter proposes, or an empty draft per row."""
-        return self._attempt(lambda: self._inner.propose(plan), [Draft()] * plan.rows)
+        return self._attempt(lambda: self._inner.propose(plan), [NO_GUESSES] * plan.rows)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on."""

@@ -23,7 +23,7 @@ from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.draft import Growth
 from forerun.spec.noise import gumbel_of
 from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
 CANDIDATES = 64
@@ -250,7 +250,7 @@ class HeadDrafter:
             self._expand(plan, growing, numbers, rows, run)
             run += wanted
         return [
-            growing[row].draft(int(plan.max_nodes[row])) if row in growing else Draft()
+            growing[row].draft(int(plan.max_nodes[row])) if row in growing else NO_GUESSES
             for row in range(plan.rows)
         ]
 

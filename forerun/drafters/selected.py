@@ -6,7 +6,7 @@ from typing import Any
 from forerun.engine.drafter import Drafter
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.policy import GuessingPolicy
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 
 
 class SelectedDrafter:
@@ -32,7 +32,7 @@ class SelectedDrafter:
         """What the other drafter proposes and the policy finds worth its cost."""
         started = perf_counter()
         self._pause = started - self._ended
-        drafts = [NOTHING] * plan.rows
+        drafts = [NO_GUESSES] * plan.rows
         if plan.max_nodes.any():
             drafts = self._policy.select(plan.slots, plan.kv_len, self._inner.propose(plan))
         self._begun = perf_counter()
@@ -74,6 +74,3 @@ class SelectedDrafter:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         return self._inner.describe() | self._policy.describe()
-
-
-NOTHING = Draft()

@@ -60,11 +60,11 @@ class Ledger:
             self.resting = False
 
     def describe(self) -> dict[str, object]:
-        """Facts for /server_info: won is in plain steps."""
+        """Facts for /server_info."""
         return {
             "step_ms": self.costs.describe(),
             "slowdown": round(self.costs.slowdown, 2),
-            "won_steps": round(self.won, 1),
+            "plain_steps_saved": round(self.won, 1),
             "resting": self.resting,
             "rests": self.rests,
         }

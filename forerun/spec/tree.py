@@ -40,6 +40,10 @@ class Draft:
         return len(self.tokens)
 
 
+NO_GUESSES = Draft()
+"""Most drafts of a busy server: one object for all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
     """The trees of all rows of a step, flattened row after row.

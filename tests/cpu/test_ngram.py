@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
-from forerun.drafters.ngram import NO_GUESSES, NgramDrafter
+from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import CpuNgramDrafter, native
-from forerun.spec.tree import batch
+from forerun.spec.tree import NO_GUESSES, batch
 from tests.cli.toys import toy_loaded
 from tests.engine.test_host_cost import units
 from tests.engine.toys import GREEDY

@@ -8,12 +8,11 @@ from weakref import finalize
 import numpy as np
 
 from forerun.drafters import ngram
-from forerun.drafters.ngram import NO_GUESSES
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 
 
 class CpuNgramDrafter:
