@@ -99,13 +99,13 @@ class EngineConfig:
     speculation: str = option(
         "auto",
         "what drafts: a draft head, n-gram lookup in the text so far, both (lookup where it is "
-        "sure, the head elsewhere), or nothing; auto is both where there is a head, else n-gram",
+        "sure, the head elsewhere), or nothing; auto is both if --draft names a head, else n-gram",
         choices=("auto", "head", "ngram", "both", "off"),
     )
     draft: str | None = option(
         None,
-        "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1; default: the one that comes with a "
-        "built-in model)",
+        "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1); head and both take the one that comes "
+        "with a built-in model if none is named",
     )
     draft_width: int = option(
         1, "children per node of a draft head's tree; 1 = chains", low=1, high=16

@@ -30,18 +30,20 @@ Result = TypeVar("Result")
 
 
 def with_shipped(config: EngineConfig) -> EngineConfig:
-    """The configuration with the draft head that comes with its model, where it wants a head and
-    names none. Raises ConfigError where there is none.
+    """The configuration with the draft head that comes with its model, where it asks for a head
+    and names none. Raises ConfigError where there is none.
+
+    "auto" does not ask: lookup alone is faster on the machines measured (docs/log.md).
     """
-    if config.draft is not None or config.speculation not in ("auto", "head", "both"):
+    if config.draft is not None or config.speculation not in ("head", "both"):
         return config
     shipped = shipped_draft(config.model)
-    if shipped is None and config.speculation != "auto":
+    if shipped is None:
         raise ConfigError(
             f"speculation is {config.speculation}, but no draft is named and none comes with "
             f"{config.model}; add --draft FOLDER."
         )
-    return replace(config, draft=str(shipped) if shipped else None)
+    return replace(config, draft=str(shipped))
 
 
 def chosen_speculation(config: EngineConfig, head: bool) -> str:

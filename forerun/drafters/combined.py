@@ -45,9 +45,9 @@ class CombinedDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on to both."""
-        assert self._left is not None, "propose comes first"
+        left, self._left = self._left or plan, None
         self._lookup.observe(plan, trees, outcome)
-        self._head.observe(self._left, trees, outcome)
+        self._head.observe(left, trees, outcome)
 
     def end(self, slot: int) -> None:
         """Pass on to both."""

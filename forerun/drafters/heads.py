@@ -29,9 +29,9 @@ from forerun.types import AnyArray, Floats, Ints
 CANDIDATES = 64
 """Children by probability that noise may reorder: what lies below is hardly ever the choice."""
 
-PATIENCE = 4
-"""Steps without a wish for guesses in which the head goes on following: short pauses are common,
-and pages that later requests reuse should hold its entries."""
+PATIENCE = 1
+"""Steps without a wish for guesses in which the head goes on following: the last step of an answer
+is one, and pages that later requests reuse should hold its entries."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind; kept in 16 bits, some 3 KB each for a small target. One that
 lags further is not drafted for any more."""

@@ -36,7 +36,8 @@ class Drafter(Protocol):
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, at most plan.max_nodes[b] guesses and plan.max_depth[b] deep.
 
-        A row with max_nodes 0 gets an empty draft. Changes nothing that a rejected guess
+        A row with max_nodes 0 gets an empty draft; where no row may guess, there may be no call
+        at all, only `observe`. Changes nothing that a rejected guess
         would have to undo, or undoes it in `observe`.
         """
         ...

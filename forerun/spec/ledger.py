@@ -9,7 +9,7 @@ START + SHARE * n plain steps at most, and what it had won before up to MOST.
 
 from forerun.spec.costs import LiveCosts, StepCosts
 
-START = 1.0
+START = 2.0
 """Plain steps of credit that speculation begins with, and begins again with after a rest."""
 SHARE = 0.015
 """Credit that every step adds, in plain steps."""
@@ -53,7 +53,8 @@ class Ledger:
     def _settle(self, gain: float) -> None:
         """`gain` plain steps were won (< 0: lost) in the last step."""
         self.won += gain
-        self._credit = min(self._credit + gain + SHARE, MOST)
+        # What a resting drafter still costs is no reason to rest longer.
+        self._credit = min(self._credit + SHARE + (0.0 if self.resting else gain), MOST)
         if self._credit < 0.0 and not self.resting:
             self.resting, self.rests = True, self.rests + 1
         elif self._credit >= START:

@@ -225,7 +225,7 @@ class AdaptivePolicy:
         guesses = self._width * np.arange(len(owners) + 1)
         cached = np.cumsum(np.append(kv_len.sum(), self._width * kv_len[owners]))
         verifying = costs.step_ms(len(kv_len) + guesses, cached)
-        drafting = costs.measured.follow_ms + costs.measured.draft_ms * guesses
+        drafting = costs.measured.follow_ms * (guesses > 0) + costs.measured.draft_ms * guesses
         ms: AnyArray = verifying + costs.slowdown * drafting
         return ms
 

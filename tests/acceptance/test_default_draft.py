@@ -4,8 +4,6 @@ A broken draft cannot be seen in the text, so acceptance is asserted, a little b
 measured (docs/draft-smollm2-135m.md) on the built-in prompts.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from forerun.api import open_target
@@ -25,21 +23,20 @@ AT_LEAST = {(CHAIN.name, 0.0): 1.35, (TREE.name, 0.0): 1.5, (CHAIN.name, 0.8): 1
 
 @pytest.fixture(scope="module")
 def target():
-    target = open_target(EngineConfig(kv_tokens=8192, policy="fixed"))
+    target = open_target(EngineConfig(kv_tokens=8192, policy="fixed", speculation="head"))
     yield target
     target.close()
 
 
 def test_the_default_model_comes_with_a_draft(target):
     assert target.config.draft == str(shipped_draft("smollm2-135m"))
-    assert target.config.speculation == "both" and target.head is not None
+    assert target.config.speculation == "head" and target.head is not None
 
 
 @pytest.mark.parametrize(("shape", "temperature"), [(CHAIN, 0.0), (TREE, 0.0), (CHAIN, 0.8)])
 def test_acceptance_length(target, shape, temperature):
     question = Question("built-in", tuple(spread(read_prompts(), 16)), temperature, 64, 8)
-    config = replace(target.config, speculation="head")
-    (found,) = ask(target, config, question, [shape], lambda *_: None)
+    (found,) = ask(target, target.config, question, [shape], lambda *_: None)
     assert found.length >= AT_LEAST[shape.name, temperature]
     # A guess that follows a right one is about as good: the head's cache holds true features.
     assert found.agreement[1] > 0.6 * found.agreement[0]
