@@ -79,7 +79,8 @@ class LiveCosts:
         below, above, share = self._between(nodes)
         line = costs.verify_ms[below] + share * (costs.verify_ms[above] - costs.verify_ms[below])
         if nodes > costs.nodes[-1]:
-            line = float(costs.verify(np.array(nodes)))
+            last = costs.verify_ms[-1] - costs.verify_ms[-2]
+            line += (nodes - costs.nodes[-1]) * last / (costs.nodes[-1] - costs.nodes[-2])
         each = self._each[below] + share * (self._each[above] - self._each[below])
         return exp(self._pace + each) * (costs.host_ms + line + costs.attend_ms * cached / 1000.0)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.spec.ledger import Ledger
-from forerun.spec.tree import Draft
-from forerun.types import AnyArray, Ints
+from forerun.spec.tree import NO_GUESSES, Draft
+from forerun.types import Ints
 
 DECAY = 0.97
 """What is left of an observation's weight after the next one of the sequence."""
@@ -71,32 +71,41 @@ class Ranking:
         slots int32[B] and kv_len int32[B] are those of all rows of the step. everything: leave
         nothing out, to see what it costs.
         """
-        counts = [len(draft) for draft in drafts]
-        if not any(counts):
+        worth: list[float] = []
+        cached: list[int] = []
+        for slot, length, draft in zip(slots.tolist(), kv_len.tolist(), drafts, strict=True):
+            if len(draft):
+                worth += self._worth(slot, draft)
+                cached += [length] * len(draft)
+        if everything or not worth:
             return drafts
-        worth = np.concatenate(
-            [
-                self._worth(slot, draft)
-                for slot, draft, count in zip(slots.tolist(), drafts, counts, strict=True)
-                if count
-            ]
-        )
-        if everything:
-            return drafts
-        ranked = np.argsort(-worth, kind="stable")
-        owners = np.repeat(np.arange(len(counts)), counts)
-        cached = np.cumsum(np.append(kv_len.sum(), kv_len[owners[ranked]]))
-        ms = self._ledger.costs.step_ms(len(counts) + np.arange(len(ranked) + 1), cached)
-        speed = (len(counts) + np.append(0.0, np.cumsum(worth[ranked]))) / ms
-        best = int(np.argmax(speed))
-        kept = np.zeros(len(worth), np.bool_)
-        if speed[best] > MARGIN * speed[0]:
-            kept[ranked[:best]] = True
-        ends = np.cumsum(counts).tolist()
-        return [
-            cut(draft, kept[end - count : end])
-            for draft, count, end in zip(drafts, counts, ends, strict=True)
-        ]
+        kept = self._kept(worth, cached, len(drafts), int(kv_len.sum()))
+        chosen, end = [], 0
+        for draft in drafts:
+            begin, end = end, end + len(draft)
+            chosen.append(cut(draft, kept[begin:end]))
+        return chosen
+
+    def _kept(self, worth: list[float], cached: list[int], rows: int, seen: int) -> list[bool]:
+        """For each guess whether it is among the best so many that make the step fastest.
+
+        cached  tokens that each guess sees; `seen` are those that the `rows` roots see. Plain
+        Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
+        """
+        step_ms = self._ledger.costs.step_ms_of
+        ranked = sorted(range(len(worth)), key=worth.__getitem__, reverse=True)
+        tokens, best = float(rows), 0
+        highest = MARGIN * tokens / step_ms(rows, seen)
+        for number, index in enumerate(ranked, 1):
+            tokens += worth[index]
+            seen += cached[index]
+            speed = tokens / step_ms(rows + number, seen)
+            if speed > highest:
+                best, highest = number, speed
+        kept = [False] * len(worth)
+        for index in ranked[:best]:
+            kept[index] = True
+        return kept
 
     def learn(self, slot: int, tokens: list[int]) -> bool:
         """`tokens` came, at least one: compare them with what was proposed. True if some guess
@@ -106,30 +115,35 @@ class Ranking:
         if record is None or not len(record.offered):
             return False
         expected, hits = compare(record.offered, tokens)
-        record.offered = Draft()
+        record.offered = NO_GUESSES
         record.expected = DECAY * record.expected + expected
         record.hits = DECAY * record.hits + hits
         self._expected = SHARED_DECAY * self._expected + expected
         self._hits = SHARED_DECAY * self._hits + hits
         return hits > 0.0
 
-    def _worth(self, slot: int, draft: Draft) -> AnyArray:
-        """float64[K] tokens that each guess is expected to bring."""
+    def _worth(self, slot: int, draft: Draft) -> list[float]:
+        """Tokens that each guess is expected to bring."""
         self._records[slot].offered = draft
+        trust = self.trust(slot)
         depth: list[int] = []
         for parent in draft.parents.tolist():
             depth.append(depth[parent] + 1 if parent >= 0 else 1)
-        worth: AnyArray = draft.score * self.trust(slot) ** np.array(depth)
-        return worth
+        return [
+            score * trust**level for score, level in zip(draft.score.tolist(), depth, strict=True)
+        ]
 
 
-def cut(draft: Draft, kept: AnyArray) -> Draft:
-    """The guesses that are kept, bool[K]; every one's parent is."""
-    if kept.all():
+def cut(draft: Draft, kept: list[bool]) -> Draft:
+    """The guesses that are kept; every one's parent is."""
+    if all(kept):
         return draft
+    if not any(kept):
+        return NO_GUESSES
+    keep = np.array(kept)
     # Where each kept guess stands now; one more at the end, so that -1 stays the root.
-    place = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))
-    return Draft(draft.tokens[kept], place[draft.parents[kept]], draft.score[kept])
+    place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
+    return Draft(draft.tokens[keep], place[draft.parents[keep]], draft.score[keep])
 
 
 def compare(draft: Draft, tokens: list[int]) -> tuple[float, float]:
@@ -140,16 +154,17 @@ def compare(draft: Draft, tokens: list[int]) -> tuple[float, float]:
     below: dict[int, list[int]] = {}
     for index, parent in enumerate(draft.parents.tolist()):
         below.setdefault(parent, []).append(index)
+    scores, tokens_of = draft.score.tolist(), draft.tokens.tolist()
     expected = hits = 0.0
     node, score = -1, 1.0
     for token in tokens:
         children = below.get(node, [])
         if not children:
             break
-        expected += min(1.0, float(draft.score[children].sum()) / max(score, 1e-6))
-        found = [child for child in children if draft.tokens[child] == token]
+        expected += min(1.0, sum(scores[child] for child in children) / max(score, 1e-6))
+        found = [child for child in children if tokens_of[child] == token]
         if not found:
             break
         hits += 1.0
-        node, score = found[0], float(draft.score[found[0]])
+        node, score = found[0], scores[found[0]]
     return expected, hits
