@@ -1,5 +1,6 @@
 """Choosing among guesses that were seen: against brute force, and over simulated text."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -263,3 +264,13 @@ def test_a_resting_policy_asks_for_nothing_and_says_why():
     assert [budget.nodes for budget in budgets] == [0, 0]
     assert "more time than it saved" in budgets[0].reason
     assert policy.describe()["resting"] is True
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 63, 64, 65, 400])
+def test_the_cost_of_one_step_is_that_of_many(nodes):
+    """Reckoned by hand for one, with NumPy for many; also after steps have corrected them."""
+    live = LiveCosts(replace(MIDDLE, attend_ms=0.7))
+    for step in range(40):
+        live.learn(1 + step % 90, 100 * step, 8.0 + step)
+    (many,) = live.step_ms(np.array([nodes]), np.array([900.0])).tolist()
+    assert live.step_ms_of(nodes, 900) == pytest.approx(many, rel=1e-9)
