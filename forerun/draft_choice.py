@@ -64,7 +64,7 @@ def open_chosen(config: EngineConfig, arch: Architecture) -> DraftFile | None:
         return None
     if config.speculation == "ngram":
         raise ConfigError("speculation is ngram, but a draft is named; leave one of the two out.")
-    draft = open_draft(Path(config.draft), arch)
+    draft = open_draft(Path(config.draft), arch, config.draft_reading)
     for warning in draft.warnings:
         warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
     return draft
