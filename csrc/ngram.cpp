@@ -126,6 +126,7 @@ void Ngrams::find_places(Text& text) {
 // Appends the likeliest `nodes` paths that follow voters_, at most `depth` long.
 void Ngrams::grow(const Text& text, int nodes, int depth) {
     heap_.clear();
+    first_ = tokens_.size();
     offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size()}, -1);
     for (int count = 0; count < nodes && !heap_.empty(); count++) {
         std::pop_heap(heap_.begin(), heap_.end());
@@ -138,17 +139,24 @@ void Ngrams::grow(const Text& text, int nodes, int depth) {
     }
 }
 
-// Puts what the voters of `above` vote for on the heap, as children of guess `parent`.
+// Puts what the voters of `above` vote for and what the table expects on the heap, as children of
+// guess `parent`.
 void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
     const int32_t* const tokens = text.tokens.data();
-    const int32_t end = (int32_t)text.tokens.size();
-    agreeing_.clear();
-    double total = rules_.doubt;
-    for (int i = above.first; i < above.first + above.voters; i++) {
-        if (voters_[i].place >= end) continue;
-        total += voters_[i].weight;
-        agreeing_.push_back(voters_[i]);
-    }
+    hear(text, above);
+    follow(text, parent);
+    const auto put = [&](int number, int32_t token, double weight, int32_t first) {
+        double usual = 0.0;
+        for (const Usual& found : usual_) {
+            if (found.token == token) usual = found.chance;
+        }
+        const double heard = rules_.sure * above.score * weight / (2.0 * total_);
+        const double share = heard + above.score * rules_.doubt * usual / total_;
+        if (share < rules_.least) return;
+        const int32_t count = (int32_t)voters_.size() - first;
+        heap_.push_back({share, above.level + 1, number, token, parent, first, count});
+        std::push_heap(heap_.begin(), heap_.end());
+    };
     // Those that vote for the same token become neighbours; the token heard first comes first.
     int number = 0;
     for (size_t i = 0; i < agreeing_.size(); i++) {
@@ -162,13 +170,57 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
             weight += 2.0 * voter.weight;
             voter.place = -1;  // Has been heard.
         }
-        const double share = rules_.sure * above.score * weight / (2.0 * total);
-        const int32_t count = (int32_t)voters_.size() - first;
-        if (share >= rules_.least) {
-            heap_.push_back({share, above.level + 1, number, token, parent, first, count});
-            std::push_heap(heap_.begin(), heap_.end());
+        put(number++, token, weight, first);
+        for (Usual& found : usual_) {
+            if (found.token == token) found.token = -1;  // Is on the heap.
         }
-        number++;
+    }
+    for (const Usual& found : usual_) {
+        if (found.token >= 0) put(number++, found.token, 0.0, (int32_t)voters_.size());
+    }
+}
+
+// agreeing_ become the voters of `above` that have a vote, total_ the weight of all.
+void Ngrams::hear(const Text& text, const Candidate& above) {
+    const int32_t end = (int32_t)text.tokens.size();
+    agreeing_.clear();
+    total_ = rules_.doubt;
+    for (int i = above.first; i < above.first + above.voters; i++) {
+        if (voters_[i].place >= end) continue;
+        total_ += voters_[i].weight;
+        agreeing_.push_back(voters_[i]);
+    }
+}
+
+// usual_ become the tokens that the table expects below guess `parent`.
+void Ngrams::follow(const Text& text, int parent) {
+    usual_.clear();
+    const NgramTable& table = rules_.table;
+    if (!table.contexts) return;
+    tail_.clear();  // From the last token backwards.
+    for (int guess = parent; guess >= 0; guess = parents_[first_ + (size_t)guess]) {
+        tail_.push_back(tokens_[first_ + (size_t)guess]);
+    }
+    const size_t known = std::min(text.tokens.size(), (size_t)rules_.tail);
+    for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);
+    int32_t context = 0;
+    for (const int32_t token : tail_) {
+        const int32_t* const begin = table.earlier + table.extensions[context];
+        const int32_t* const end = table.earlier + table.extensions[context + 1];
+        const int32_t* const at = std::lower_bound(begin, end, token);
+        if (at == end || *at != token) return;
+        context = (int32_t)(at - table.earlier);
+        for (Usual& found : usual_) found.chance *= (double)table.rest[context];
+        for (int32_t i = table.predictions[context]; i < table.predictions[context + 1]; i++) {
+            const int32_t after = table.tokens[i];
+            const auto known_already = [&](const Usual& found) { return found.token == after; };
+            const auto found = std::find_if(usual_.begin(), usual_.end(), known_already);
+            if (found == usual_.end()) {
+                usual_.push_back({after, (double)table.shares[i]});
+            } else {
+                found->chance += (double)table.shares[i];
+            }
+        }
     }
 }
 

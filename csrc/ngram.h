@@ -8,11 +8,19 @@
 
 namespace forerun {
 
+// forerun.models.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no table.
+struct NgramTable {
+    int32_t contexts;
+    const int32_t *extensions, *earlier, *predictions, *tokens;
+    const float *rest, *shares;
+};
+
 // The constants of forerun/drafters/ngram.py, by the same names.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
-    int32_t slots, orders[2], places, longest;
+    int32_t slots, orders[2], places, longest, tail;
     double doubt, sure, least;
+    NgramTable table;
 };
 
 // Links between equal token runs of one length.
@@ -34,6 +42,12 @@ private:
     std::vector<int32_t> before_;  // [T + 1]
     std::vector<int32_t> table_;   // by hash: the last position after each run; 0 = free
     size_t runs_ = 0;              // different ones
+};
+
+// A token that may come next, and what the table thinks of that.
+struct Usual {
+    int32_t token;
+    double chance;
 };
 
 // A place that agrees so far; the token there is its vote.
@@ -74,6 +88,8 @@ private:
     void find_places(Text& text);
     void grow(const Text& text, int nodes, int depth);
     void offer(const Text& text, const Candidate& above, int parent);
+    void hear(const Text& text, const Candidate& above);
+    void follow(const Text& text, int parent);
 
     const NgramRules rules_;
     std::vector<std::unique_ptr<Text>> texts_;  // [slots] null = not open
@@ -81,7 +97,11 @@ private:
     // Of the current call.
     std::vector<int32_t> tokens_, parents_;
     std::vector<float> scores_;
+    size_t first_ = 0;  // guess of the row among all rows'
+    double total_ = 0;  // weight of all votes
     std::vector<Voter> voters_, agreeing_;
+    std::vector<Usual> usual_;
+    std::vector<int32_t> tail_;
     std::vector<Candidate> heap_;
 };
 

@@ -10,7 +10,6 @@ The executors are imported by the functions that choose them: neither is needed 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from forerun import profile
@@ -39,10 +38,17 @@ from forerun.engine.heads import HeadDevice
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
-from forerun.memory import MemoryPlan, Needs, plan_memory
-from forerun.models.arch import Architecture
+from forerun.memory import (
+    ITEM_BYTES,
+    MemoryPlan,
+    Needs,
+    dense_bytes,
+    file_bytes,
+    plan_memory,
+)
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
+from forerun.models.ngram_table import NgramTable
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import FixedPolicy, Policy
 from forerun.spec.select import SelectivePolicy
@@ -55,8 +61,6 @@ Progress = Callable[[str, int, int], None]
 
 TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -66,8 +70,9 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
-    head      the draft head that --draft named, ready to run; None without one
-    fault     why there is none although --draft named one
+    head      the draft head that is wanted, ready to run; None without one
+    table     the n-gram table that is wanted beside lookup; None without one
+    fault     why a draft that was named is not used
     """
 
     executor: Executor
@@ -79,6 +84,7 @@ class Target:
     costs: StepCosts | None
     compiler: Compiler | None
     head: tuple[DraftFile, HeadDevice] | None = None
+    table: NgramTable | None = None
     fault: str | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -193,7 +199,7 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
-    drafter = _lookup(target.memory.limits.slots)
+    drafter = _lookup(target.memory.limits.slots, target.table)
     if target.head is not None and config.speculation in ("auto", "head", "both"):
         return head_drafting(config, target.memory.limits, target.costs, target.head, drafter)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
@@ -203,18 +209,21 @@ def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
     return drafter, FixedPolicy(config.draft_nodes, depth)
 
 
-def _lookup(slots: int) -> Drafter:
+def _lookup(slots: int, table: NgramTable | None) -> Drafter:
     """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
     from forerun.executors import cpu
 
-    return NgramDrafter(slots) if cpu.available() else cpu.CpuNgramDrafter(slots)
+    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
+    return kind(slots, table=table)
 
 
-def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
+def _costs(
+    config: EngineConfig, executor: Executor, table: NgramTable | None = None
+) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or config.speculation == "off":
         return None
-    return measure_costs(executor, _lookup(executor.limits.slots))
+    return measure_costs(executor, _lookup(executor.limits.slots, table))
 
 
 def _open_toy(config: EngineConfig) -> Target:
@@ -227,7 +236,7 @@ def _open_toy(config: EngineConfig) -> Target:
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = chosen_speculation(config, head=False)
+    speculation = chosen_speculation(config, head=False, fault=None)
     config = replace(config, executor="toy", dtype="float32", speculation=speculation)
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
@@ -249,16 +258,17 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress)
     config = with_shipped(choose_executor(config))
     arch = model.architecture
-    native, width = config.executor == "cpu", _ITEM_BYTES.get(config.dtype, 0)
+    native, width = config.executor == "cpu", ITEM_BYTES.get(config.dtype, 0)
     numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
     needs = Needs(
         context=arch.context,
         vocab=arch.vocab,
-        weights=_size(model.path) if native else _dense_bytes(arch, config),
+        weights=file_bytes(model.path) if native else dense_bytes(arch, config),
         per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
         per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
     )
-    draft, fault = excused(config, lambda: open_chosen(config, arch))
+    parts, fault = excused(config, lambda: open_chosen(config, arch))
+    draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
         needs = with_draft(needs, draft, None if native else width)
     on_device = config.device != "cpu"
@@ -271,12 +281,13 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     if draft is not None:
         device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
         head = (draft, device) if device is not None else None
-    config = replace(config, speculation=chosen_speculation(config, head is not None))
-    costs = _costs(config, executor)
+    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+    costs = _costs(config, executor, table)
     if costs is not None and head is not None:
         costs = with_head(costs, head[1], config.page_size)
     return Target(
         head=head,
+        table=table,
         fault=fault,
         executor=executor,
         tokenizer=model.tokenizer,
@@ -369,22 +380,6 @@ def _compiler(tokenizer: Tokenizer) -> Compiler | None:
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, tokenizer) if source else None
-
-
-def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
-    """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
-    twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
-    count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
-    return count * _ITEM_BYTES[config.dtype]
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file, or of the files of a folder."""
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
-    )
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:

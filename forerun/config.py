@@ -98,14 +98,15 @@ class EngineConfig:
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculation: str = option(
         "auto",
-        "what drafts: a draft head, n-gram lookup in the text so far, both (lookup where it is "
-        "sure, the head elsewhere), or nothing; auto is both if --draft names a head, else n-gram",
+        "what drafts: a draft head, n-grams (lookup in the text so far, and the draft's table of "
+        "what the model usually says), both (n-grams where they are sure, the head elsewhere), or "
+        "nothing; auto is both if --draft names a head, else n-gram",
         choices=("auto", "head", "ngram", "both", "off"),
     )
     draft: str | None = option(
         None,
-        "folder of a draft head (EAGLE-1/2, EAGLE-3, 3.1); head and both take the one that comes "
-        "with a built-in model if none is named",
+        "folder of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1), an n-gram table, or both; the "
+        "default is the one that comes with a built-in model, if one does; none = no draft",
     )
     draft_reading: str | None = option(
         None,

@@ -1,8 +1,8 @@
-"""Which drafter a configuration asks for, and what a draft head adds to the memory plan."""
+"""Which drafter a configuration asks for, and what a draft adds to the memory plan."""
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +19,8 @@ from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.memory import Needs
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.ngram_table import FILE as TABLE
+from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import AdaptivePolicy, FixedPolicy, Policy
 
@@ -29,45 +31,71 @@ answers of SmolLM2-135M: 1.75, 1.80, 1.77, 1.76 and 1.67 tokens a step at .3, .4
 Result = TypeVar("Result")
 
 
-def with_shipped(config: EngineConfig) -> EngineConfig:
-    """The configuration with the draft head that comes with its model, where it asks for a head
-    and names none. Raises ConfigError where there is none.
+NO_DRAFT = "none"
+"""A --draft that stands for not even the one that comes with the model."""
 
-    "auto" does not ask: lookup alone is faster on the machines measured (docs/log.md).
+
+def with_shipped(config: EngineConfig) -> EngineConfig:
+    """The configuration with the draft that comes with its model, where none is named and it
+    wants one. Raises ConfigError where it wants a head and there is none.
+
+    "auto" takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
+    measured a head's guesses were not as much better as they are dearer (docs/log.md).
     """
-    if config.draft is not None or config.speculation not in ("head", "both"):
+    if config.draft == NO_DRAFT:
+        return replace(config, draft=None)
+    if config.draft is not None or config.speculation == "off":
         return config
     shipped = shipped_draft(config.model)
-    if shipped is None:
+    if shipped is not None:
+        wanted = "ngram" if config.speculation == "auto" else config.speculation
+        return replace(config, draft=str(shipped), speculation=wanted)
+    if config.speculation in ("head", "both"):
         raise ConfigError(
             f"speculation is {config.speculation}, but no draft is named and none comes with "
             f"{config.model}; add --draft FOLDER."
         )
-    return replace(config, draft=str(shipped))
+    return config
 
 
-def chosen_speculation(config: EngineConfig, head: bool) -> str:
-    """What drafts, "auto" decided: a draft that was named but cannot be used means nothing."""
-    if head:
-        return "both" if config.speculation == "auto" else config.speculation
-    if config.draft is not None and config.speculation in ("auto", "head", "both"):
+def chosen_speculation(config: EngineConfig, head: bool, fault: str | None) -> str:
+    """What drafts, "auto" decided. fault: why a draft that was named cannot be used, which
+    means that nothing drafts.
+    """
+    if fault is not None:
         return "off"
-    return "ngram" if config.speculation == "auto" else config.speculation
+    if config.speculation == "auto":
+        return "both" if head else "ngram"
+    return config.speculation
 
 
-def open_chosen(config: EngineConfig, arch: Architecture) -> DraftFile | None:
-    """The draft head that the configuration names. Warns of its traps.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
 
-    Raises ModelError where it cannot be used, ConfigError where it is not wanted.
+    head: DraftFile | None = None
+    table: NgramTable | None = None
+
+
+def open_chosen(config: EngineConfig, arch: Architecture) -> Parts:
+    """The parts of the named draft that the configuration wants. Warns of a head's traps.
+
+    Raises ModelError where the draft cannot be used.
     """
     if config.draft is None or config.speculation == "off":
-        return None
-    if config.speculation == "ngram":
-        raise ConfigError("speculation is ngram, but a draft is named; leave one of the two out.")
-    draft = open_draft(Path(config.draft), arch, config.draft_reading)
-    for warning in draft.warnings:
-        warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
-    return draft
+        return Parts()
+    folder, head, table = Path(config.draft), None, None
+    tabled = (folder / TABLE).is_file()
+    if tabled and config.speculation != "head":
+        table = read_ngram_table(folder / TABLE, arch.vocab)
+    if config.speculation == "ngram" and table is None:
+        raise ModelError(f"{folder} holds no {TABLE}, which is what speculation ngram wants of it")
+    alone = tabled and config.speculation == "auto" and not (folder / "config.json").exists()
+    if config.speculation != "ngram" and not alone:
+        head = open_draft(folder, arch, config.draft_reading)
+        for warning in head.warnings:
+            warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
+    return Parts(head, table)
 
 
 def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:

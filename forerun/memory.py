@@ -2,10 +2,15 @@
 
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 from forerun.config import EngineConfig
 from forerun.engine.executor import ExecutorLimits
 from forerun.errors import ConfigError, MemoryPlanError
+from forerun.models.arch import Architecture
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
+"""Bytes of a number: what dense weights are planned with, and keys and values."""
 
 TOKENS_PER_SEQUENCE = 256
 """Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
@@ -111,3 +116,19 @@ def human(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def dense_bytes(arch: Architecture, config: EngineConfig) -> int:
+    """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
+    twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
+    count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
+    return count * ITEM_BYTES[config.dtype]
+
+
+def file_bytes(path: Path) -> int:
+    """Bytes of a file, or of the files of a folder."""
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 from forerun.bench.probe import USELESS, Attempt, probe
 from forerun.commands.console import bars, say
 from forerun.config import EngineConfig
-from forerun.draft_choice import with_shipped
+from forerun.draft_choice import NO_DRAFT, with_shipped
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 
 
@@ -19,7 +19,8 @@ def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attem
         return config, []
     if config.draft_reading is not None:
         raise ConfigError("--draft-reading says how to read the draft; leave --probe out.")
-    if config.toy or config.speculation in ("off", "ngram"):
+    named = config.draft not in (None, NO_DRAFT) or config.speculation in ("head", "both")
+    if config.toy or config.speculation in ("off", "ngram") or not named:
         raise ConfigError("--probe has nothing to probe: no draft head is asked for.")
     config = with_shipped(config)
     try:

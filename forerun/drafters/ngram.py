@@ -3,7 +3,8 @@
 After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on hash chains as in
 LZ77. For each order n, every position is linked to the one before it that follows the same n
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
-past agrees with the present; what follows them, merged into a trie, is the draft.
+past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
+agrees, a table of what the target usually says (models/ngram_table) guesses.
 
 The compiled core has a twin of this (csrc/ngram.h) that guesses the same 4 to 20 times faster.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
+from forerun.models.ngram_table import NgramTable
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import Ints
 
@@ -31,6 +33,11 @@ DOUBT = 4.0
 SURE = 0.93
 """Chance at most that a vote is right, however long the agreement. (Measured: without it, guesses
 with a score of .97 were right in .91, .88, .81, .75 and .71 at depths 1, 2, 3, 4 and beyond.)"""
+
+LEAST = 0.1
+"""Guesses with a smaller estimated probability are not looked at further."""
+TAIL = 8
+"""Tokens of the text that a table is shown: more than any table's contexts have."""
 
 _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
@@ -110,55 +117,79 @@ class _Text:
         return list(found.items())
 
 
-def grow(text: list[int], places: Voters, nodes: int, depth: int, least: float) -> Draft:
-    """The likeliest `nodes` paths that follow `places`, best first, at most `depth` long.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where guesses are hung: chance that the path to it is right, its guess (-1: the root), the
+    level of its children, and the tokens on the path to it.
+    """
+
+    score: float = 1.0
+    guess: int = -1
+    level: int = 1
+    path: tuple[int, ...] = ()
+
+
+class _Growth:
+    """The likeliest paths that follow earlier places of a text, and its target's habits.
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
     with 2**(m+1) for the next one once that was right, and so on. A guess's share of the votes,
-    DOUBT's among them, times SURE is its probability; its score is the product along its path,
-    and guesses with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M:
-    guesses with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and
-    .92.)
+    DOUBT's among them, times SURE is its probability; where there is a table, the share that is
+    DOUBT's is divided as the table says. A guess's score is the product along its path; those
+    with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M: guesses
+    with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and .92.)
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
-    heap: list[tuple[float, int, int, int, int, Voters]] = []
-    _offer(heap, text, places, (1.0, -1, 1), least)
-    while heap and len(tokens) < nodes:
-        minus_score, _, token, parent, level, agreeing = heappop(heap)
-        tokens.append(token)
-        parents.append(parent)
-        scores.append(-minus_score)
-        if level < depth:
-            place = (-minus_score, len(tokens) - 1, level + 1)
-            _offer(heap, text, agreeing, place, least)
-    return Draft(
-        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
-    )
+
+    def __init__(self, text: list[int], least: float, table: NgramTable | None) -> None:
+        self._text, self._least, self._table = text, least, table
+        # (-score, order, token, guess above, path, voters)
+        self._heap: list[tuple[float, int, int, int, tuple[int, ...], Voters]] = []
+
+    def draft(self, places: Voters, nodes: int, depth: int) -> Draft:
+        """The best `nodes` guesses, best first, at most `depth` deep."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        self._offer(places, _Place())
+        while self._heap and len(tokens) < nodes:
+            minus_score, _, token, parent, path, agreeing = heappop(self._heap)
+            tokens.append(token)
+            parents.append(parent)
+            scores.append(-minus_score)
+            if len(path) < depth:
+                place = _Place(-minus_score, len(tokens) - 1, len(path) + 1, path)
+                self._offer(agreeing, place)
+        return Draft(
+            np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+        )
+
+    def _offer(self, voters: Voters, where: _Place) -> None:
+        """Put on the heap what `voters` vote for and what the table expects."""
+        text, total = self._text, DOUBT
+        votes: dict[int, Voters] = {}
+        for place, weight in voters:
+            if place < len(text):
+                total += weight
+                votes.setdefault(text[place], []).append((place + 1, 2 * weight))
+        usual: dict[int, float] = {}
+        if self._table is not None:
+            usual = self._table.follow([*text[-TAIL:], *where.path])
+        # What was heard comes first, then what is usual; each in the order it was found.
+        for number, token in enumerate(dict.fromkeys([*votes, *usual])):
+            agreeing = votes.get(token, [])
+            weight = sum(pair[1] for pair in agreeing)
+            heard = SURE * where.score * weight / (2 * total)
+            share = heard + where.score * DOUBT * usual.get(token, 0.0) / total
+            if share >= self._least:
+                # Equal scores: what was found first, nearer the root first.
+                order = (where.level << 8) + number
+                path = (*where.path, token)
+                heappush(self._heap, (-share, order, token, where.guess, path, agreeing))
 
 
-def _offer(
-    heap: list[tuple[float, int, int, int, int, Voters]],
-    text: list[int],
-    voters: Voters,
-    where: tuple[float, int, int],
-    least: float,
-) -> None:
-    """Put what `voters` vote for on the heap, as children at `where` = (score, parent, level)."""
-    score, parent, level = where
-    end, total = len(text), DOUBT
-    votes: dict[int, Voters] = {}
-    for place, weight in voters:
-        if place < end:
-            total += weight
-            votes.setdefault(text[place], []).append((place + 1, 2 * weight))
-    for number, (token, agreeing) in enumerate(votes.items()):
-        weight = agreeing[0][1] if len(agreeing) == 1 else sum(pair[1] for pair in agreeing)
-        share = SURE * score * weight / (2 * total)
-        if share >= least:
-            # Equal scores: what was found first, nearer the root first.
-            heappush(heap, (-share, (level << 8) + number, token, parent, level, agreeing))
+def about(least: float, table: NgramTable | None) -> dict[str, Any]:
+    """Facts for /server_info that both twins tell."""
+    return {"least": least, "table": table.contexts if table else 0}
 
 
 class NgramDrafter:
@@ -168,11 +199,12 @@ class NgramDrafter:
     least  guesses with a smaller estimated probability are not worth their node. The best
            choice is about twice what a node adds to the time of a step of one node: .1 where
            that is .02, .15 at .05, .3 at .14 (simulated on the answers named in `grow`)
+    table  what the target usually says, beside what the text repeats
     """
 
-    def __init__(self, slots: int, least: float = 0.2) -> None:
+    def __init__(self, slots: int, least: float = LEAST, table: NgramTable | None = None) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64)
-        self._least = least
+        self._table, self._least = table, least
         self._slots = slots
         self._texts: dict[int, _Text] = {}
 
@@ -184,14 +216,15 @@ class NgramDrafter:
         self._texts[opening.slot] = _Text(opening.tokens.tolist(), chains)
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row; empty where nothing like the present came before."""
+        """One draft per row; empty where nothing is likely enough."""
         drafts = []
         for slot, nodes, depth in zip(
             plan.slots.tolist(), plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True
         ):
             text = self._text(slot)
-            if nodes and depth and (places := text.places()):
-                drafts.append(grow(text.tokens, places, nodes, depth, self._least))
+            if nodes and depth:
+                growth = _Growth(text.tokens, self._least, self._table)
+                drafts.append(growth.draft(text.places(), nodes, depth))
             else:
                 drafts.append(NO_GUESSES)
         return drafts
@@ -208,7 +241,7 @@ class NgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "native": False, "least": self._least}
+        return {"drafter": self.traits.name, "native": False} | about(self._least, self._table)
 
     def _text(self, slot: int) -> _Text:
         text = self._texts.get(slot)

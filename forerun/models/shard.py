@@ -17,8 +17,8 @@ _MOST_HEADER = 2 << 20
 _MOST_TENSORS = 65536
 _DIMENSIONS = 8
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_BYTES_OF_MAPS = _BYTES | {"I64": 8, "I32": 4, "BOOL": 1}
-"""Draft heads also store vocabulary maps."""
+_BYTES_OF_MAPS = _BYTES | {"I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
+"""Drafts also store vocabulary maps and n-gram tables."""
 
 
 def read_shard(path: Path, maps: bool = False) -> TensorFile:

@@ -14,6 +14,7 @@ from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import CpuNgramDrafter, native
 from forerun.spec.tree import NO_GUESSES, batch
+from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
 from tests.engine.test_host_cost import units
 from tests.engine.toys import GREEDY
@@ -52,8 +53,9 @@ def outcome_of(emitted):
 class Twins:
     """Both drafters, told the same; every proposal is compared."""
 
-    def __init__(self, least=0.2):
-        self.both = [NgramDrafter(SLOTS, least), CpuNgramDrafter(SLOTS, least)]
+    def __init__(self, least=0.2, table=None):
+        kinds = (NgramDrafter, CpuNgramDrafter)
+        self.both = [kind(SLOTS, least, table) for kind in kinds]
         self.open: set[int] = set()
 
     def begin(self, slot, tokens):
@@ -85,10 +87,17 @@ WORDS = st.lists(st.integers(0, 3), max_size=60)
 LIMITS = st.tuples(st.sampled_from([0, 1, 3, 8, 64]), st.sampled_from([0, 1, 2, 5, 64]))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]))
-def test_any_course_of_events(data, least):
-    twins = Twins(least)
+def table_of(answers, vocab):
+    """The n-gram table of some answers."""
+    starts = np.append(0, np.cumsum([len(answer) for answer in answers])).astype(np.int64)
+    tokens = np.concatenate([*map(np.array, answers), []]).astype(np.int64)
+    return count_ngrams(tokens, np.ones(len(tokens), np.bool_), starts, vocab)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.booleans())
+def test_any_course_of_events(data, least, tabled):
+    twins = Twins(least, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
             twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS))
@@ -117,9 +126,12 @@ def texts(random, kind, length):
     return text
 
 
+@pytest.mark.parametrize("tabled", [False, True])
 @pytest.mark.parametrize("kind", ["noise", "language", "repeated"])
-def test_long_texts(random, kind):
-    twins, length = Twins(0.02), 3000
+def test_long_texts(random, kind, tabled):
+    length = 3000
+    table = table_of([texts(random, kind, length) for _ in range(9)], 2**31) if tabled else None
+    twins = Twins(0.02, table)
     rest = {}
     for slot in range(SLOTS):
         text = texts(random, kind, length).tolist()

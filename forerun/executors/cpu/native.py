@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 8
+ABI = 9
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -82,14 +82,25 @@ class DraftStep(ctypes.Structure):
     )
 
 
+class TableArrays(ctypes.Structure):
+    """`NgramTable` of csrc/ngram.h."""
+
+    _fields_ = (
+        ("contexts", c_int32),
+        *((name, c_void_p) for name in ("extensions", "earlier", "predictions", "tokens")),
+        *((name, c_void_p) for name in ("rest", "shares")),
+    )
+
+
 class NgramRules(ctypes.Structure):
     """`NgramRules` of csrc/ngram.h."""
 
     _fields_ = (
         ("slots", c_int32),
         ("orders", c_int32 * 2),
-        *((name, c_int32) for name in ("places", "longest")),
+        *((name, c_int32) for name in ("places", "longest", "tail")),
         *((name, c_double) for name in ("doubt", "sure", "least")),
+        ("table", TableArrays),
     )
 
 

@@ -12,30 +12,45 @@ from forerun.engine.drafter import DrafterTraits
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
+from forerun.models.ngram_table import NgramTable
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 
 
-class CpuNgramDrafter:
-    """Looks up continuations in prompt and output; one native call per step, none where no row
-    is asked for guesses.
+def _arrays(table: NgramTable) -> native.TableArrays:
+    """The table as the core reads it: it must outlive what is returned."""
+    names = ("extensions", "earlier", "predictions", "tokens", "rest", "shares")
+    arrays = {name: getattr(table, name) for name in names}
+    if not all(array.flags.c_contiguous and array.itemsize == 4 for array in arrays.values()):
+        raise EngineError("an n-gram table's arrays are not as the core reads them")
+    places = {name: array.ctypes.data for name, array in arrays.items()}
+    return native.TableArrays(contexts=table.contexts, **places)
 
-    slots, least  as of NgramDrafter
+
+class CpuNgramDrafter:
+    """Looks up continuations in prompt and output, and in a table of what the target usually
+    says; one native call per step, none where no row is asked for guesses.
+
+    slots, least, table  as of NgramDrafter
 
     Raises OSError where there is no core.
     """
 
-    def __init__(self, slots: int, least: float = 0.2) -> None:
+    def __init__(
+        self, slots: int, least: float = ngram.LEAST, table: NgramTable | None = None
+    ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64)
-        self._least = least
+        self._table, self._least = table, least
         self._library = native.load_short()
         rules = native.NgramRules(
             slots=slots,
             orders=ngram.ORDERS,
             places=ngram.PLACES,
             longest=ngram.LONGEST,
+            tail=ngram.TAIL,
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
             least=least,
+            table=_arrays(table) if table else native.TableArrays(),
         )
         self._index: int = self._library.forerun_ngram_open(ctypes.byref(rules))
         if not self._index:
@@ -56,7 +71,7 @@ class CpuNgramDrafter:
         self._news[opening.slot] = []
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row; empty where nothing like the present came before."""
+        """One draft per row; empty where nothing is likely enough."""
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
         drafts = [NO_GUESSES] * len(slots)
         asked: list[int] = []
@@ -116,7 +131,8 @@ class CpuNgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "native": True, "least": self._least}
+        facts = ngram.about(self._least, self._table)
+        return {"drafter": self.traits.name, "native": True} | facts
 
     def _of(self, slot: int) -> list[int]:
         news = self._news.get(slot)

@@ -1,0 +1,163 @@
+"""What a target usually says next: a back-off n-gram model of its own answers, as a draft.
+
+Prediction with absolute discounting (Ney, Essen and Kneser 1994): of every follower's count a
+constant is taken away and left to the shorter contexts. As a drafter it costs no arithmetic and
+guesses better the more of the target's answers were counted; a text's own repetitions, which
+lookup finds, come on top. (Storing what a model says for n-grams: arXiv 2411.03786; retrieving
+it from a corpus: REST, arXiv 2311.08252.)
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.checkpoint import shortened
+from forerun.models.mapped import TensorFile
+from forerun.models.shard import read_shard
+from forerun.types import AnyArray, Floats, Ints
+
+FILE = "ngrams.safetensors"
+"""The table's name in the folder of a draft."""
+
+_COUNTS = ("extensions", "earlier", "predictions", "tokens", "vocab")
+_CHANCES = ("rest", "shares")
+_INTEGERS = {"U16": "<u2", "I32": "<i4"}
+
+
+@dataclass(frozen=True, slots=True)
+class NgramTable:
+    """A trie of contexts, read from the last token backwards, and what follows each.
+
+    Context 0 is the empty one. Those that are one token longer than context c have the numbers
+    extensions[c] to extensions[c + 1] and ascend by that token. C contexts, R predictions.
+
+    extensions   int32[C+1]
+    earlier      int32[C]    the first token of a context, which makes it longer; 0 for context 0
+    rest         float32[C]  chance that is left to what shorter contexts predict
+    predictions  int32[C+1]  those of context c, likeliest first: predictions[c] to
+                             predictions[c + 1]
+    tokens       int32[R]
+    shares       float32[R]  chance of each; with `rest` at most 1 in a context
+    vocab        V of the target whose answers were counted
+    """
+
+    extensions: Ints
+    earlier: Ints
+    rest: Floats
+    predictions: Ints
+    tokens: Ints
+    shares: Floats
+    vocab: int
+
+    @property
+    def contexts(self) -> int:
+        """C, the empty one included."""
+        return len(self.earlier)
+
+    def follow(self, text: Sequence[int]) -> dict[int, float]:
+        """Chances of what may come after `text`, of which only the end is read."""
+        found: dict[int, float] = {}
+        context = 0
+        for token in reversed(text):
+            end = int(self.extensions[context + 1])
+            at = bisect_left(self.earlier, token, int(self.extensions[context]), end)
+            if at == end or self.earlier[at] != token:
+                break
+            context, rest = at, float(self.rest[at])
+            for known in found:
+                found[known] *= rest
+            for index in range(self.predictions[at], self.predictions[at + 1]):
+                after = int(self.tokens[index])
+                found[after] = found.get(after, 0.0) + float(self.shares[index])
+        return found
+
+
+def read_ngram_table(path: Path, vocab: int) -> NgramTable:
+    """The table in a file, for a target of `vocab` tokens.
+
+    Raises ModelError: damaged, incomplete, or of another target.
+    """
+    file = read_shard(path, maps=True)
+    wrong = set(file.tensors) ^ {*_COUNTS, *_CHANCES}
+    if wrong:
+        raise ModelError(f"{path}: missing or unexpected tensors: {shortened(sorted(wrong))}")
+    counts = {name: _integers(file, name) for name in _COUNTS}
+    chances = {name: file.floats(name).reshape(-1) for name in _CHANCES}
+    if counts["vocab"].tolist() != [vocab]:
+        raise ModelError(
+            f"{path} was made for a vocabulary of {counts['vocab'].tolist()} tokens, the target "
+            f"has {vocab}; make one with `forerun train`"
+        )
+    table = NgramTable(
+        extensions=_ends(counts["extensions"], first=1),
+        earlier=counts["earlier"],
+        rest=chances["rest"],
+        predictions=_ends(counts["predictions"], first=0),
+        tokens=counts["tokens"],
+        shares=chances["shares"],
+        vocab=vocab,
+    )
+    fault = _fault(table)
+    if fault:
+        raise ModelError(f"{path}: {fault}; the table is damaged")
+    return table
+
+
+def _integers(file: TensorFile, name: str) -> Ints:
+    kind = file.tensors[name].kind
+    if kind not in _INTEGERS:
+        raise ModelError(f"{file.path}: {name} is stored as {kind}; it must be U16 or I32")
+    numbers: Ints = file.rows(name).view(_INTEGERS[kind]).reshape(-1).astype(np.int32)
+    return numbers
+
+
+def _ends(counts: Ints, first: int) -> Ints:
+    """int32[C+1] where each context's items begin, from how many it has."""
+    ends = np.append(first, first + np.cumsum(counts, dtype=np.int64))
+    held: Ints = np.minimum(ends, np.iinfo(np.int32).max).astype(np.int32)
+    return held
+
+
+def _fault(table: NgramTable) -> str | None:
+    """What no table can be, by the tensor's name; None if all is well."""
+    count, begins = table.contexts, table.extensions[:-1]
+    if len(table.extensions) != count + 1 or table.extensions[-1] != count:
+        return "extensions do not number the contexts"
+    if np.any(np.diff(table.extensions) < 0) or np.any(begins <= np.arange(count)):
+        return "extensions do not come after the contexts they extend"
+    # A context that is not the first of its siblings comes after one with a lower token.
+    later = np.setdiff1d(np.arange(1, count), begins)
+    if np.any(table.earlier[later] <= table.earlier[later - 1]):
+        return "earlier does not ascend among the extensions of one context"
+    return _strange(table) or _unlikely(table)
+
+
+def _strange(table: NgramTable) -> str | None:
+    if len(table.predictions) != table.contexts + 1 or np.any(np.diff(table.predictions) < 0):
+        return "predictions do not belong to the contexts"
+    if table.predictions[-1] != len(table.tokens) or len(table.tokens) != len(table.shares):
+        return "predictions, tokens and shares are not of one length"
+    for name, tokens in (("earlier", table.earlier), ("tokens", table.tokens)):
+        if np.any((tokens < 0) | (tokens >= table.vocab)):
+            return f"{name} holds ids outside 0..{table.vocab - 1}"
+    return None
+
+
+def _unlikely(table: NgramTable) -> str | None:
+    if len(table.rest) != table.contexts or not _within(table.rest, 0.0):
+        return "rest is not one chance for every context"
+    if not _within(table.shares, 1e-9):
+        return "shares are not chances"
+    ends = np.append(0.0, np.cumsum(table.shares, dtype=np.float64))[table.predictions]
+    # What a half float loses is no fault.
+    if np.any(np.diff(ends) + table.rest[: table.contexts] > 1.01):
+        return "shares and rest of a context are more than certainty"
+    return None
+
+
+def _within(chances: AnyArray, low: float) -> bool:
+    return bool(np.all((chances >= low) & (chances <= 1.0)))

@@ -1,0 +1,108 @@
+"""A target's answers -> its n-gram table (forerun.models.ngram_table): counted, not trained."""
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from forerun.models.ngram_table import FILE, NgramTable
+from forerun.types import AnyArray
+
+SEEN = (2, 2, 3, 3)
+"""How often contexts of 1, 2, ... tokens must have come to be kept. (Replayed on 80 MT-bench
+answers of SmolLM2-135M with 367,000 tokens counted: all contexts, 7.0 MB, bring 1.389 times the
+speed of plain decoding, these 1.381 with 1.2 MB; without a table it is 1.219.)"""
+FOLLOWERS = 4
+"""Predictions of a context at most."""
+LEAST = 0.05
+"""Predictions below this chance are left out."""
+DISCOUNT = 0.75
+"""Taken from each follower's count: absolute discounting. (.5 and .9 were no better.)"""
+CAUTION = 0.5
+"""Added to the count of "something else"."""
+
+
+def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
+    """The table of the answers in chats.
+
+    tokens int[T], all chats; wanted bool[T], those of answers; starts int[C+1], where chats begin
+    """
+    chat = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    at = np.flatnonzero(wanted)  # What is predicted, ...
+    context = np.zeros(len(at), np.int64)  # ... and the context it is known to follow so far.
+    extensions, earlier, first = [], [np.zeros(1, np.int64)], 0
+    nothing = np.zeros(0, np.int64)
+    levels = [(np.ones(1), np.zeros(1, np.int64), nothing, np.zeros(0))]
+    for order, least in enumerate(SEEN, 1):
+        before = at - order
+        inside = (before >= 0) & (chat[before] == chat[at])
+        at, context = at[inside], context[inside]
+        key = (context - first) * vocab + tokens[at - order]
+        kinds, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
+        kept = counts >= least
+        number = np.cumsum(kept) - 1
+        extensions.append(np.bincount(kinds[kept] // vocab, minlength=len(earlier[-1])))
+        first += len(earlier[-1])
+        earlier.append(kinds[kept] % vocab)
+        often = kept[inverse]
+        at, context = at[often], first + number[inverse[often]]
+        levels.append(_predict(context - first, tokens[at], len(earlier[-1])))
+    extensions.append(np.zeros(len(earlier[-1]), np.int64))
+    rest, counts, followers, shares = (np.concatenate(part) for part in zip(*levels, strict=True))
+    return NgramTable(
+        extensions=np.append(1, 1 + np.cumsum(np.concatenate(extensions))).astype(np.int32),
+        earlier=np.concatenate(earlier).astype(np.int32),
+        rest=rest.astype(np.float16).astype(np.float32),
+        predictions=np.append(0, np.cumsum(counts)).astype(np.int32),
+        tokens=followers.astype(np.int32),
+        shares=shares.astype(np.float16).astype(np.float32),
+        vocab=vocab,
+    )
+
+
+def _predict(
+    context: AnyArray, follower: AnyArray, contexts: int
+) -> tuple[AnyArray, AnyArray, AnyArray, AnyArray]:
+    """What follows contexts 0, 1, ... where `follower` came after each `context`.
+
+    rest float[contexts], predictions int[contexts], and of these, context after context and the
+    likeliest first: tokens int[R], shares float[R]
+    """
+    width = int(follower.max(initial=0)) + 1
+    kinds, seen = np.unique(context * width + follower, return_counts=True)
+    owner, token = kinds // width, kinds % width
+    total = np.bincount(context, minlength=contexts) + CAUTION
+    different = np.bincount(owner, minlength=contexts)
+    share = (seen - DISCOUNT) / total[owner]
+    order = np.lexsort((token, -share, owner))
+    owner, token, share = owner[order], token[order], share[order]
+    place = np.arange(len(owner)) - np.append(0, np.cumsum(different))[owner]
+    kept = (place < FOLLOWERS) & (share >= LEAST)
+    rest = (DISCOUNT * different + CAUTION) / total
+    return rest, np.bincount(owner[kept], minlength=contexts), token[kept], share[kept]
+
+
+def write_ngrams(table: NgramTable, folder: Path) -> bool:
+    """Store the table in the folder of a draft. False where it predicts nothing: no file then."""
+    if not len(table.tokens):
+        return False
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        "extensions": _small(np.diff(table.extensions)),
+        "earlier": _small(table.earlier),
+        "predictions": _small(np.diff(table.predictions)),
+        "tokens": _small(table.tokens),
+        "vocab": np.array([table.vocab], np.int32),
+        "rest": table.rest.astype(np.float16),
+        "shares": table.shares.astype(np.float16),
+    }
+    beside = folder / f"{FILE}.part"
+    save_file(tensors, beside)
+    beside.replace(folder / FILE)
+    return True
+
+
+def _small(numbers: AnyArray) -> AnyArray:
+    """Two bytes each where they suffice, else four."""
+    kind = np.uint16 if int(numbers.max(initial=0)) < 1 << 16 else np.int32
+    return np.ascontiguousarray(numbers, kind)
