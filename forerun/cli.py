@@ -104,8 +104,18 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         help="answer again without speculation and with it: compare speed and text",
     )
     _grammar_flags(parser)
+    _probe_flag(parser)
     flags_of(AskConfig, parser, "answer")
     flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
+
+
+def _probe_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="serve a few hundred tokens under every plausible reading of the draft head's "
+        "configuration first, and keep the best",
+    )
 
 
 def _grammar_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +138,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", metavar="FILE", help="file with one key per line, kept out of `ps`"
     )
+    _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine")
 
 
@@ -169,6 +180,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X,X,...",
         help="one pass for each (default: 0,0.8)",
     )
+    _probe_flag(parser)
     shape = ("policy", "draft_nodes", "draft_depth", "draft_width")
     flags_of(EngineConfig, parser, "model and engine", without=("max_sequences", *shape))
 

@@ -108,6 +108,11 @@ class EngineConfig:
         "folder of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1), an n-gram table, or both; the "
         "default is the one that comes with a built-in model, if one does; none = no draft",
     )
+    draft_reading: str | None = option(
+        None,
+        "how the draft head's configuration is meant, as --probe found it, such as "
+        "features=2/15/27,residual=raw,feedback=normed,theta=10000",
+    )
     draft_width: int = option(
         1, "children per node of a draft head's tree; 1 = chains", low=1, high=16
     )

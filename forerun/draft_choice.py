@@ -92,7 +92,7 @@ def open_chosen(config: EngineConfig, arch: Architecture) -> Parts:
         raise ModelError(f"{folder} holds no {TABLE}, which is what speculation ngram wants of it")
     alone = tabled and config.speculation == "auto" and not (folder / "config.json").exists()
     if config.speculation != "ngram" and not alone:
-        head = open_draft(folder, arch)
+        head = open_draft(folder, arch, config.draft_reading)
         for warning in head.warnings:
             warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
     return Parts(head, table)

@@ -80,17 +80,10 @@ def ask(
     """
     if config.speculation == "both":
         config = replace(config, speculation="head")
-    plain = _serve(target, replace(config, speculation="off"), question, progress)
+    plain = serve(target, replace(config, speculation="off"), question, progress)
     found = []
     for shape in shapes:
-        side = replace(
-            config,
-            policy="fixed",
-            draft_nodes=shape.nodes,
-            draft_depth=shape.depth,
-            draft_width=shape.width,
-        )
-        done, seconds = _serve(target, side, question, progress)
+        done, seconds = serve(target, shaped(config, shape), question, progress)
         histogram = summed([c.stats.histogram for c in done if c.stats])
         found.append(
             Finding(
@@ -107,9 +100,21 @@ def ask(
     return found
 
 
-def _serve(
+def shaped(config: EngineConfig, shape: Shape) -> EngineConfig:
+    """The configuration that always guesses in this shape."""
+    return replace(
+        config,
+        policy="fixed",
+        draft_nodes=shape.nodes,
+        draft_depth=shape.depth,
+        draft_width=shape.width,
+    )
+
+
+def serve(
     target: Target, config: EngineConfig, question: Question, progress: Progress
 ) -> tuple[list[Completion], float]:
+    """The answers to a question on a fresh engine, and the seconds they took."""
     requests = [
         make_request(
             encode(target, prompt, question.tokens),

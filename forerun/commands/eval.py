@@ -10,6 +10,7 @@ from rich.table import Table
 from forerun.bench.acceptance import CHAIN, TREE, Finding, Question, Shape, ask, default_draft
 from forerun.bench.workload import read_prompts, spread
 from forerun.commands.console import bars, emit_json, open_shown, out, say
+from forerun.commands.probing import probed
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.flags import configured
@@ -23,6 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
+    config, attempts = probed(config, arguments.probe)
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
     # n-gram lookup shapes its own trees: one shape says all.
@@ -44,7 +46,10 @@ def main(arguments: argparse.Namespace) -> int:
     promised = _promised(config.draft)
     if arguments.json:
         facts = [asdict(finding) for finding in found]
-        emit_json({"findings": facts, "simulated_length": promised, "machine": stamp()})
+        tried = [asdict(attempt) for attempt in attempts]
+        emit_json(
+            {"findings": facts, "probe": tried, "simulated_length": promised, "machine": stamp()}
+        )
     else:
         _show(found, promised)
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 from forerun.api import Loaded, encode_chat
 from forerun.commands.console import emit_json, interactive, load_shown, say
 from forerun.commands.constraint import grammar_of
+from forerun.commands.probing import probed
 from forerun.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
 from forerun.engine.request import Request, Speculation
@@ -48,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.raw and arguments.system:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
-    loaded = load_shown(config)
+    loaded = load_shown(probed(config, arguments.probe)[0])
     try:
         request = make_request(
             _encode(loaded, text, arguments),

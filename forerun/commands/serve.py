@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forerun.api import Loaded
 from forerun.commands.console import emit_json, load_shown, say
+from forerun.commands.probing import probed
 from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ConfigError
 from forerun.flags import configured
@@ -25,12 +26,16 @@ def main(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     if settings.host not in LOOPBACK and not settings.api_keys:
         say(f"forerun: anyone who can reach {settings.host} may use this server; see --api-key")
-    run(partial(_load, config), settings, partial(_announce, as_json=arguments.json))
+    run(
+        partial(_load, config, arguments.probe),
+        settings,
+        partial(_announce, as_json=arguments.json),
+    )
     return 0
 
 
-def _load(config: EngineConfig) -> Loaded:
-    loaded = load_shown(config)
+def _load(config: EngineConfig, probe: bool) -> Loaded:
+    loaded = load_shown(probed(config, probe)[0])
     say(f"{loaded.name}: {loaded.target.memory.sentence()}")
     return loaded
 

@@ -27,6 +27,7 @@ from forerun.models.drafts import (
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.mapped import TensorFile
+from forerun.models.readings import read_as
 from forerun.types import AnyArray, Floats, Ints
 
 _RENAMED = (
@@ -64,15 +65,23 @@ class DraftFile:
         return values
 
 
-def open_draft(folder: Path, target: Architecture) -> DraftFile:
-    """Read a draft for `target`. Raises ModelError: damaged, incomplete, or not for this target."""
+def open_draft(folder: Path, target: Architecture, reading: str | None = None) -> DraftFile:
+    """Read a draft for `target`, its configuration as `reading` says (readings.py), if given.
+
+    Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
+    """
     config = read_json(folder / "config.json")
     files = _canonical(files_by_tensor(folder, maps=True), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
-        head, warnings = _describe(config, shapes, target)
+        head, keys = _describe(config, shapes, target)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
+    warnings = _warnings(head, target)
+    if reading is None:
+        warnings += _doubts(keys, head, target)
+    else:
+        head = read_as(head, reading)
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     draft = DraftFile(folder, head, _target_ids(head, files, folder), tuple(warnings), files)
@@ -99,8 +108,8 @@ def _canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[Te
 
 def _describe(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: Architecture
-) -> tuple[DraftHead, list[str]]:
-    """The head that configuration and tensors describe, and what to be warned of."""
+) -> tuple[DraftHead, Keys]:
+    """The head that configuration and tensors describe, and the configuration."""
     nested = config.get("transformer_layer_config")
     sizes = Keys(nested if isinstance(nested, dict) else config, "config.json: ")
     keys = Keys(config, "config.json: ")
@@ -136,7 +145,7 @@ def _describe(
         fc_bias="fc.bias" in shapes,
         trained_head=own_head,
     )
-    return head, _warnings(keys, head, target)
+    return head, keys
 
 
 def _matrix(shapes: dict[str, tuple[int, ...]], name: str) -> tuple[int, int]:
@@ -182,14 +191,19 @@ def _normed_residual(keys: Keys, speculators: bool) -> bool:
     return keys.flag("norm_before_residual", speculators)
 
 
-def _warnings(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
-    """The traps that lower acceptance silently, by name."""
+def _warnings(head: DraftHead, target: Architecture) -> list[str]:
+    """What lowers acceptance silently however the file is read."""
+    if head.context >= target.context:
+        return []
+    return [
+        f"max_position_embeddings is {head.context}, the target's context {target.context}: "
+        "acceptance may fall beyond it"
+    ]
+
+
+def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
+    """What may be meant otherwise and would then lower acceptance silently, by name."""
     found = []
-    if head.context < target.context:
-        found.append(
-            f"max_position_embeddings is {head.context}, the target's context {target.context}: "
-            "acceptance may fall beyond it"
-        )
     if head.rope.theta != target.rope.theta:
         found.append(
             f"rope_theta is {head.rope.theta:g}, the target's {target.rope.theta:g}; EAGLE's own "

@@ -111,6 +111,8 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["tune", *TOY, "--out", "a.jpg"], 2, "end in .png"),
         (["eval", *TOY, "--speculation", "off"], 2, "nothing to measure"),
         (["eval", *TOY, "--set", "a=/nowhere.jsonl"], 2, "/nowhere.jsonl"),
+        (["eval", *TOY, "--probe"], 2, "nothing to probe"),
+        (["run", "Hi", "--probe", "--draft-reading", "theta=1"], 2, "leave --probe out"),
     ],
 )
 def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):

@@ -1,0 +1,131 @@
+"""Which reading of a draft's configuration is right: each is served, the most accepted one wins.
+
+The text is the target's own under every reading, so acceptance is compared on the same tokens.
+Some mistakes cost a hundredth of a token per step (features off by one layer), others nearly all,
+so the sample grows where readings are close.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.api import open_target
+from forerun.bench.acceptance import (
+    CHAIN,
+    Progress,
+    Question,
+    agreement,
+    mean_length,
+    serve,
+    shaped,
+    summed,
+)
+from forerun.bench.workload import Prompt, read_prompts, spread
+from forerun.catalog import open_model
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.models.draft_folder import open_draft
+from forerun.models.drafts import DraftHead
+from forerun.models.readings import plausible, reading_of, turned
+
+PROMPTS, TOKENS = 20, 64
+FIRST = 5
+"""Every how many-th prompt the first round serves."""
+CLOSE = 0.1
+"""Tokens per step behind the best of the first round that are tried again on the other prompts."""
+EQUAL = 0.01
+"""Share of the length that chance alone may make: among equals the configuration is believed."""
+USELESS = 1.1
+"""Tokens per step below which no reading was right: a head that guesses at random reaches 1.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One reading, as --draft-reading takes it. Length and agreement as in acceptance.Finding.
+
+    tokens  that were served to find out
+    """
+
+    reading: str
+    configured: bool
+    length: float
+    agreement: tuple[float, ...]
+    tokens: int
+
+
+def probe(
+    config: EngineConfig,
+    progress: Progress,
+    prompts: Sequence[Prompt] | None = None,
+    tokens: int = TOKENS,
+) -> list[Attempt]:
+    """Serve a chain of 3 under every plausible reading of `config.draft`; those close to the best,
+    and the best with the other rotary bases, on more prompts. What to use comes first.
+
+    Raises ConfigError without a draft, and what `open_target` raises.
+    """
+    if config.draft is None:
+        raise ConfigError("there is no draft head to probe; add --draft FOLDER.")
+    prompts = prompts or spread(read_prompts(), PROMPTS)
+    few = [prompt for index, prompt in enumerate(prompts) if index % FIRST == 0]
+    more = [prompt for index, prompt in enumerate(prompts) if index % FIRST]
+    arch = open_model(config.model).architecture
+    heads = plausible(open_draft(Path(config.draft), arch).head, arch)
+
+    def tried(heads: list[DraftHead], prompts: list[Prompt], what: str) -> list[Attempt]:
+        found = []
+        for index, head in enumerate(heads):
+            progress(f"probe: {what}", index, len(heads))
+            found.append(_attempt(config, reading_of(head), prompts, tokens))
+        return found
+
+    first = tried(heads, few, "all readings")
+    best = max(range(len(heads)), key=lambda index: first[index].length)
+    near = [first[best].length - attempt.length <= CLOSE for attempt in first]
+    last = [head for head, close in zip(heads, near, strict=True) if close]
+    finals = tried(last + turned(heads[best], arch), more, "the best again")
+    others = [attempt for attempt, close in zip(first, near, strict=True) if not close]
+    own = reading_of(heads[0])
+    found = [replace(a, configured=a.reading == own) for a in _ranked(finals) + _ranked(others)]
+    return sorted(found, key=lambda attempt: attempt.reading != _winner(finals).reading)
+
+
+def _ranked(attempts: list[Attempt]) -> list[Attempt]:
+    return sorted(attempts, key=lambda attempt: -attempt.length)
+
+
+def _winner(finals: list[Attempt]) -> Attempt:
+    """The first that no other beats by more than chance: the configured reading comes first."""
+    longest = max(attempt.length for attempt in finals)
+    return next(a for a in finals if a.length >= longest * (1 - EQUAL))
+
+
+def _attempt(config: EngineConfig, reading: str, prompts: Sequence[Prompt], tokens: int) -> Attempt:
+    """A target of its own for each reading: no head is left over beside the next."""
+    at_once = len(prompts)
+    config = replace(
+        shaped(config, CHAIN),
+        speculation="head",
+        draft_reading=reading,
+        draft_on_error="stop",
+        max_sequences=at_once,
+        kv_tokens=config.kv_tokens or 512 * at_once,
+        disable_cuda_graph=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The engine that will serve says it again.
+        target = open_target(config)
+    try:
+        question = Question("probe", tuple(prompts), 0.0, tokens, at_once)
+        done, _ = serve(target, target.config, question, lambda *_: None)
+    finally:
+        target.close()
+    histogram = summed([item.stats.histogram for item in done if item.stats])
+    return Attempt(
+        reading=reading,
+        configured=False,
+        length=mean_length(histogram),
+        agreement=agreement(histogram)[: CHAIN.depth],
+        tokens=sum(len(item.tokens) for item in done),
+    )
