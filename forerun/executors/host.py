@@ -223,6 +223,9 @@ class HostSampler:
         """
         if choice is None:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        if trees.lone and not self._reports and min(choice.tolist()) >= 0:
+            nothing = ((),) * plan.rows
+            return HostAccepted(trees, choice, choice >= 0, nothing, nothing)
         finite = (choice[trees.roots] >= 0) | ~plan.samples
         slots = plan.slots.tolist()
         left = [
