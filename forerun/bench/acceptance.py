@@ -84,7 +84,7 @@ def ask(
     found = []
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
-        histogram = summed([c.stats.histogram for c in done if c.stats])
+        histogram = guessing(done)
         found.append(
             Finding(
                 question=question.name,
@@ -141,6 +141,13 @@ def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
         total[: len(histogram)] += np.array(histogram, np.int64)
+    return total
+
+
+def guessing(done: Sequence[Completion]) -> np.ndarray:
+    """int64[.] as `summed`, of the steps that could guess: not those that read a prompt."""
+    total = summed([c.stats.histogram for c in done if c.stats])
+    total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
     return total
 
 
