@@ -185,9 +185,14 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures",
         type=_temperatures,
-        default=(0.0, 0.8),
+        default=(0.0, 0.8, 1.0),
         metavar="X,X,...",
-        help="one pass for each (default: 0,0.8)",
+        help="one pass for each (default: 0,0.8,1)",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="beside greedy chains, what the trainer simulates for the same answers (torch)",
     )
     _probe_flag(parser)
     shape = ("policy", "draft_nodes", "draft_depth", "draft_width")

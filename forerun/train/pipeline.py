@@ -44,7 +44,7 @@ from forerun.train.shards import Shards
 from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
 from forerun.train.start import calibrate, start_from_draft, start_from_target
-from forerun.train.target import DenseTarget
+from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
 
@@ -160,7 +160,7 @@ def make_draft(
     if device.type == "cpu":
         with _teacher(source, about, corpus) as teacher:
             write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
-        embed, rows = _embeddings(source.checkpoint)
+        embed, rows = embeddings(source.checkpoint)
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
         read, compute = stored_reader(corpus), torch.float32
     else:
@@ -225,14 +225,6 @@ def _teacher(source: Source, about: DraftHead, corpus: Corpus) -> AbstractContex
         longest = corpus.longest
         return core_teacher(source.checkpoint, about.features, longest, source.threads)
     return dense_teacher(_dense(source, "cpu"), about.features)
-
-
-def _embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output rows, each float32[V,H]; one tensor where tied."""
-    embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
-    if checkpoint.architecture.tied_head:
-        return embed, embed
-    return embed, torch.from_numpy(checkpoint.tensor("lm_head.weight").copy())
 
 
 def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from forerun.api import open_target
-from forerun.bench.acceptance import CHAIN, Question, serve, shaped, summed
+from forerun.bench.acceptance import (
+    CHAIN,
+    Question,
+    agreement,
+    mean_length,
+    serve,
+    shaped,
+    summed,
+)
 from forerun.bench.probe import probe
 from forerun.catalog import shipped_draft
 from forerun.cli import main
@@ -25,7 +33,8 @@ from forerun.train.snapshot import load_snapshot
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-TOKENS = 72
+TOKENS = 73
+"""The prompt's step gives one, each whole chain of 3 four more."""
 
 
 def config_of(small, draft, **changes) -> EngineConfig:
@@ -53,6 +62,35 @@ def test_what_was_learnt_by_heart_is_accepted(small):
     histogram, accepted = served(small, small.draft)
     print(histogram, accepted)
     assert accepted > 0.98
+
+
+def test_eval_shows_what_the_trainer_simulates(small, capsys):
+    """Chain and tree, three temperatures; the two numbers are one within 2 %."""
+    prompts = f"known={small.prompts}"
+    where = ["--model", str(small.model), "--draft", str(small.draft), "--kv-tokens", "4096"]
+    how = ["--count", "8", "--tokens", str(TOKENS), "--group", "4", "--simulate", "--json"]
+    assert main(["eval", *where, "--set", prompts, *how]) == 0
+    report = json.loads(capsys.readouterr().out)
+    cells = {(f["question"], f["shape"], f["temperature"]): f for f in report["findings"]}
+    assert sorted(cells) == [
+        ("known", shape, t) for shape in ("chain of 3", "tree of 16") for t in (0.0, 0.8, 1.0)
+    ]
+    for (_, shape, temperature), cell in cells.items():
+        assert cell["plain"] > 0 and cell["speed"] > 0 and cell["length"] > 1
+        assert len(cell["agreement"]) <= (3 if shape == "chain of 3" else 5)
+        assert (cell["simulated"] is not None) == (shape == "chain of 3" and temperature == 0)
+    chain = cells["known", "chain of 3", 0.0]
+    print(chain["length"], chain["simulated"], report["simulated_length"])
+    assert chain["length"] > 3.7
+    assert abs(chain["length"] / chain["simulated"] - 1) < 0.02
+    assert abs(chain["length"] / report["simulated_length"] - 1) < 0.02
+    assert main(["eval", "--model", "toy", "--simulate"]) == 2
+    assert "needs a draft head" in capsys.readouterr().err
+
+
+def test_agreement_is_conditional():
+    assert agreement(np.array([6, 3, 1])) == (0.4, 0.25)
+    assert mean_length(np.array([6, 3, 1])) == pytest.approx(1.5)
 
 
 def exported(small, folder, dialect, full) -> Path:
