@@ -11,7 +11,12 @@ constexpr int64_t kWorthSharing = 1 << 18;  // logits from which on the pool's t
 
 }  // namespace
 
-void Model::accept(const Step& step, const Walk& walk) {
+std::string Model::accept(const Step& step, const Walk& walk) {
+    for (int row = 0; row < step.rows; row++) {
+        if (walk.slots[row] < 0 || walk.slots[row] >= walk.all_slots) {
+            return "slot " + std::to_string(walk.slots[row]) + " does not exist";
+        }
+    }
     memset(walk.choice, -1, sizeof(int32_t) * step.nodes);
     const auto rows = [&](const Share& share) {
         for (int row = share.first; row < share.last; row++) {
@@ -21,13 +26,18 @@ void Model::accept(const Step& step, const Walk& walk) {
             }
         }
     };
-    if ((int64_t)step.rows * sizes.vocab < kWorthSharing) return rows(Share(step.rows, 0, 1));
-    pool.run([&](int thread) { rows(Share(step.rows, thread, pool.threads())); });
+    if ((int64_t)step.rows * sizes.vocab < kWorthSharing) {
+        rows(Share(step.rows, 0, 1));
+    } else {
+        pool.run([&](int thread) { rows(Share(step.rows, thread, pool.threads())); });
+    }
+    return "";
 }
 
 // False where the specification has to decide the row.
 bool Model::accept_row(const Step& step, const Walk& walk, int row) const {
-    const float temperature = walk.temperature[row];
+    const int slot = walk.slots[row];
+    const float temperature = walk.plain[row] ? walk.temperature[slot] : -1.0f;
     const int root = step.start[row] + step.known[row] - 1, end = step.start[row + 1];
     // Scored nodes ascend, so those of a row from its root on are neighbours.
     const int32_t* const last = step.scored_nodes + step.scored;
@@ -35,9 +45,10 @@ bool Model::accept_row(const Step& step, const Walk& walk, int row) const {
     if (!(temperature >= 0) || last - at < end - root || at[end - 1 - root] != end - 1) return false;
     const float* const logits = step.logits + (at - step.scored_nodes) * (int64_t)sizes.vocab;
     int node = root;
-    for (uint32_t position = walk.position[row];; position++) {
+    const int decided = step.kv_len[row] + step.known[row];
+    for (uint32_t position = decided - walk.prompt_len[slot];; position++) {
         const int32_t token = kernels->choose(logits + (node - root) * (int64_t)sizes.vocab,
-                                              sizes.vocab, temperature, walk.seed[row], position);
+                                              sizes.vocab, temperature, walk.seed[slot], position);
         if (token < 0) return false;
         walk.choice[node] = token;
         int child = node + 1;

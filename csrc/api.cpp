@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 9; }
+int forerun_abi() { return 10; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -148,10 +148,7 @@ int forerun_choose(const Model* model, const float* logits, float temperature, u
 
 // Decides rows of the last step, or of one that forerun_forward would take. See Model::accept.
 int forerun_accept(Model* model, const Step* step, const Walk* walk) {
-    return guarded([&]() -> std::string {
-        model->accept(*step, *walk);
-        return "";
-    });
+    return guarded([&] { return model->accept(*step, *walk); });
 }
 
 int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int count) {

@@ -32,11 +32,14 @@ struct Step {
 
 // How the rows of a step choose, and what they chose.
 struct Walk {
-    const float* temperature;  // [rows] 0 = greedy; below 0: not decided here
-    const uint64_t* seed;      // [rows]
-    const int32_t* position;   // [rows] output position that the root decides
+    const float* temperature;   // [all_slots] 0 = greedy; below 0: not decided here
+    const uint64_t* seed;       // [all_slots]
+    const int32_t* prompt_len;  // [all_slots] output positions count from here
+    const int32_t* slots;       // [rows] the row's, of all_slots
+    const uint8_t* plain;       // [rows] 0: not decided here
     int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in
                                // all of a row that the specification has to decide
+    int32_t all_slots;
 };
 
 struct Layer {
@@ -82,8 +85,8 @@ public:
     // Runs the step. Empty, or what was wrong with it (then nothing was changed).
     std::string forward(const Step& step);
 
-    // Keeps one path per row of a step whose logits are there.
-    void accept(const Step& step, const Walk& walk);
+    // Keeps one path per row of a step whose logits are there. Empty, or what was wrong.
+    std::string accept(const Step& step, const Walk& walk);
 
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);

@@ -229,9 +229,9 @@ def _costs(
 def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
+    config = with_shipped(config)
     if config.draft is not None:
         raise ConfigError("the toy model takes no draft; leave --draft out.")
-    config = with_shipped(config)
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)

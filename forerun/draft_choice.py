@@ -28,11 +28,10 @@ LOOKUP_BAR = 0.4
 """A lookup that gives its first guess this chance is asked instead of the draft head. (Replayed on
 answers of SmolLM2-135M: 1.75, 1.80, 1.77, 1.76 and 1.67 tokens a step at .3, .4, .5, .6 and .7.)"""
 
-Result = TypeVar("Result")
-
-
 NO_DRAFT = "none"
 """A --draft that stands for not even the one that comes with the model."""
+
+Result = TypeVar("Result")
 
 
 def with_shipped(config: EngineConfig) -> EngineConfig:
@@ -42,11 +41,9 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     "auto" takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
     measured a head's guesses were not as much better as they are dearer (docs/log.md).
     """
-    if config.draft == NO_DRAFT:
-        return replace(config, draft=None)
-    if config.draft is not None or config.speculation == "off":
+    if config.speculation == "off" or config.draft not in (None, NO_DRAFT):
         return config
-    shipped = shipped_draft(config.model)
+    shipped = None if config.draft == NO_DRAFT else shipped_draft(config.model)
     if shipped is not None:
         wanted = "ngram" if config.speculation == "auto" else config.speculation
         return replace(config, draft=str(shipped), speculation=wanted)
@@ -55,7 +52,7 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
             f"speculation is {config.speculation}, but no draft is named and none comes with "
             f"{config.model}; add --draft FOLDER."
         )
-    return config
+    return replace(config, draft=None)
 
 
 def chosen_speculation(config: EngineConfig, head: bool, fault: str | None) -> str:

@@ -3,6 +3,7 @@ guess at all.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class ForcedBudgets:
         self._policy.close(slot)
 
 
+@lru_cache(maxsize=1024)
 def least_chance(costs: StepCosts | None, rows: int) -> float:
     """How likely a token must be to be worth a node, with two more for each of `rows` rows."""
     if costs is None or rows == 0:

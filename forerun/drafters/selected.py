@@ -1,5 +1,6 @@
 """A drafter whose guesses are thinned out by what they cost, before anything verifies them."""
 
+from operator import mul, sub
 from time import perf_counter
 from typing import Any
 
@@ -33,7 +34,7 @@ class SelectedDrafter:
         started = perf_counter()
         self._pause = started - self._ended
         drafts = [NO_GUESSES] * plan.rows
-        if plan.max_nodes.any():
+        if any(plan.max_nodes.tolist()):
             drafts = self._policy.select(plan.slots, plan.kv_len, self._inner.propose(plan))
         self._begun = perf_counter()
         self._drafting = self._begun - started
@@ -43,29 +44,29 @@ class SelectedDrafter:
         """Pass on, and let the policy learn. Steps with a prefill say nothing of decoding."""
         verified = perf_counter()
         self._inner.observe(plan, trees, outcome)
-        if plan.max_nodes.any():
+        if any(plan.max_nodes.tolist()):
             self._learn(plan, outcome)
         self._ended = perf_counter()
-        if trees.known.max() > 1 or plan.constrained.any():
+        if max(map(len, plan.known)) > 1 or True in plan.constrained.tolist():
             return
         seconds = verified - self._begun
         # A longer pause than the step itself: there was nothing to do.
         seconds += self._pause if self._pause < seconds else 0.0
-        nodes = trees.start[1:] - trees.start[:-1]
+        start = trees.start.tolist()
+        nodes = map(sub, start[1:], start)
         self._policy.ledger.ran(
             rows=plan.rows,
-            nodes=len(trees.tokens),
-            cached=int(nodes @ plan.kv_len),
-            tokens=int(outcome.n_tokens.sum()),
+            nodes=start[-1],
+            cached=sum(map(mul, nodes, plan.kv_len.tolist())),
+            tokens=sum(outcome.n_tokens.tolist()),
             ms=1000.0 * seconds,
             drafting_ms=1000.0 * (self._drafting + self._ended - verified),
         )
 
     def _learn(self, plan: Plan, outcome: Outcome) -> None:
-        counts = outcome.n_tokens.tolist()
-        for row, slot in enumerate(plan.slots.tolist()):
-            if counts[row]:
-                self._policy.learn(slot, outcome.tokens[row, : counts[row]].tolist())
+        for slot, tokens in zip(plan.slots.tolist(), outcome.said(), strict=True):
+            if tokens:
+                self._policy.learn(slot, tokens)
 
     def end(self, slot: int) -> None:
         """Pass on."""

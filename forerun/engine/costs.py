@@ -42,10 +42,10 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
     """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
 
     The median of a few repeats counts. They are taken in turns, so that a slow moment hits no size
-    alone. (The least of them would flatter big steps where a neighbour takes time: at times of
-    one core shared, four nodes took 1.25 times one node at best, 1.4 times mostly.) Guesses are wrong
-    on purpose, so that nothing but the root's token is kept. Raises ConfigError where the
-    executor is too small to time two nodes.
+    alone. (The least of them would flatter big steps where a neighbour takes time: beside one,
+    four nodes took 1.25 times one node at best, but 1.4 times mostly.) Guesses are wrong on
+    purpose, so that nothing but the root's token is kept. Raises ConfigError where the executor
+    is too small to time two nodes.
     """
     limits = executor.limits
     possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]

@@ -6,6 +6,7 @@ The arithmetic is forerun/spec; here it meets slots, rows and the reports a requ
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import isnan
 
 import numpy as np
@@ -50,17 +51,18 @@ _NONE: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class PlainRows:
-    """How rows choose where the temperature alone shapes it; a device may do it in its own way.
+class Choosing:
+    """How sequences choose where the temperature alone shapes it; a device may do it in its own
+    way.
 
-    temperatures  float32[B]; 0 = greedy, below 0: not such a row, or it does not sample
-    seeds         uint64[B] of their requests
-    positions     int32[B] output position that the root decides
+    temperature  float32[S] by slot; 0 = greedy, below 0: more than that shapes the choice
+    seed         uint64[S] of their requests
+    prompt_len   int32[S] tokens before output position 0
     """
 
-    temperatures: Floats
-    seeds: AnyArray
-    positions: Ints
+    temperature: Floats
+    seed: AnyArray
+    prompt_len: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,10 @@ class HostAccepted:
         """int32[.] flat nodes of the accepted guesses, row after row, downwards."""
         if self.trees.lone:
             return _NONE
-        on_path = self.choice >= 0
-        on_path[self.trees.roots] = False
-        return np.flatnonzero(on_path).astype(np.int32)
+        chosen, start, found = self.choice.tolist(), self.trees.start.tolist(), []
+        for end, root in zip(start[1:], self.trees.roots.tolist(), strict=True):
+            found += [node for node in range(root + 1, end) if chosen[node] >= 0]
+        return np.array(found, np.int32) if found else _NONE
 
     @cached_property
     def paths(self) -> list[Ints]:
@@ -133,11 +136,14 @@ class HostSampler:
         self._vocab = vocab
         self._choose_node, self._choose_fast = choose_node, choose_fast
         # What every step asks of every row, by slot.
-        self._temperature = np.full(slots, _MORE, np.float32)
-        self._seed = np.zeros(slots, np.uint64)
-        self._prompt_len = np.zeros(slots, np.int32)
-        self._reports = np.zeros(slots, np.bool_)
-        self._echoes = np.zeros(slots, np.bool_)
+        self.choosing = Choosing(
+            temperature=np.full(slots, _MORE, np.float32),
+            seed=np.zeros(slots, np.uint64),
+            prompt_len=np.zeros(slots, np.int32),
+        )
+        # Slots that are told log-probabilities, and those that are told their prompts'.
+        self._reports: set[int] = set()
+        self._echoes: set[int] = set()
 
     def open(self, opening: Opening) -> None:
         """Bind a sequence to its slot.
@@ -150,54 +156,51 @@ class HostSampler:
         if not np.all((opening.tokens >= 0) & (opening.tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         self._open[slot] = (sampling, History(opening.tokens, opening.prompt_len))
-        self._temperature[slot] = sampling.temperature if sampling.plain else _MORE
-        self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
-        self._prompt_len[slot] = opening.prompt_len
-        self._echoes[slot] = sampling.prompt_logprobs is not None
-        self._reports[slot] = self._echoes[slot] or sampling.logprobs is not None
+        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else _MORE
+        self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        self.choosing.prompt_len[slot] = opening.prompt_len
+        if sampling.prompt_logprobs is not None:
+            self._echoes.add(slot)
+        if sampling.prompt_logprobs is not None or sampling.logprobs is not None:
+            self._reports.add(slot)
 
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._open[slot] = None
-        self._temperature[slot] = _MORE
-        self._reports[slot] = self._echoes[slot] = False
+        self.choosing.temperature[slot] = _MORE
+        self._reports.discard(slot)
+        self._echoes.discard(slot)
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
         """int32[n] flat nodes, ascending, whose logits `accept` may ask for."""
-        echo = self._echoes[plan.slots]
-        if trees.lone:
-            return np.flatnonzero(plan.samples | echo).astype(np.int32)
-        roots = trees.roots
-        # A row that does not sample carries no guess; echo still reads its whole chain.
-        first = np.where(echo, trees.start[:-1], roots)
-        stop = np.where(plan.samples | echo, trees.start[1:], roots)
-        return _ranges(first, stop)
-
-    def plain_rows(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> PlainRows:
-        """The rows whose choices neither a parameter nor a grammar touches."""
-        more = plan.constrained | ~plan.samples
-        if masks is not None:
-            more |= np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
-        temperatures = self._temperature[plan.slots]
-        temperatures[more] = _MORE
-        return PlainRows(
-            temperatures=temperatures,
-            seeds=self._seed[plan.slots],
-            positions=plan.kv_len + trees.known - self._prompt_len[plan.slots],
-        )
+        if trees.lone and not self._echoes:
+            return np.flatnonzero(plan.samples).astype(np.int32)
+        found: list[int] = []
+        ends, roots = trees.start[1:].tolist(), trees.roots.tolist()
+        for row, (slot, samples) in enumerate(
+            zip(plan.slots.tolist(), plan.samples.tolist(), strict=True)
+        ):
+            # A row that does not sample carries no guess; echo still reads its whole chain.
+            if slot in self._echoes:
+                found += range(int(trees.start[row]), ends[row])
+            elif samples:
+                found += range(roots[row], ends[row])
+        return np.array(found, np.int32)
 
     def plain(self, plan: Plan, trees: TreeBatch) -> PlainNodes:
         """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
-        rows = self.plain_rows(plan, trees)
-        asked = np.flatnonzero(rows.temperatures >= 0)
+        temperatures = self.choosing.temperature[plan.slots]
+        asked = np.flatnonzero((temperatures >= 0) & plan.samples & ~plan.constrained)
         first, stop = trees.roots[asked], trees.start[1:][asked]
         nodes, counts = _ranges(first, stop), stop - first
         depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
+        slots = plan.slots[asked]
+        positions = plan.kv_len[asked] + trees.known[asked] - self.choosing.prompt_len[slots]
         return PlainNodes(
             nodes=nodes,
-            seeds=np.repeat(rows.seeds[asked], counts),
-            positions=np.repeat(rows.positions[asked], counts) + depth,
-            temperatures=np.repeat(rows.temperatures[asked], counts),
+            seeds=np.repeat(self.choosing.seed[slots], counts),
+            positions=np.repeat(positions, counts) + depth,
+            temperatures=np.repeat(temperatures[asked], counts),
         )
 
     def accept(
@@ -220,15 +223,22 @@ class HostSampler:
         """
         if choice is None:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
-        finite = choice[trees.roots] >= 0
-        finite |= ~plan.samples
-        left = ~finite | self._reports[plan.slots]
-        if not np.count_nonzero(left):
+        if trees.lone and not self._reports and min(choice.tolist()) >= 0:
+            nothing = ((),) * plan.rows
+            return HostAccepted(trees, choice, choice >= 0, nothing, nothing)
+        finite = (choice[trees.roots] >= 0) | ~plan.samples
+        slots = plan.slots.tolist()
+        left = [
+            row
+            for row, (slot, decided) in enumerate(zip(slots, finite.tolist(), strict=True))
+            if not decided or slot in self._reports
+        ]
+        if not left:
             nothing = ((),) * plan.rows
             return HostAccepted(trees, choice, finite, nothing, nothing)
         logprobs: list[Reports] = [()] * plan.rows
         echoed: list[Reports] = [()] * plan.rows
-        for row in np.flatnonzero(left).tolist():
+        for row in left:
             echo = self._echo(plan, row, trees, logits)
             if any(isnan(entry.logprob) for entry in echo):
                 choice[trees.start[row] : trees.start[row + 1]] = NOTHING
@@ -347,13 +357,14 @@ class HostSampler:
 
 def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
     """(n_tokens, tokens) as in Outcome."""
-    on_path = choice >= 0
     if trees.lone:
-        return on_path.astype(np.int32), choice[:, None]
-    n_tokens = np.add.reduceat(on_path, trees.start[:-1], dtype=np.int32)
-    tokens = np.full((trees.rows, n_tokens.max()), NOTHING, np.int32)
-    tokens[np.arange(tokens.shape[1]) < n_tokens[:, None]] = choice[on_path]
-    return n_tokens, tokens
+        return (choice >= 0).astype(np.int32), choice[:, None]
+    chosen, start = choice.tolist(), trees.start.tolist()
+    said = [[token for token in chosen[first:end] if token >= 0] for first, end in pairwise(start)]
+    counts = list(map(len, said))
+    width = max(counts)
+    tokens = [row + [NOTHING] * (width - len(row)) for row in said]
+    return np.array(counts, np.int32), np.array(tokens, np.int32).reshape(len(said), width)
 
 
 def _ranges(first: AnyArray, stop: AnyArray) -> Ints:

@@ -140,6 +140,9 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
         return draft
     if not any(kept):
         return NO_GUESSES
+    count = sum(kept)
+    if all(kept[:count]):  # Mostly: guesses come best first.
+        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count])
     keep = np.array(kept)
     # Where each kept guess stands now; one more at the end, so that -1 stays the root.
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))

@@ -6,6 +6,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from forerun.models.ngram_table import FILE, NgramTable
+from forerun.train.corpus import Corpus
 from forerun.types import AnyArray
 
 SEEN = (2, 2, 3, 3)
@@ -20,6 +21,32 @@ DISCOUNT = 0.75
 """Taken from each follower's count: absolute discounting. (.5 and .9 were no better.)"""
 CAUTION = 0.5
 """Added to the count of "something else"."""
+
+
+JUDGED = 4000
+"""Held-out tokens that a table is judged by."""
+
+
+def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
+    """Count the training chats' answers into `folder`. Returns the share of held-out answer
+    tokens that the table's best prediction hits; 0 where there was too little to count.
+    """
+    end = int(corpus.starts[corpus.chats - corpus.held_out])
+    tokens, wanted = np.asarray(corpus.tokens), np.asarray(corpus.wanted)
+    starts = corpus.starts[: corpus.chats - corpus.held_out + 1]
+    table = count_ngrams(tokens[:end], wanted[:end], starts, vocab)
+    write_ngrams(table, folder)
+    hits = judged = 0
+    for chat in corpus.held:
+        span = corpus.span(chat)
+        for at in corpus.scored(chat).tolist():
+            before = tokens[span.start + max(0, at + 1 - len(SEEN)) : span.start + at + 1]
+            likely = table.follow(before.tolist())
+            hits += bool(likely) and max(likely, key=likely.__getitem__) == tokens[span][at + 1]
+            judged += 1
+        if judged >= JUDGED:
+            break
+    return hits / max(judged, 1)
 
 
 def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
@@ -98,6 +125,7 @@ def write_ngrams(table: NgramTable, folder: Path) -> bool:
     }
     beside = folder / f"{FILE}.part"
     save_file(tensors, beside)
+    beside.chmod(0o644)  # Whoever serves it is not always whoever made it.
     beside.replace(folder / FILE)
     return True
 

@@ -51,6 +51,7 @@ class TrainConfig:
     )
     check_every: int = option(100, "training steps between held-out checks", low=1)
     width: int = option(32, "answers written at once", low=1, high=4096)
+    table_only: bool = option(False, "count an n-gram table of the answers, train no head")
     train_device: str = option("cpu", "torch device that trains")
     seed: int = option(0, "seed of prompts, noise and shuffling", low=0)
 
@@ -73,6 +74,10 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             steps=2,
             check_every=10,
         ),
+    ),
+    "table": (
+        "as long as the answers take: an n-gram table, which costs no arithmetic, and no head",
+        TrainConfig(answers=4000, answer_tokens=224, held_out=96, table_only=True),
     ),
     "cpu": (
         "about an hour and a half on two cores for a model of 135M; a modest draft",

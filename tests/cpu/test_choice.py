@@ -36,9 +36,12 @@ class Case:
     def native(self, executor, masks=None):
         """`choice` of the rows that the core decides, -1 in the others."""
         scored = self.sampler.scored(self.plan, self.trees)
-        box, logits = Mailbox(len(self.trees.tokens)), np.ascontiguousarray(self.logits[scored])
+        box, logits = (
+            Mailbox(len(self.trees.tokens), self.sampler.choosing),
+            np.ascontiguousarray(self.logits[scored]),
+        )
         box.fill(self.plan, self.trees, scored, logits)
-        box.ask(self.sampler.plain_rows(self.plan, self.trees, masks))
+        box.ask(self.plan, self.trees, masks)
         assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
         return box.choice
 
@@ -172,7 +175,8 @@ def test_whole_paths(executor, checkpoint, random):
         assert same(completed, alone)
         # An echo that is not finite fails a row that the core decided.
         assert np.all((choice == -1) | (choice == completed.choice) | (completed.choice == -1))
-        plain = one.sampler.plain_rows(one.plan, one.trees).temperatures >= 0
+        plain = one.sampler.choosing.temperature[one.plan.slots] >= 0
+        plain &= one.plan.samples & ~one.plan.constrained
         finite = np.array([np.isfinite(one.logits[r.start : r.stop]).all() for r in nodes_of(one)])
         assert np.all(choice[one.trees.roots][plain & finite] >= 0)
     assert decided > 500

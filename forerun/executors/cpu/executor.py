@@ -69,7 +69,7 @@ class CpuExecutor:
         self._threads = threads or min(physical_cores(), MOST_THREADS)
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
         self._sampler = HostSampler(limits.slots, limits.vocab, choose_fast=self._choose)
-        self._box = Mailbox(limits.max_nodes)
+        self._box = Mailbox(limits.max_nodes, self._sampler.choosing)
         self._model: int | None = None
         self._drafts: list[int] = []
         packer = Packer(self._library, checkpoint)
@@ -169,7 +169,7 @@ class CpuExecutor:
         self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None
     ) -> HostAccepted:
         """Keep one path per tree: plain rows natively, the others by forerun.spec."""
-        self._box.ask(self._sampler.plain_rows(plan, trees, masks))
+        self._box.ask(plan, trees, masks)
         if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
             raise EngineError(self._library.forerun_error().decode())
         return self._sampler.accept(plan, trees, scores, masks, self._box.choice)

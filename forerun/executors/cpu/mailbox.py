@@ -5,11 +5,11 @@ import numpy as np
 from forerun.engine.plan import Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.executors.host import PlainRows
-from forerun.spec.tree import TreeBatch
+from forerun.executors.host import Choosing
+from forerun.spec.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
-_WALK = ("temperature", "seed", "position", "choice")
+_WALK = ("slots", "plain", "choice")
 _STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes")
 
 
@@ -20,19 +20,25 @@ class Mailbox:
     walk  for forerun_accept, once `ask` was called
     """
 
-    def __init__(self, max_nodes: int) -> None:
+    def __init__(self, max_nodes: int, choosing: Choosing) -> None:
+        self._choosing = choosing  # The core reads it in place.
         self._max_nodes = max_nodes
         self._arrays: dict[str, AnyArray] = {
             **{name: np.zeros(max_nodes + 1, np.int32) for name in _STEP},
-            "temperature": np.zeros(max_nodes, np.float32),
-            "seed": np.zeros(max_nodes, np.uint64),
-            "position": np.zeros(max_nodes, np.int32),
+            "slots": np.zeros(max_nodes, np.int32),
+            "plain": np.zeros(max_nodes, np.uint8),
             "choice": np.zeros(max_nodes, np.int32),
         }
         self._held: tuple[Ints, Floats]
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.step = native.Step(**{name: address[name] for name in _STEP})
-        self.walk = native.Walk(**{name: address[name] for name in _WALK})
+        self.walk = native.Walk(
+            temperature=choosing.temperature.ctypes.data,
+            seed=choosing.seed.ctypes.data,
+            prompt_len=choosing.prompt_len.ctypes.data,
+            all_slots=len(choosing.seed),
+            **{name: address[name] for name in _WALK},
+        )
 
     def fill(self, plan: Plan, trees: TreeBatch, scored: Ints, logits: Floats) -> None:
         """Put in a step whose `scored` nodes leave their logits in `logits` float32[n,V].
@@ -59,11 +65,13 @@ class Mailbox:
         step.page_width, step.pages = pages.shape[1], pages.ctypes.data
         step.logits = logits.ctypes.data
 
-    def ask(self, rows: PlainRows) -> None:
-        """Put in how the rows of the step choose."""
-        self._put("temperature", rows.temperatures)
-        self._put("seed", rows.seeds)
-        self._put("position", rows.positions)
+    def ask(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None) -> None:
+        """Put in whose rows the step's are, and which of them no grammar touches."""
+        self._put("slots", plan.slots)
+        held = plan.constrained
+        if masks is not None:
+            held = held | np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
+        self._put("plain", plan.samples > held)
 
     @property
     def choice(self) -> Ints:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 9
+ABI = 10
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -50,7 +50,11 @@ class Step(ctypes.Structure):
 class Walk(ctypes.Structure):
     """`Walk` of csrc/model.h."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("temperature", "seed", "position", "choice"))
+    _fields_ = (
+        *((name, c_void_p) for name in ("temperature", "seed", "prompt_len")),
+        *((name, c_void_p) for name in ("slots", "plain", "choice")),
+        ("all_slots", c_int32),
+    )
 
 
 class HeadKind(ctypes.Structure):

@@ -1,0 +1,71 @@
+"""The n-gram table that comes with the default model is used, and guesses what its card says.
+
+A useless table cannot be seen in the text, so tokens per step are asserted, on the built-in
+prompts, beside lookup alone (docs/draft-smollm2-135m.md).
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from forerun.api import open_target
+from forerun.bench.acceptance import Question, Shape, ask
+from forerun.bench.workload import read_prompts, spread
+from forerun.catalog import shipped_draft
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, ModelError
+from forerun.executors import cpu
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())),
+]
+
+SHAPE = Shape("n-grams", 8, 8, 1)
+
+
+@pytest.fixture(scope="module")
+def target():
+    target = open_target(EngineConfig(kv_tokens=8192, policy="fixed"))
+    yield target
+    target.close()
+
+
+def length(target, temperature):
+    question = Question("built-in", tuple(spread(read_prompts(), 16)), temperature, 64, 8)
+    (found,) = ask(target, target.config, question, [SHAPE], lambda *_: None)
+    return found.length
+
+
+def test_the_table_is_the_default(target):
+    assert target.config.draft == str(shipped_draft("smollm2-135m"))
+    assert target.config.speculation == "ngram"
+    assert target.table is not None and target.head is None
+
+
+@pytest.mark.parametrize(("temperature", "least"), [(0.0, 1.5), (0.8, 1.35)])
+def test_tokens_per_step(target, temperature, least):
+    with_table = length(target, temperature)
+    alone = length(replace(target, table=None), temperature)
+    assert with_table >= least
+    assert with_table > 1.12 * alone
+
+
+@pytest.mark.parametrize("speculation", ["head", "both"])
+def test_none_means_no_draft_at_all(speculation):
+    target = open_target(EngineConfig(kv_tokens=2048, draft="none"))
+    assert target.table is None and target.config.draft is None
+    assert target.config.speculation == "ngram"
+    target.close()
+    with pytest.raises(ConfigError, match="no draft is named"):
+        open_target(EngineConfig(kv_tokens=2048, draft="none", speculation=speculation))
+
+
+def test_a_folder_without_a_table(tmp_path):
+    with pytest.raises(ModelError, match=r"holds no ngrams\.safetensors"):
+        open_target(EngineConfig(kv_tokens=2048, draft=str(tmp_path), speculation="ngram"))
+    config = EngineConfig(kv_tokens=2048, draft=str(tmp_path), draft_on_error="disable")
+    with pytest.warns(UserWarning, match="speculation is off"):
+        target = open_target(config)
+    assert target.config.speculation == "off" and target.fault is not None
+    target.close()
