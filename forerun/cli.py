@@ -149,7 +149,16 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
     unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
     flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)
-    flags_of(EngineConfig, parser, "target and engine", without=("max_sequences",))
+    # The toy has no weights to make a draft for.
+    model = "built-in name, folder with config.json and safetensors, GGUF file or hub id"
+    parser.add_argument(
+        "--model", metavar="TEXT", default=EngineConfig().model, help=f"target: {model}"
+    )
+    parser.add_argument(
+        "--executor", choices=("auto", "cpu", "torch"), default="auto", help="what runs the target"
+    )
+    own = ("model", "executor", "max_sequences", "policy")
+    flags_of(EngineConfig, parser, "target and engine", without=own)
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,9 +185,14 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures",
         type=_temperatures,
-        default=(0.0, 0.8),
+        default=(0.0, 0.8, 1.0),
         metavar="X,X,...",
-        help="one pass for each (default: 0,0.8)",
+        help="one pass for each (default: 0,0.8,1)",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="beside greedy chains, what the trainer simulates for the same answers (torch)",
     )
     _probe_flag(parser)
     shape = ("policy", "draft_nodes", "draft_depth", "draft_width")

@@ -15,6 +15,7 @@ from forerun.bench.prove import answers, encode
 from forerun.bench.workload import Prompt
 from forerun.completion import Completion, make_request
 from forerun.config import EngineConfig
+from forerun.types import Ints
 
 Progress = Callable[[str, int, int], None]
 
@@ -55,6 +56,7 @@ class Finding:
     length    tokens per step, the target's own included
     agreement agreement[j]: chance of level j + 1 once level j was accepted
     speed     tokens per second; plain: the same without speculation, in the same session
+    simulated the trainer's length for the same answers, where it was asked
     """
 
     question: str
@@ -65,6 +67,11 @@ class Finding:
     tokens: int
     speed: float
     plain: float
+    simulated: float | None = None
+
+
+Simulate = Callable[[Sequence[tuple[Ints, Ints]], int], float]
+"""(prompts and their answers, depth of a chain) -> the trainer's tokens per step."""
 
 
 def ask(
@@ -73,10 +80,13 @@ def ask(
     question: Question,
     shapes: Sequence[Shape],
     progress: Progress,
+    simulate: Simulate | None = None,
 ) -> list[Finding]:
     """Serve the prompts plainly and under each shape. Raises what `prove` raises.
 
     A draft head is measured without the lookup's help: that is what its trainer promised.
+
+    simulate  asked of greedy chains: the trainer's view of text that is not greedy says little
     """
     if config.speculation == "both":
         config = replace(config, speculation="head")
@@ -84,7 +94,11 @@ def ask(
     found = []
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
-        histogram = summed([c.stats.histogram for c in done if c.stats])
+        histogram, simulated = guessing(done), None
+        if simulate is not None and shape.width == 1 and question.temperature == 0:
+            prompts = (encode(target, prompt, question.tokens) for prompt in question.prompts)
+            told = (np.array(answer.tokens, np.int32) for answer in plain[0])
+            simulated = simulate(list(zip(prompts, told, strict=True)), shape.depth)
         found.append(
             Finding(
                 question=question.name,
@@ -95,6 +109,7 @@ def ask(
                 tokens=sum(len(c.tokens) for c in done),
                 speed=sum(len(c.tokens) for c in done) / seconds,
                 plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
+                simulated=simulated,
             )
         )
     return found
@@ -141,6 +156,13 @@ def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
         total[: len(histogram)] += np.array(histogram, np.int64)
+    return total
+
+
+def guessing(done: Sequence[Completion]) -> np.ndarray:
+    """int64[.] as `summed`, of the steps that could guess: not those that read a prompt."""
+    total = summed([c.stats.histogram for c in done if c.stats])
+    total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
     return total
 
 

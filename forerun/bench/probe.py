@@ -16,10 +16,10 @@ from forerun.bench.acceptance import (
     Progress,
     Question,
     agreement,
+    guessing,
     mean_length,
     serve,
     shaped,
-    summed,
 )
 from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.catalog import open_model
@@ -121,7 +121,7 @@ def _attempt(config: EngineConfig, reading: str, prompts: Sequence[Prompt], toke
         done, _ = serve(target, target.config, question, lambda *_: None)
     finally:
         target.close()
-    histogram = summed([item.stats.histogram for item in done if item.stats])
+    histogram = guessing(done)
     return Attempt(
         reading=reading,
         configured=False,

@@ -3,12 +3,24 @@
 import argparse
 import json
 from dataclasses import asdict, replace
+from importlib import import_module
 from pathlib import Path
 
 from rich.table import Table
 
-from forerun.bench.acceptance import CHAIN, TREE, Finding, Question, Shape, ask, default_draft
+from forerun.api import Target
+from forerun.bench.acceptance import (
+    CHAIN,
+    TREE,
+    Finding,
+    Question,
+    Shape,
+    Simulate,
+    ask,
+    default_draft,
+)
 from forerun.bench.workload import read_prompts, spread
+from forerun.catalog import open_model
 from forerun.commands.console import bars, emit_json, open_shown, out, say
 from forerun.commands.probing import probed
 from forerun.config import EngineConfig
@@ -33,6 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if target.config.speculation == "off":
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
+        simulate = _simulation(target) if arguments.simulate else None
         with bars() as progress:
             for name, path in sets.items():
                 prompts = tuple(spread(read_prompts(path), arguments.count))
@@ -40,10 +53,10 @@ def main(arguments: argparse.Namespace) -> int:
                     question = Question(
                         name, prompts, temperature, arguments.tokens, arguments.group
                     )
-                    found += ask(target, target.config, question, shapes, progress)
+                    found += ask(target, target.config, question, shapes, progress, simulate)
     finally:
         target.close()
-    promised = _promised(config.draft)
+    promised = _promised(target.config.draft)
     if arguments.json:
         facts = [asdict(finding) for finding in found]
         tried = [asdict(attempt) for attempt in attempts]
@@ -62,6 +75,24 @@ def _named(text: str) -> tuple[str, Path]:
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; --set takes NAME=FILE, a jsonl of chats")
     return name or file.stem, file
+
+
+def _simulation(target: Target) -> Simulate:
+    """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
+    torch.
+    """
+    if target.head is None:
+        raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
+    try:
+        simulation = import_module("forerun.train.simulate").Simulation
+    except ImportError as error:
+        raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
+    with bars() as report:
+        checkpoint = open_model(target.config.model, report).checkpoint
+    config = target.config
+    core = config.executor == "cpu"
+    found: Simulate = simulation(checkpoint, target.head[0], core, config.threads).length
+    return found
 
 
 def _promised(draft: str | None) -> float | None:
@@ -90,5 +121,11 @@ def _show(found: list[Finding], promised: float | None) -> None:
             f"{item.speed / item.plain:.2f}",
         )
     out.print(table)
+    for item in found:
+        if item.simulated is not None:
+            say(
+                f"{item.question}, {item.shape}, T=0: served {item.length:.3f}, simulated by the "
+                f"trainer on the same answers {item.simulated:.3f}"
+            )
     if promised is not None:
         say(f"The trainer's simulation on its own held-out answers: {promised:.3f}.")

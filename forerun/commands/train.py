@@ -6,12 +6,16 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
+import torch
+
 from forerun.api import choose_executor, load
 from forerun.catalog import open_model
 from forerun.commands.console import bars, emit_json, err, plain_warnings, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError
 from forerun.flags import configured
+from forerun.models.arch import Architecture
+from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author
 from forerun.train.corpus import Corpus, open_corpus
@@ -19,6 +23,7 @@ from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.served import ServedAuthor
+from forerun.train.start import check_trainable
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -30,19 +35,24 @@ def main(arguments: argparse.Namespace) -> int:
     if prompts and not prompts.is_file():
         raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
     engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    if config.start_from and arguments.draft_vocab:
+        raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
         core = choose_executor(engine).executor == "cpu"
-        source = Source(model.checkpoint, model.tokenizer, chat, model.name, core)
+        source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        start = _start(config, engine, model.architecture)
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")
             if config.table_only:
                 return _told_table(arguments, out, known)
-            progress = make_draft(source, corpus, config, out, report)
+            progress = make_draft(source, corpus, config, out, report, start)
         except (ForerunError, KeyboardInterrupt):
             say(f"what was done is in {out}; the same command goes on from there")
             raise
@@ -51,14 +61,13 @@ def main(arguments: argparse.Namespace) -> int:
                 f"{out} cannot be worked in ({error}); what was written before is kept. Free some "
                 "space there, or check who may write, and start the same command again"
             ) from error
-    last = progress.history[-1]
-    facts = {
-        "draft": str(out / "draft"),
-        "table_agreement": known,
-        "simulated_length": progress.best,
-        "last": last,
-    }
     if arguments.json:
+        facts = {
+            "draft": str(out / "draft"),
+            "table_agreement": known,
+            "simulated_length": progress.best,
+            "last": progress.history[-1],
+        }
         emit_json(facts)
     else:
         err.print(
@@ -67,6 +76,17 @@ def main(arguments: argparse.Namespace) -> int:
             markup=False,
         )
     return 0
+
+
+def _start(config: TrainConfig, engine: EngineConfig, target: Architecture) -> DraftFile | None:
+    """The draft to go on from, if one is named; refused before anything is written."""
+    if config.start_from is None:
+        return None
+    draft = open_draft(Path(config.start_from), target, engine.draft_reading)
+    check_trainable(draft)
+    for warning in draft.warnings:
+        say(f"forerun: draft {config.start_from}: {warning}")
+    return draft
 
 
 def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:

@@ -28,6 +28,7 @@ from forerun.train.answers import Chat
 from forerun.train.teacher import Teacher
 from forerun.types import AnyArray, Floats, Ints
 
+CROWD = 2
 LIKELY = 64
 """K, unless the draft vocabulary is smaller."""
 
@@ -186,8 +187,11 @@ class Piece:
 def batches(
     corpus: Corpus, chats: range, length: int, tokens: int, seed: int
 ) -> Iterator[list[Piece]]:
-    """One epoch: pieces of at most `length`, shuffled, similar lengths together, at most
-    `tokens` a batch counted with padding.
+    """One epoch: pieces of at most `length`, shuffled, similar lengths together, some `tokens`
+    answer tokens a batch: those are what the loss is a mean over, so steps are equally sure.
+
+    Long questions with short answers end a batch earlier: at CROWD times as many tokens of all
+    kinds, padding included, which is what takes memory.
     """
     random = np.random.default_rng(seed)
     pieces = []
@@ -201,12 +205,15 @@ def batches(
     for at in range(0, len(pieces), window):
         ordered = sorted(pieces[at : at + window], key=lambda p: p.end - p.begin)
         group: list[Piece] = []
+        answers = 0
         for piece in ordered:
-            size = piece.end - piece.begin
-            if group and (len(group) + 1) * size > tokens:
+            wanted = int(np.count_nonzero(corpus.wanted[piece.begin : piece.end]))
+            padded = (len(group) + 1) * (piece.end - piece.begin)
+            if group and (answers + wanted > tokens or padded > CROWD * tokens):
                 groups.append(group)
-                group = []
+                group, answers = [], 0
             group.append(piece)
+            answers += wanted
         groups.append(group)
     random.shuffle(groups)  # type: ignore[arg-type]
     yield from (group for group in groups if group)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.executors.torch.eagle import EagleHead
+from forerun.train.average import Average
 from forerun.train.corpus import Corpus, Piece, batches
 from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
 from forerun.train.shards import Shards
@@ -29,11 +30,12 @@ class TrainingError(ForerunError):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How to train. Rates are AdamW's; a step is one batch of about `tokens` tokens.
+    """How to train. Rates are AdamW's; a step is one batch of some `tokens` answer tokens.
 
     minutes     train this long at most, earlier runs counted in: the learning rate then falls
                 with the time that has passed, so it reaches its floor on any machine; 0 = off
     look_every  steps between looks at the loss: each waits for the device
+    average     decay of the weights' running average, 0 = none is kept
     """
 
     epochs: float = 4.0
@@ -50,6 +52,7 @@ class Schedule:
     seed: int = 0
     minutes: float = 0.0
     look_every: int = 1
+    average: float = 0.0
 
     def rate_at(self, step: float, total: int) -> float:
         """Linear warm-up, then a cosine from `rate` to `floor` times it."""
@@ -62,7 +65,8 @@ class Schedule:
 
 @dataclass(slots=True)
 class Progress:
-    """Where training stands. `history` holds one row per check, for the report.
+    """Where training stands. `history` holds one row per check, for the report; `averaged` in it
+    is the simulated length of the averaged weights.
 
     seconds  spent training so far, in all runs together
     """
@@ -102,48 +106,64 @@ class Trial:
 def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
     """Train to the end of the schedule, resuming from the folder's last snapshot if it has one.
 
-    Writes `last` every check and `best` when the held-out simulated length improves. Raises
-    TrainingError on NaN or a full disk; a KeyboardInterrupt saves and goes on up.
+    Writes `last` every check and `best` when the held-out simulated length improves, be it that
+    of the weights or of their average. Raises TrainingError on NaN or a full disk; a
+    KeyboardInterrupt saves and goes on up.
     """
     schedule = trial.schedule
     trained = [p for p in trial.head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    progress = Progress(total=_steps(trial))
-    load_snapshot(trial.folder / "last", trial.head, optimiser, progress)
+    average = Average(trial.head, schedule.average) if schedule.average else None
+    run = _Run(trial, optimiser, trained, average)
+    progress = Progress()
+    load_snapshot(trial.folder / "last", trial.head, optimiser, progress, average)
+    progress.total = _steps(trial)  # Of this schedule: a longer one goes on.
     if progress.step == 0:
         progress.history.append(evaluate(trial, 0))
+        with _written(trial):  # What training began with may be the best there is.
+            _keep_best(trial, float(progress.history[0]["length"]), progress)  # type: ignore[arg-type]
     started = monotonic() - progress.seconds
     try:
         for pieces in _batches_from(trial, progress.step):
             if _over(schedule, progress):
                 break
-            score = _one_step(trial, optimiser, trained, pieces, progress)
+            score = _one_step(run, pieces, progress)
             progress.seconds = monotonic() - started
             checks = progress.step % schedule.check_every == 0 or _over(schedule, progress)
             if checks or progress.step % schedule.look_every == 0:
                 _look(trial, score, progress)
                 report(progress)
             if checks:
-                _check(trial, optimiser, progress)
+                _check(run, progress)
                 report(progress)
     except KeyboardInterrupt:
         if all(bool(weight.isfinite().all()) for weight in trained):
-            save_snapshot(trial.folder / "last", trial.head, optimiser, progress)
+            run.save(progress)
         raise
     return progress
 
 
-def _one_step(
-    trial: Trial,
-    optimiser: torch.optim.Optimizer,
-    trained: list[Tensor],
-    pieces: list[Piece],
-    progress: Progress,
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What changes while a trial runs, beside its progress."""
+
+    trial: Trial
+    optimiser: torch.optim.Optimizer
+    trained: list[Tensor]
+    average: Average | None
+
+    def save(self, progress: Progress) -> None:
+        """Write the checkpoint from which training goes on. Raises OSError."""
+        folder = self.trial.folder / "last"
+        save_snapshot(folder, self.trial.head, self.optimiser, progress, self.average)
+
+
+def _one_step(run: _Run, pieces: list[Piece], progress: Progress) -> Tensor:
     """One update. Returns the loss of the first unrolled step, on the device."""
+    trial, trained = run.trial, run.trained
     schedule = trial.schedule
     place = _done(schedule, progress) * progress.total
-    for group in optimiser.param_groups:
+    for group in run.optimiser.param_groups:
         group["lr"] = schedule.rate_at(place, progress.total)
     seed = schedule.seed + progress.step
     parts = trial.shards.map(
@@ -154,8 +174,10 @@ def _one_step(
         mean = [part.gradients[index] * (part.wanted / wanted) for part in parts]
         parameter.grad = torch.stack(mean).sum(0) if mean[1:] else mean[0]
     torch.nn.utils.clip_grad_norm_(trained, schedule.clip)
-    optimiser.step()
+    run.optimiser.step()
     progress.step += 1
+    if run.average is not None:
+        run.average.update(progress.step)
     progress.tokens += wanted
     return torch.stack([part.loss * (part.wanted / wanted) for part in parts]).sum()
 
@@ -202,21 +224,38 @@ def _look(trial: Trial, loss: Tensor, progress: Progress) -> None:
         )
 
 
-def _check(trial: Trial, optimiser: torch.optim.Optimizer, progress: Progress) -> None:
+def _check(run: _Run, progress: Progress) -> None:
     """Evaluate, keep the best, save. Raises TrainingError where nothing can be written."""
+    trial, average = run.trial, run.average
     row = evaluate(trial, progress.step)
     progress.history.append(row)
-    length = float(row["length"])  # type: ignore[arg-type]
+    with _written(trial):
+        _keep_best(trial, float(row["length"]), progress)  # type: ignore[arg-type]
+        if average is not None:
+            with average.worn():
+                averaged = float(evaluate(trial, progress.step)["length"])  # type: ignore[arg-type]
+                row["averaged"] = averaged
+                _keep_best(trial, averaged, progress)
+        run.save(progress)
+
+
+@contextmanager
+def _written(trial: Trial) -> Iterator[None]:
+    """Inside, checkpoints are written. Raises TrainingError where they cannot be."""
     try:
-        if length > progress.best:
-            progress.best = length
-            save_snapshot(trial.folder / "best", trial.head, None, progress)
-        save_snapshot(trial.folder / "last", trial.head, optimiser, progress)
+        yield
     except OSError as error:
         raise TrainingError(
             f"the checkpoint could not be written ({error}); the one before is intact in "
             f"{trial.folder}. Free some space, start the same command again."
         ) from error
+
+
+def _keep_best(trial: Trial, length: float, progress: Progress) -> None:
+    """Write the head as it is now where its held-out simulated length is the best so far."""
+    if length > progress.best:
+        progress.best = length
+        save_snapshot(trial.folder / "best", trial.head, None, progress)
 
 
 def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:

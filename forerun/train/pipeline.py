@@ -20,6 +20,7 @@ import torch
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
 from forerun.models.drafts import DraftHead, head_for
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -42,8 +43,8 @@ from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
-from forerun.train.start import calibrate, start_from_target
-from forerun.train.target import DenseTarget
+from forerun.train.start import calibrate, start_from_draft, start_from_target
+from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
 
@@ -55,7 +56,8 @@ Report = Callable[[str, int, int], None]
 class Source:
     """The target: its weights, its words and how it is talked to.
 
-    core  the compiled CPU core will serve it, so that is what the draft should learn from
+    core     the compiled CPU core will serve it, so that is what the draft should learn from
+    threads  of the core; None = its own choice
     """
 
     checkpoint: Checkpoint
@@ -63,6 +65,7 @@ class Source:
     chat: ChatTemplate
     name: str
     core: bool = False
+    threads: int | None = None
 
 
 def write_corpus(
@@ -140,18 +143,24 @@ def forced_ids(tokenizer: Tokenizer) -> Ints:
 
 
 def make_draft(
-    source: Source, corpus: Corpus, config: TrainConfig, out: Path, report: Report
+    source: Source,
+    corpus: Corpus,
+    config: TrainConfig,
+    out: Path,
+    report: Report,
+    start: DraftFile | None = None,
 ) -> Progress:
-    """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft."""
+    """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
+
+    start  a draft to go on from, instead of a new one
+    """
     torch.manual_seed(config.seed)
     device = torch.device(config.train_device)
-    arch = source.checkpoint.architecture
-    ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
-    about = head_for(arch, len(ids))
+    about, ids = _shape(source, corpus, config, start)
     if device.type == "cpu":
         with _teacher(source, about, corpus) as teacher:
             write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
-        embed, rows = _embeddings(source.checkpoint)
+        embed, rows = embeddings(source.checkpoint)
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
         read, compute = stored_reader(corpus), torch.float32
     else:
@@ -171,6 +180,7 @@ def make_draft(
         seed=config.seed,
         minutes=config.train_minutes,
         look_every=1 if device.type == "cpu" else 25,
+        average=config.ema,
     )
     head = EagleHead(about).to(device)
     trial = Trial(
@@ -184,7 +194,10 @@ def make_draft(
         compute=compute,
         shards=Shards.on(device),
     )
-    _begin(trial, source.checkpoint, config)
+    if start is None:
+        _begin(trial, source.checkpoint, config)
+    else:
+        start_from_draft(head, start, vocabulary)
     started = monotonic()
 
     def show(progress: Progress) -> None:
@@ -195,19 +208,23 @@ def make_draft(
     return progress
 
 
+def _shape(
+    source: Source, corpus: Corpus, config: TrainConfig, start: DraftFile | None
+) -> tuple[DraftHead, Ints]:
+    """What head will be trained, and int32[Vd] the target ids of its vocabulary."""
+    if start is not None:
+        return start.head, start.target_ids
+    arch = source.checkpoint.architecture
+    ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
+    return head_for(arch, len(ids)), ids
+
+
 def _teacher(source: Source, about: DraftHead, corpus: Corpus) -> AbstractContextManager[Teacher]:
     """The compiled core where it runs this target and serving would use it, else torch."""
     if source.core:
-        return core_teacher(source.checkpoint, about.features, corpus.longest)
+        longest = corpus.longest
+        return core_teacher(source.checkpoint, about.features, longest, source.threads)
     return dense_teacher(_dense(source, "cpu"), about.features)
-
-
-def _embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output rows, each float32[V,H]; one tensor where tied."""
-    embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
-    if checkpoint.architecture.tied_head:
-        return embed, embed
-    return embed, torch.from_numpy(checkpoint.tensor("lm_head.weight").copy())
 
 
 def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:

@@ -21,15 +21,29 @@ class TrainConfig:
         choices=("served", "dense"),
     )
     answer_minutes: float = option(0.0, "begin no answer after this long (0 = no limit)", low=0)
+    start_from: str | None = option(
+        None,
+        "go on from this draft head (EAGLE-3, any dialect) with a fresh schedule; shape and "
+        "vocabulary are its own, --draft-reading says how it is meant",
+    )
     held_out: int = option(64, "chats kept aside to choose the best checkpoint", low=1)
     draft_vocab: int = option(16384, "size of the draft vocabulary", low=16)
     epochs: float = option(4.0, "passes over the answers", low=0.01)
-    batch_tokens: int = option(4096, "tokens in one training step", low=16)
+    batch_tokens: int = option(
+        2400, "answer tokens in one training step; what they answer comes on top", low=16
+    )
     length: int = option(512, "longest training sequence, in tokens (its end is kept)", low=16)
     steps: int = option(3, "unrolled steps of the training-time test", low=1, high=16)
     decay: float = option(0.8, "weight of each further unrolled step", low=0, high=1)
     thin: float = option(
         1.0, "share of rows that goes on to each further unrolled step", low=0.01, high=1
+    )
+    ema: float = option(
+        0.0,
+        "decay of a running average of the weights, such as 0.999; the better of average and "
+        "weights is kept (0 = no average)",
+        low=0,
+        high=0.99999,
     )
     rate: float = option(1e-3, "highest learning rate", low=1e-7, high=1)
     train_minutes: float = option(
@@ -55,7 +69,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             held_out=4,
             draft_vocab=1024,
             epochs=4,
-            batch_tokens=512,
+            batch_tokens=320,
             length=128,
             steps=2,
             check_every=10,
@@ -72,7 +86,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             answer_tokens=224,
             held_out=96,
             draft_vocab=8192,
-            batch_tokens=2048,
+            batch_tokens=1200,
             thin=0.5,
             check_every=100,
         ),
@@ -86,7 +100,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             held_out=500,
             epochs=6,
             train_minutes=14,
-            batch_tokens=49_152,
+            batch_tokens=28_672,
             length=2048,
             steps=7,
             width=1024,
@@ -101,7 +115,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
             author="dense",
             held_out=1000,
             epochs=10,
-            batch_tokens=32_768,
+            batch_tokens=20_480,
             length=4096,
             steps=7,
             rate=6e-4,

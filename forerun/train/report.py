@@ -42,8 +42,12 @@ def write_report(path: Path, metrics: dict[str, Any]) -> None:
     agreement = [
         Line(f"guess {depth + 1}", [row["accuracy"][depth] for row in history]) for depth in depths
     ]
+    lengths = [Line("chain", [row["length"] for row in history])]
+    if any("averaged" in row for row in history):
+        averaged = [row.get("averaged", row["length"]) for row in history]
+        lengths.append(Line("averaged", averaged))
     plots = (
-        plot("Simulated tokens per step", steps, [Line("chain", [r["length"] for r in history])])
+        plot("Simulated tokens per step", steps, lengths)
         + plot("Agreement with the target", steps, agreement)
         + plot("Loss of the first guess, nats", steps, [Line("loss", [r["loss"] for r in history])])
     )

@@ -9,12 +9,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
+from forerun.train.average import Average
 
 
 def save_snapshot(
-    folder: Path, head: torch.nn.Module, optimiser: torch.optim.Optimizer | None, progress: Any
+    folder: Path,
+    head: torch.nn.Module,
+    optimiser: torch.optim.Optimizer | None,
+    progress: Any,
+    average: Average | None = None,
 ) -> None:
-    """Head, optimiser moments (where given) and progress, atomically. Raises OSError."""
+    """Head, optimiser moments and averages (where given) and progress, atomically.
+
+    Raises OSError.
+    """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
@@ -24,6 +32,8 @@ def save_snapshot(
         for parameter, moments in optimiser.state.items():
             for key, value in moments.items():
                 tensors[f"optimiser.{named[id(parameter)]}.{key}"] = value.detach().cpu()
+    if average is not None:
+        tensors |= {f"average.{name}": value.cpu() for name, value in average.weights.items()}
     facts = {name: getattr(progress, name) for name in progress.__slots__}
     try:
         save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / "state.safetensors")
@@ -45,9 +55,14 @@ def _replace(fresh: Path, folder: Path) -> None:
 
 
 def load_snapshot(
-    folder: Path, head: torch.nn.Module, optimiser: torch.optim.Optimizer | None, progress: Any
+    folder: Path,
+    head: torch.nn.Module,
+    optimiser: torch.optim.Optimizer | None,
+    progress: Any,
+    average: Average | None = None,
 ) -> bool:
-    """Restore what `save_snapshot` wrote; False where there is nothing.
+    """Restore what `save_snapshot` wrote; False where there is nothing. An average that was not
+    kept before begins with the weights as they are.
 
     Raises ModelError where the checkpoint is of another head.
     """
@@ -74,6 +89,9 @@ def load_snapshot(
                 optimiser.state[parameter] = {
                     k: v if k == "step" else v.to(device) for k, v in moments.items()
                 }
+    if average is not None:
+        for name, weights in average.weights.items():
+            weights.copy_(tensors.get(f"average.{name}", saved[name]))
     for name, value in json.loads((folder / "progress.json").read_text()).items():
         setattr(progress, name, value)
     return True

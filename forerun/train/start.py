@@ -1,4 +1,4 @@
-"""How a new head begins: saying "no idea" rather than nonsense.
+"""How a head begins: as another draft ended, or saying "no idea" rather than nonsense.
 
 The block is the target's last layer where shapes allow; the output head is the target's own rows
 and stays frozen. That head is sharp (the final norm times tied embeddings), so a wrong direction
@@ -10,8 +10,10 @@ among the candidates.
 import torch
 from torch import Tensor
 
+from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
 from forerun.train.loss import Batch, Vocabulary, ttt_loss
 from forerun.train.unroll import Unrolling
 
@@ -49,6 +51,34 @@ def start_from_target(
         # layer.input_layernorm stays 1: embeddings come to the scale of one, as queries expect.
         head.norm.weight.copy_(target("model.norm.weight"))
         head.lm_head.weight.copy_(vocabulary.rows)
+    head.lm_head.weight.requires_grad_(False)
+
+
+def check_trainable(draft: DraftFile) -> None:
+    """Raise ModelError where a draft that can be served cannot be trained here."""
+    head = draft.head
+    if head.algorithm != "eagle3":
+        raise ModelError(
+            f"{draft.path} is an EAGLE-1 head; training goes on from EAGLE-3 heads only. Leave "
+            "--start-from out to begin a new one."
+        )
+    if head.hidden != head.target_hidden:
+        raise ModelError(
+            f"{draft.path} is {head.hidden} wide beside a target of {head.target_hidden}; training "
+            "goes on from heads of the target's width only"
+        )
+
+
+def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: Vocabulary) -> None:
+    """Fill `head` in place with a draft's weights. Its output head, its own or the target's rows,
+    stays frozen.
+    """
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name == "lm_head.weight" and not draft.head.trained_head:
+                parameter.copy_(vocabulary.rows)
+            else:
+                parameter.copy_(torch.from_numpy(draft.tensor(name).copy()))
     head.lm_head.weight.requires_grad_(False)
 
 

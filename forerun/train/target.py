@@ -18,6 +18,14 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E]) -> context [B,A,T,E]."""
 
 
+def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's embedding and output rows, each float32[V,H]; one tensor where tied."""
+    embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
+    if checkpoint.architecture.tied_head:
+        return embed, embed
+    return embed, torch.from_numpy(checkpoint.tensor("lm_head.weight").copy())
+
+
 class DenseTarget:
     """A target's weights on `device` in `dtype`, and one causal pass over them."""
 

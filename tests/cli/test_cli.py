@@ -22,6 +22,13 @@ def test_every_command_exists_and_explains_itself(command, capsys):
     assert callable(importlib.import_module(f"forerun.commands.{command}").main)
 
 
+def test_train_does_not_offer_the_toy(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    assert "toy" not in said and "--model" in said and "--executor {auto,cpu,torch}" in said
+
+
 def test_run_prints_the_answer_alone_on_stdout(capsys):
     assert main(["run", "Hello", *TOY, "--max-tokens", "30"]) == 0
     out, err = capsys.readouterr()

@@ -14,14 +14,16 @@ from tests.models import tiny
 TEXT = "the quick brown fox jumps over lazy dog and then there is another one of them"
 TRAINING = [
     *("--preset", "smoke", "--answers", "24", "--answer-tokens", "80", "--held-out", "8"),
-    *("--greedy", "1", "--follow-up", "0", "--draft-vocab", "300", "--steps", "3"),
-    *("--rate", "1e-2", "--width", "8", "--kv-tokens", "4096"),
+    *("--greedy", "1", "--follow-up", "0", "--steps", "3", "--batch-tokens", "320"),
+    *("--width", "8", "--kv-tokens", "4096"),
 ]
 
 
 @dataclass(frozen=True)
 class Small:
-    """model: folder of the target; prompts: twelve, twice over, so what is held out was seen."""
+    """model: folder of the target, in bfloat16; prompts: eight, repeated: what is held out was
+    seen.
+    """
 
     model: Path
     prompts: Path
@@ -33,7 +35,7 @@ class Small:
 
     @property
     def questions(self) -> list[Prompt]:
-        return read_prompts(self.prompts)[:12]
+        return read_prompts(self.prompts)[:8]
 
     def train(self, out: Path, *flags: str) -> dict:
         line = ["train", "--model", str(self.model), "--prompts", str(self.prompts)]
@@ -45,12 +47,14 @@ class Small:
 def small(tmp_path_factory):
     hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
     with torch.no_grad():
-        hf.lm_head.weight.mul_(8)  # As sure of itself as a trained model.
+        hf.lm_head.weight.mul_(12)  # As sure of itself as a trained model.
     folder = tmp_path_factory.mktemp("small")
     words = TEXT.split()
-    asked = [" ".join(words[i * j % len(words)] for j in range(1, 6)) for i in range(1, 13)]
-    chats = [{"messages": [{"role": "user", "content": text}]} for text in asked * 3]
+    asked = [" ".join(words[i * j % len(words)] for j in range(1, 6)) for i in range(1, 9)]
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in asked * 4]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    made = Small(tiny.save_folder(hf, folder / "target"), folder / "prompts.jsonl", folder / "out")
-    made.train(made.out, "--epochs", "240", "--decay", "1", "--check-every", "200")
+    target = tiny.save_folder(hf, folder / "target", dtype=torch.bfloat16)
+    made = Small(target, folder / "prompts.jsonl", folder / "out")
+    learning = "--epochs 200 --rate 1e-2 --draft-vocab 300 --ema 0.98 --check-every 90"
+    made.train(made.out, *learning.split())
     return made

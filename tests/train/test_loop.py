@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.drafts import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.answers import Chat, repeats
+from forerun.train.average import Average
 from forerun.train.corpus import (
     batches,
     choose_vocabulary,
@@ -20,9 +22,10 @@ from forerun.train.corpus import (
     write_chats,
     write_features,
 )
-from forerun.train.loop import Schedule, TrainingError, Trial, train
+from forerun.train.loop import Progress, Schedule, TrainingError, Trial, evaluate, train
 from forerun.train.loss import Vocabulary
 from forerun.train.reader import stored_reader
+from forerun.train.snapshot import load_snapshot
 from forerun.train.start import SCALES, calibrate
 
 VOCAB, HIDDEN = 40, 32
@@ -106,7 +109,8 @@ def test_overfits_and_keeps_the_best(corpus, tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_resumes_to_the_bit(corpus, tmp_path, shards):
-    whole = trial(corpus, tmp_path / "whole", shards, epochs=4, thin=0.7, check_every=5)
+    values = {"epochs": 4, "thin": 0.7, "check_every": 5, "average": 0.9}
+    whole = trial(corpus, tmp_path / "whole", shards, **values)
     train(whole, lambda p: None)
 
     class Stop(Exception):
@@ -116,14 +120,59 @@ def test_resumes_to_the_bit(corpus, tmp_path, shards):
         if progress.step == 7:
             raise KeyboardInterrupt
 
-    cut = trial(corpus, tmp_path / "cut", shards, epochs=4, thin=0.7, check_every=5)
+    cut = trial(corpus, tmp_path / "cut", shards, **values)
     with pytest.raises(KeyboardInterrupt):
         train(cut, stop_at_seven)
-    again = trial(corpus, tmp_path / "cut", shards, epochs=4, thin=0.7, check_every=5)
+    again = trial(corpus, tmp_path / "cut", shards, **values)
     progress = train(again, lambda p: None)
     assert progress.step == progress.total
-    for (name, a), b in zip(whole.head.named_parameters(), again.head.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    ends = [load_file(tmp_path / name / "last" / "state.safetensors") for name in ("whole", "cut")]
+    assert ends[0].keys() == ends[1].keys()
+    assert {name.split(".")[0] for name in ends[0]} == {"head", "optimiser", "average"}
+    for name, value in ends[0].items():
+        assert torch.equal(value, ends[1][name]), name
+
+
+def test_the_better_of_weights_and_average_is_kept(corpus, tmp_path):
+    """At a rate that throws the weights about, their average is far better."""
+    run = trial(corpus, tmp_path, epochs=60, rate=3e-2, floor=1.0, average=0.98)
+    progress = train(run, lambda p: None)
+    rows = progress.history[1:]
+    assert progress.best == max(max(row["length"], row["averaged"]) for row in rows)
+    assert progress.best == max(row["averaged"] for row in rows)
+    last = [p.clone() for p in run.head.parameters()]
+    assert load_snapshot(tmp_path / "best", run.head, None, Progress())
+    assert evaluate(run, 0)["length"] == progress.best
+    assert any(not torch.equal(a, b) for a, b in zip(last, run.head.parameters(), strict=True))
+
+
+def test_an_average_is_what_it_says():
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(0.0)
+    average = Average(module, 0.5)
+    for step, value in enumerate((1.0, 2.0, 3.0, 4.0), 1):
+        module.weight.data.fill_(value)
+        average.update(step)
+    # New values count 10/11, 10/12, 10/13, 10/14: from `WARM`, not yet from the decay of 0.5.
+    expected = 0.0
+    for step, value in enumerate((1.0, 2.0, 3.0, 4.0), 1):
+        expected += (value - expected) * 10 / (step + 10)
+    assert average.weights["weight"].item() == pytest.approx(expected)
+    with average.worn():
+        assert module.weight.item() == pytest.approx(expected)
+    assert module.weight.item() == 4.0
+    for _ in range(20):
+        before = average.weights["weight"].item()
+        average.update(10**6)
+        assert average.weights["weight"].item() == pytest.approx((before + 4.0) / 2)
+
+
+def test_an_average_may_begin_later(corpus, tmp_path):
+    train(trial(corpus, tmp_path, epochs=1), lambda p: None)
+    run = trial(corpus, tmp_path, epochs=2, average=0.9, check_every=1)
+    progress = train(run, lambda p: None)
+    assert progress.step == progress.total == 2 * progress.history[1]["step"]
+    assert "averaged" in progress.history[-1]
 
 
 def test_shards_learn_the_same(corpus, tmp_path):
@@ -215,7 +264,23 @@ def test_an_epoch_sees_every_chat_once(corpus):
     groups = list(batches(corpus, corpus.training, 64, 512, 3))
     begins = sorted(p.begin for group in groups for p in group)
     assert begins == [int(s) for s in corpus.starts[: len(corpus.training)]]
-    assert all(len(g) * max(p.end - p.begin for p in g) <= 512 for g in groups if len(g) > 1)
+
+
+def test_batches_are_of_answer_tokens(tmp_path):
+    """Steps of as many answer tokens, whatever was asked; memory is bounded all the same."""
+    random = np.random.default_rng(2)
+    chats = []
+    for _ in range(60):
+        asked, answered = random.integers(4, 20), random.integers(20, 40)
+        wanted = np.arange(asked + answered) >= asked
+        chats.append(Chat(np.zeros(len(wanted), np.int32), wanted))
+    even = write_chats(tmp_path / "even", chats, held_out=1)
+    groups = list(batches(even, even.training, 64, 200, 3))
+    counts = [sum(int(even.wanted[p.begin : p.end].sum()) for p in group) for group in groups]
+    assert all(160 < count <= 200 for count in sorted(counts)[1:])
+    wordy = [Chat(np.zeros(64, np.int32), np.arange(64) >= 62) for _ in range(20)]
+    long = write_chats(tmp_path / "long", wordy, held_out=1)
+    assert {len(g) for g in batches(long, long.training, 64, 200, 3)} == {6, 1}  # 6 x 64 <= 400
 
 
 def test_vocabulary_has_the_forced_and_the_frequent(corpus):

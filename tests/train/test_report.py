@@ -28,6 +28,20 @@ def test_report_is_one_file_with_all_checks(tmp_path):
     assert "src=" not in page
 
 
+def test_averaged_weights_have_a_curve_of_their_own(tmp_path):
+    history = [row(0.0, 1.0), row(9.0, 1.2) | {"averaged": 1.4}]
+    metrics = {
+        "target": "t",
+        "config": {},
+        "answer_tokens": 1,
+        "chats": 1,
+        "best_simulated_length": 1.4,
+        "history": history,
+    }
+    write_report(tmp_path / "report.html", metrics)
+    assert ">averaged</text>" in (tmp_path / "report.html").read_text()
+
+
 def test_curves_lie_where_they_should():
     drawing = xml.fromstring(plot("x", [0, 10], [Line("up", [1.0, 3.0]), Line("flat", [2.0, 2.0])]))
     up, flat = (

@@ -3,20 +3,38 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forerun.api import open_target
-from forerun.bench.acceptance import CHAIN, Question, serve, shaped, summed
+from forerun.bench.acceptance import (
+    CHAIN,
+    Question,
+    agreement,
+    mean_length,
+    serve,
+    shaped,
+    summed,
+)
 from forerun.bench.probe import probe
+from forerun.catalog import shipped_draft
+from forerun.cli import main
 from forerun.config import EngineConfig
 from forerun.executors import cpu
+from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_folder import open_draft
+from forerun.models.drafts import head_for
 from forerun.models.folder import FolderCheckpoint
+from forerun.train.export import export_head
+from forerun.train.loop import Progress
+from forerun.train.snapshot import load_snapshot
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
-TOKENS = 72
+TOKENS = 73
+"""The prompt's step gives one, each whole chain of 3 four more."""
 
 
 def config_of(small, draft, **changes) -> EngineConfig:
@@ -38,6 +56,90 @@ def served(small, draft, **changes) -> tuple[list[int], float]:
         target.close()
     accepted = sum(item.accepted for item in stats) / sum(item.guesses for item in stats)
     return summed([item.histogram for item in stats]).tolist(), accepted
+
+
+def test_what_was_learnt_by_heart_is_accepted(small):
+    histogram, accepted = served(small, small.draft)
+    print(histogram, accepted)
+    assert accepted > 0.98
+
+
+def test_eval_shows_what_the_trainer_simulates(small, capsys):
+    """Chain and tree, three temperatures; the two numbers are one within 2 %."""
+    prompts = f"known={small.prompts}"
+    where = ["--model", str(small.model), "--draft", str(small.draft), "--kv-tokens", "4096"]
+    how = ["--count", "8", "--tokens", str(TOKENS), "--group", "4", "--simulate", "--json"]
+    assert main(["eval", *where, "--set", prompts, *how]) == 0
+    report = json.loads(capsys.readouterr().out)
+    cells = {(f["question"], f["shape"], f["temperature"]): f for f in report["findings"]}
+    assert sorted(cells) == [
+        ("known", shape, t) for shape in ("chain of 3", "tree of 16") for t in (0.0, 0.8, 1.0)
+    ]
+    for (_, shape, temperature), cell in cells.items():
+        assert cell["plain"] > 0 and cell["speed"] > 0 and cell["length"] > 1
+        assert len(cell["agreement"]) <= (3 if shape == "chain of 3" else 5)
+        assert (cell["simulated"] is not None) == (shape == "chain of 3" and temperature == 0)
+    chain = cells["known", "chain of 3", 0.0]
+    print(chain["length"], chain["simulated"], report["simulated_length"])
+    assert chain["length"] > 3.7
+    assert abs(chain["length"] / chain["simulated"] - 1) < 0.02
+    assert abs(chain["length"] / report["simulated_length"] - 1) < 0.02
+    assert main(["eval", "--model", "toy", "--simulate"]) == 2
+    assert "needs a draft head" in capsys.readouterr().err
+
+
+def test_agreement_is_conditional():
+    assert agreement(np.array([6, 3, 1])) == (0.4, 0.25)
+    assert mean_length(np.array([6, 3, 1])) == pytest.approx(1.5)
+
+
+def exported(small, folder, dialect, full) -> Path:
+    """The trained head written again, from its checkpoint."""
+    arch = FolderCheckpoint(small.model).architecture
+    draft = open_draft(small.draft, arch)
+    head = EagleHead(draft.head)
+    assert load_snapshot(small.out / "best", head, None, Progress())
+    export_head(head, draft.target_ids, folder, dialect, full)
+    return folder
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
+def test_both_exported_formats_are_accepted_alike(small, tmp_path, dialect):
+    again = exported(small, tmp_path, dialect, full=True)
+    assert served(small, again) == served(small, small.draft)
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
+def test_training_goes_on_from_another_draft(small, tmp_path, dialect):
+    """Whatever wrote it: its quality is where training begins, and what it keeps if worse."""
+    draft = exported(small, tmp_path / "draft", dialect, full=dialect == "speculators")
+    flags = ("--start-from", str(draft), "--epochs", "1", "--rate", "1e-7")
+    metrics = small.train(tmp_path / "out", *flags)
+    before = json.loads((small.out / "metrics.json").read_text())
+    first = metrics["history"][0]
+    assert first["step"] == 0 and metrics["config"]["start_from"] == str(draft)
+    assert first["length"] == pytest.approx(before["best_simulated_length"], abs=0.03)
+    assert metrics["best_simulated_length"] >= first["length"]
+    arch = FolderCheckpoint(small.model).architecture
+    new, old = open_draft(tmp_path / "out" / "draft", arch), open_draft(draft, arch)
+    assert new.head == old.head and np.array_equal(new.target_ids, old.target_ids)
+
+
+def test_a_draft_that_does_not_fit_is_refused_before_the_work(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    line = ["train", "--model", str(small.model), "--out", str(out), "--start-from"]
+    shipped = str(shipped_draft("smollm2-135m"))
+    assert main([*line, shipped]) == 3
+    said = capsys.readouterr().err
+    assert "width 576, the target's are 64" in said and "vocabulary of 49152" in said
+    assert main([*line, str(small.draft), "--draft-vocab", "64"]) == 2
+    assert "leave --draft-vocab out" in capsys.readouterr().err
+    arch = FolderCheckpoint(small.model).architecture
+    about = replace(head_for(arch, arch.vocab), algorithm="eagle1", features=(arch.layers,))
+    export_head(EagleHead(about), np.arange(arch.vocab, dtype=np.int32), tmp_path / "first")
+    assert main([*line, str(tmp_path / "first")]) == 3
+    assert "EAGLE-1" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def falsified(small, folder, **changes):

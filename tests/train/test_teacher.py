@@ -7,8 +7,12 @@ import torch
 from forerun.errors import EngineError
 from forerun.executors import cpu
 from forerun.executors.cpu import states
+from forerun.models.drafts import head_for
 from forerun.models.folder import FolderCheckpoint
-from forerun.train.corpus import distil
+from forerun.train import pipeline, teacher
+from forerun.train.answers import Chat
+from forerun.train.corpus import distil, write_chats
+from forerun.train.pipeline import Source
 from forerun.train.target import DenseTarget
 from forerun.train.teacher import core_teacher, dense_teacher
 from tests.models import tiny
@@ -64,3 +68,23 @@ def test_distilled_are_the_likeliest_of_the_draft_vocabulary():
     assert choice.tolist() == [1]
     assert likely.tolist() == [[2, 3]]
     assert chance[0] == pytest.approx(np.exp([4, 3]) / np.exp([4, 3]).sum())
+
+
+def test_threads_reach_the_core_teacher(checkpoint, monkeypatch, tmp_path):
+    """`forerun train --threads` is meant for the features too."""
+    seen = []
+    true = teacher.HiddenStates
+
+    def watched(checkpoint, features, longest, threads):
+        seen.append(threads)
+        return true(checkpoint, features, longest, threads)
+
+    monkeypatch.setattr(teacher, "HiddenStates", watched)
+    chats = [Chat(np.arange(9, dtype=np.int32), np.arange(9) > 3)] * 2
+    corpus = write_chats(tmp_path, chats, 1)
+    about = head_for(checkpoint.architecture, 10)
+    source = Source(checkpoint, None, None, "tiny", core=True, threads=1)
+    with pipeline._teacher(source, about, corpus) as teach:
+        features, _ = teach(np.arange(9, dtype=np.int32), np.array([4], np.int32))
+    assert seen == [1]
+    assert features.shape == (9, 3 * checkpoint.architecture.hidden)
