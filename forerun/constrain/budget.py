@@ -68,5 +68,5 @@ def least_chance(costs: StepCosts | None, rows: int) -> float:
     """How likely a token must be to be worth a node, with two more for each of `rows` rows."""
     if costs is None or rows == 0:
         return LEAST
-    step, larger = costs.host_ms + costs.verify(np.array([rows, 3 * rows]))
+    step, larger = costs.verify(np.array([rows, 3 * rows]))
     return min(1.0, max(LEAST, float(larger / step - 1.0) / 2.0))

@@ -28,7 +28,6 @@ class StepCosts:
     attend_ms  what a node costs on top for every 1,000 cached tokens it sees
     draft_ms   what proposing one guess costs
     follow_ms  what it costs the drafter, in every step, to follow what was decided
-    host_ms    what a step costs whatever it holds
     """
 
     nodes: tuple[int, ...]
@@ -36,7 +35,6 @@ class StepCosts:
     attend_ms: float = 0.0
     draft_ms: float = 0.0
     follow_ms: float = 0.0
-    host_ms: float = 0.0
 
     def verify(self, nodes: AnyArray) -> AnyArray:
         """Milliseconds to verify so many nodes; same shape as `nodes`."""
@@ -69,7 +67,7 @@ class LiveCosts:
         cached  cached tokens that they see, summed over the nodes
         """
         costs = self.measured
-        base = costs.host_ms + costs.verify(nodes) + costs.attend_ms * cached / 1000.0
+        base = costs.verify(nodes) + costs.attend_ms * cached / 1000.0
         ms: AnyArray = np.exp(self._pace + np.interp(nodes, costs.nodes, self._each)) * base
         return ms
 
@@ -82,7 +80,7 @@ class LiveCosts:
             last = costs.verify_ms[-1] - costs.verify_ms[-2]
             line += (nodes - costs.nodes[-1]) * last / (costs.nodes[-1] - costs.nodes[-2])
         each = self._each[below] + share * (self._each[above] - self._each[below])
-        return exp(self._pace + each) * (costs.host_ms + line + costs.attend_ms * cached / 1000.0)
+        return exp(self._pace + each) * (line + costs.attend_ms * cached / 1000.0)
 
     def _between(self, nodes: int) -> tuple[int, int, float]:
         """The measured counts around `nodes`, by index, and how far it is from one to the other."""

@@ -11,7 +11,7 @@ from forerun.spec.costs import StepCosts
 from forerun.spec.policy import AdaptivePolicy, FixedPolicy
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
-MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (5.1, 5.6, 6.6, 9.7, 18.2, 70.9), host_ms=1.0)
+MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
 STEEP = StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0))
 TABLES = {"flat": FLAT, "middle": MIDDLE, "steep": STEEP}
 
@@ -51,7 +51,7 @@ class Simulation:
                 self.tokens += 1 + accepted
                 self.policy.observe(slot, count, accepted)
             self.nodes += guesses
-            self.ms += self.costs.host_ms + float(self.costs.verify(self.rows + sum(guesses)))
+            self.ms += float(self.costs.verify(self.rows + sum(guesses)))
             self.ms += self.costs.draft_ms * sum(guesses)
         return self
 
@@ -61,14 +61,14 @@ class Simulation:
 
 
 def plain_speed(costs, rows):
-    return rows / (costs.host_ms + float(costs.verify(rows)))
+    return rows / (float(costs.verify(rows)))
 
 
 def best_static(costs, rows, chance):
     """The best fixed budget in hindsight, by arithmetic."""
     return max(
         rows * sum(chance**level for level in range(nodes + 1))
-        / (costs.host_ms + float(costs.verify(rows * (1 + nodes))))
+        / (float(costs.verify(rows * (1 + nodes))))
         for nodes in range(5)
     )  # fmt: skip
 
@@ -183,8 +183,8 @@ increments = st.lists(st.floats(0.0, 3.0), min_size=3, max_size=3)
 def test_the_choice_is_the_best_of_all_choices(rates, rises, draft_ms):
     """By brute force over every assignment of levels to rows, whatever the cost table's shape."""
     rows = len(rates)
-    times = np.cumsum([5.0, *rises])
-    costs = StepCosts((1, 3, 6, 12), tuple(times), draft_ms=draft_ms, host_ms=0.5)
+    times = np.cumsum([5.5, *rises])
+    costs = StepCosts((1, 3, 6, 12), tuple(times), draft_ms=draft_ms)
     policy = opened(costs, rows, nodes=3, depth=3)
     policy._tries[:] = policy._hits[:] = 1e12
     policy._hits *= rates
@@ -194,7 +194,7 @@ def test_the_choice_is_the_best_of_all_choices(rates, rises, draft_ms):
     def speed(chosen):
         tokens = rows + sum(np.cumprod(rates[r])[:n].sum() for r, n in enumerate(chosen))
         nodes = sum(chosen)
-        return tokens / (float(costs.verify(rows + nodes)) + 0.5 + draft_ms * nodes)
+        return tokens / (float(costs.verify(rows + nodes)) + draft_ms * nodes)
 
     budgets = policy.budgets(slots_of(rows), np.zeros(rows, np.int32))
     mine = speed([budget.nodes for budget in budgets])

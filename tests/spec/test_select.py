@@ -15,7 +15,7 @@ from forerun.spec.select import SelectivePolicy
 from forerun.spec.tree import Draft
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
-MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (5.1, 5.6, 6.6, 9.7, 18.2, 70.9), host_ms=1.0)
+MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
 STEEP = StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0))
 TABLES = {"flat": FLAT, "middle": MIDDLE, "steep": STEEP}
 
@@ -73,11 +73,11 @@ class Text:
             self.tokens += 1 + accepted
             self.drafted += len(row)
         nodes = self.rows + sum(map(len, kept))
-        self.ms += self.costs.host_ms + float(self.costs.verify(nodes))
+        self.ms += float(self.costs.verify(nodes))
         self.verified.append(nodes - self.rows)
 
     def over_plain(self):
-        plain = self.rows / (self.costs.host_ms + float(self.costs.verify(self.rows)))
+        plain = self.rows / (float(self.costs.verify(self.rows)))
         return self.tokens / self.ms / plain
 
 
