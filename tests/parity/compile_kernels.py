@@ -78,6 +78,15 @@ def choice():
     return compiled(triton_choice._choose, signature, {"CHUNK": triton_choice.CHUNK}, 8, 2)
 
 
+def pick():
+    kinds = {
+        **{"logits": "*fp32", "which": "*i64", "normalisers": "*fp32", "ids": "*i32"},
+        **{"seeds": "*i64", "positions": "*i32", "temperatures": "*fp32"},
+        **{"tokens": "*i32", "values": "*fp32", "count": "i32"},
+    }
+    return compiled(triton_choice._pick, kinds, {"COUNT": 64, "WIDTH": 4}, 1, 2)
+
+
 def layer(kernel, pointers, numbers, constants, warps):
     signature = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(numbers, "i32")
     fp32 = {name: "*fp32" for name in ("weight", "cos", "sin") if name in signature}
@@ -113,7 +122,7 @@ def main():
         "attend 135m": lambda: attention("bf16", 3, 64, 1, 32),
         "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
         "merge": lambda: merge("bf16"),
-        "choose": choice,
+        **{"choose": choice, "pick": pick},
         **{"norm": norm, "gate": gate, "rotate": rotate, "write": write},
     }
     wanted = sys.argv[1:] or list(cases)
