@@ -250,12 +250,14 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     config = with_shipped(choose_executor(config))
     arch = model.architecture
     native, width = config.executor == "cpu", _ITEM_BYTES.get(config.dtype, 0)
-    numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
+    # In float8 a head of a token has a scale, of 4 bytes.
+    head_bytes = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
+    dense = 2 * arch.layers * arch.kv_heads * head_bytes
     needs = Needs(
         context=arch.context,
         vocab=arch.vocab,
         weights=_size(model.path) if native else _dense_bytes(arch, config),
-        per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
+        per_token=cpu.cache_bytes_per_token(arch) if native else dense,
         per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
     )
     draft, fault = excused(config, lambda: open_chosen(config, arch))
@@ -274,7 +276,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     config = replace(config, speculation=chosen_speculation(config, head is not None))
     costs = _costs(config, executor)
     if costs is not None and head is not None:
-        costs = with_head(costs, head[1], config.page_size)
+        costs = with_head(costs, head[1], executor, config.page_size)
     return Target(
         head=head,
         fault=fault,
@@ -306,7 +308,7 @@ def choose_executor(config: EngineConfig) -> EngineConfig:
 
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
-        wanted = config.device == "cpu" and dtype in ("auto", "file")
+        wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "auto"
         missing = cpu.available() if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
@@ -337,8 +339,8 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         import torch
 
         torch.set_num_threads(config.threads)
-    graphs, compiled = not config.disable_cuda_graph, config.enable_torch_compile
-    return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype, graphs, compiled)
+    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
+    return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
 
 
 def _device_memory(device: str) -> int:
@@ -380,11 +382,8 @@ def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
 
 def _size(path: Path) -> int:
     """Bytes of a file, or of the files of a folder."""
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
-    )
+    files = [path] if path.is_file() else path.iterdir()
+    return sum(item.stat().st_size for item in files if item.is_file())
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:

@@ -12,6 +12,7 @@ from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.facts import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.kv import put
 from forerun.executors.torch.layers import PLAIN
 from forerun.executors.torch.rounds import MOST_NODES, _turns, walk
 from forerun.spec.accept import NOTHING, accept_row
@@ -50,8 +51,8 @@ def pair(checkpoint):
 
 
 def write(keys, values, layer, begin):
-    for side, place in zip((keys, values), layer, strict=True):
-        place[:, begin : begin + len(side)] = side.transpose(0, 1)
+    for rows, side in zip((keys, values), layer, strict=True):
+        put(side, begin, rows)
 
 
 def texts(made, guesses, seed=0):

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CASES = [
     *("attend 8b, one node", "attend 8b, tree", "attend 135m", "merge", "choose"),
+    *("attend 8b, float8 pages", "write float8"),
     *("pick", "norm", "gate", "rotate", "write"),
 ]
 

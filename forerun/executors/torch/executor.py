@@ -21,7 +21,7 @@ from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.graphs import recorder
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import PLAIN, compiled, padded_rows
+from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
 from forerun.executors.torch.rounds import Round, Rounds
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
@@ -37,7 +37,10 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,
 }
-"""Names and what activations and pages are kept in; float8 concerns the blocks' products alone."""
+"""Names and what activations are kept in; float8 concerns the blocks' products alone."""
+
+KV_DTYPES = {"auto": None, "float8": FLOAT8}
+"""Names and what pages are kept in; None: as activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class TorchExecutor:
 
     graphs   capture whole rounds where the device can (rounds.py)
     compile  let torch.compile write the kernels between the products
+    kv_dtype what pages are kept in: "auto", which is as activations, or "float8"
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError where weights, cache and scratch do not fit.
@@ -82,12 +86,16 @@ class TorchExecutor:
         dtype: str = "float32",
         graphs: bool = True,
         compile: bool = False,
+        kv_dtype: str = "auto",
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
         self.device, self.dtype, self._dtype = _device(device), _dtype(dtype), dtype
+        self._kv_dtype = kv_dtype
         _check_limits(arch, limits)
+        pages = KV_DTYPES[kv_dtype] or self.dtype
         self._bytes = _planned_bytes(arch, limits, self.device, dtype)
+        self._bytes["cache"] = _kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._taps: tuple[int, ...] = ()
         self._tapped = torch.empty(0, 0, device=self.device)
@@ -102,9 +110,7 @@ class TorchExecutor:
             float8=dtype == "float8",
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
-        self._cache: PagedCache | None = PagedCache(
-            _kv_shape(arch), limits, self.device, self.dtype
-        )
+        self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
         self._rounds = self._captured_rounds() if graphs else None
 
     def open(self, opening: Opening) -> None:
@@ -273,14 +279,18 @@ class TorchExecutor:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""
         sizes = self._decoder.row_sizes if self._decoder else ()
+        rounds = self._rounds
         return {
             "device": str(self.device),
             "dtype": self._dtype,
+            "kv_dtype": self._kv_dtype,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
-            "captured": [tuple(size) for size in self._rounds.captured] if self._rounds else [],
-            "capture_seconds": self._rounds.capture_seconds if self._rounds else 0.0,
+            "captured": [tuple(size) for size in rounds.captured] if rounds else [],
+            "capture_seconds": rounds.capture_seconds if rounds else 0.0,
+            "rounds": rounds.count if rounds else 0,
+            "round_seconds": rounds.seconds if rounds else 0.0,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
 
@@ -338,7 +348,6 @@ def _planned_bytes(
     widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
     return {
         "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
-        "cache": _kv_shape(arch).bytes(limits, item),
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
     }
 

@@ -39,7 +39,7 @@ class TorchHead:
         shape = KvShape(1, head.kv_heads, head.head_size)
         self._bytes = {
             "draft_weight": head.parameters * dtype.itemsize,
-            "draft_cache": shape.bytes(limits, dtype.itemsize),
+            "draft_cache": shape.bytes(limits, dtype),
         }
         check_fits(self._bytes, device)
         self._embedding = self._own_embedding(draft)

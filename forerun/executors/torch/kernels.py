@@ -8,10 +8,11 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.kv import Side
 from forerun.executors.torch.layers import Elementwise
 
-Attend = Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]
-"""(queries [M,A,E], keys [G,slots,E], values [G,slots,E], geometry) -> context [M,A,E]."""
+Attend = Callable[[Tensor, Side, Side, Geometry], Tensor]
+"""(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
@@ -19,8 +20,8 @@ Choose = Callable[[Tensor, NodeNoise], Tensor]
 Pick = Callable[[Likely, NodeNoise, int], tuple[Tensor, Tensor]]
 """(likely children of nodes, the noise at their positions, how many): see accept.py."""
 
-Write = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int], None]
-"""(keys [M,G,E], values, keys and values of a layer [G,slots,E], slot of node 0): see kv.py."""
+Write = Callable[[Tensor, Tensor, tuple[Side, Side], int], None]
+"""(keys [M,G,E], values, keys and values of a layer, slot of node 0): see kv.py."""
 
 
 @dataclass(frozen=True, slots=True)

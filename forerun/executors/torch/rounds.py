@@ -74,6 +74,8 @@ class Rounds:
 
     taps      layers whose entering residual streams a round hands out
     drafting  what a draft head does at the end of a round; None = nothing
+    count     rounds so far, and the seconds from their facts' sending to their results' coming:
+              what a step takes longer than that is the host's
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Rounds:
         self.drafting: Drafting | None = None
         self._features: Tensor | None = None
         self.capture_seconds = 0.0
+        self.count, self.seconds = 0, 0.0
         self._warm = False
 
     @property
@@ -165,11 +168,13 @@ class Rounds:
         if wish is not None and size.levels:
             followed = decided & np.isin(plan.slots, wish.slots)
             sized.facts.host["home"][: plan.rows][followed] = plan.slots[followed]
+        sent = perf_counter()
         sized.facts.send()
         self._programs.run(size)
         sized.result.copy_(sized.record, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - sent
         record = sized.result.numpy()
         if self.drafting is not None and size.levels:
             self.drafting.done(size, followed, record[size.total :])
