@@ -20,7 +20,7 @@ from forerun.engine.drafter import DrafterTraits
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.heads import CANDIDATES, Children, Grown, HeadDevice, HeadPass, Wish
 from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.draft import Growth
+from forerun.spec.draft import Growth, full_draft
 from forerun.spec.noise import gumbel_of
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
@@ -85,13 +85,13 @@ class _Seat:
         first = slice(grown.width)
         self.children = (grown.tokens[row, first], grown.value[row, first])
 
-    def tree(self, depth: int) -> Growth | None:
-        """What was grown ahead, `depth` deep; None where it is not that deep."""
+    def draft(self, depth: int, nodes: int) -> Draft | None:
+        """What was grown ahead, cut to this; None where it is not so deep."""
         if self.ahead is None or self.ahead[0].levels < depth:
             return None
         grown, row = self.ahead
         found = grown.tokens[row], grown.parents[row], grown.value[row]
-        return Growth.regrown(grown.width, depth, *found)
+        return full_draft(grown.width, depth, nodes, *found)
 
 
 class HeadDrafter:
@@ -255,18 +255,22 @@ class HeadDrafter:
     def propose(self, plan: Plan) -> list[Draft]:
         """Grow one tree per row that may guess and whose features are at hand."""
         self._catch_up(plan)
-        trees: dict[int, Growth] = {}
-        for row in range(plan.rows):
+        drafts = [NO_GUESSES] * plan.rows
+        growing: dict[int, Growth] = {}
+        for row, nodes in enumerate(plan.max_nodes.tolist()):
             depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             seat = self._seat(plan, row)
-            if plan.max_nodes[row] > 0 and depth > 0 and seat.ready == plan.kv_len[row]:
-                trees[row] = seat.tree(depth) or Growth(self._width)
-        self._grow(plan, {row: tree for row, tree in trees.items() if not len(tree.tokens)})
+            if nodes > 0 and depth > 0 and seat.ready == plan.kv_len[row]:
+                ahead = seat.draft(depth, nodes)
+                if ahead is None:
+                    growing[row] = Growth(self._width)
+                else:
+                    drafts[row] = ahead
+        self._grow(plan, growing)
+        for row, tree in growing.items():
+            drafts[row] = tree.draft(int(plan.max_nodes[row]))
         self._wish(plan)
-        return [
-            trees[row].draft(int(plan.max_nodes[row])) if row in trees else NO_GUESSES
-            for row in range(plan.rows)
-        ]
+        return drafts
 
     def _wish(self, plan: Plan) -> None:
         """Let the step do what would come after it, of rows that the head is not behind with.

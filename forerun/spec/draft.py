@@ -90,6 +90,17 @@ def full_size(width: int, levels: int) -> int:
     return width + (levels - 1) * width * width if levels else 0
 
 
+def full_draft(
+    width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
+) -> Draft:
+    """`Growth.regrown(...).draft(nodes)`; of chains without growing anything."""
+    if width > 1:
+        return Growth.regrown(width, depth, tokens, parents, value).draft(nodes)
+    value = value[: min(depth, nodes)]
+    count = int(np.count_nonzero(value > -np.inf))
+    return Draft(tokens[:count], np.arange(-1, count - 1, dtype=np.int32), np.exp(value[:count]))
+
+
 def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
     """A draft of at most `nodes` guesses, at most `depth` deep and `width` children wide."""
     growth = Growth(width)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.spec.draft import Growth, grow
+from forerun.spec.draft import Growth, full_draft, grow
 
 WORDS = 5
 
@@ -174,6 +174,11 @@ def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed)
     assert regrown.parents.tolist() == cut.parents.tolist()
     assert regrown.value.tolist() == cut.value.tolist()
     assert regrown.frontier().tolist() == cut.frontier().tolist()
+    for nodes in (1, 3, 99):
+        found, expected = full_draft(width, depth, nodes, *record), cut.draft(nodes)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.parents.tolist() == expected.parents.tolist()
+        assert found.score.tolist() == expected.score.tolist()
 
 
 def _full(levels, width):
