@@ -5,7 +5,9 @@
 plain    one token for each of B sequences: whole steps (draft nothing, verify, accept, commit)
          against the floor, the weights' bytes over the copy bandwidth measured first
 t(k)     a chain of k nodes of one sequence over one node
-served   the engine end to end, speculation off and on: tokens per second of wall time
+served   the engine end to end, speculation off and on: tokens per second of wall time; host is
+         the share of it outside of captured rounds (prompts, which are eager, included)
+leak     bytes that so many rounds leave behind, on the device and in the process
 author   dense generation, as `forerun train` uses it
 sized    steps at a large model's size with random weights, and SYNTHETIC speed-ups
 
@@ -15,22 +17,35 @@ goes on. Prints a table last and writes JSON with the machine's stamp.
 
 import argparse
 import json
+import resource
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from forerun.bench.sized import Steps, Sweep, copy_bandwidth, lines, measure, milliseconds
+from forerun.bench.sized import (
+    Steps,
+    Sweep,
+    copy_bandwidth,
+    host_share,
+    lines,
+    measure,
+    milliseconds,
+)
 from forerun.bench.workload import read_prompts
-from forerun.catalog import Model, open_model
+from forerun.catalog import Model, open_model, shipped_draft
 from forerun.completion import complete, make_request
+from forerun.engine.loop import Engine
+from forerun.engine.request import Request
 from forerun.llm import LLM
 from forerun.machine import stamp
+from forerun.models.shapes import SHAPES
 from forerun.train.answers import Ask
 from forerun.train.generate import DenseAuthor
 from forerun.train.target import DenseTarget
@@ -51,12 +66,23 @@ class Size:
     """Bytes of the copy that measures bandwidth."""
     shape: str
     """Measured with random weights (forerun/models/shapes.py)."""
+    leak: int
+    """Rounds after which memory is looked at."""
 
 
 FULL = Size(
-    512, (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32), 30, 16, 128, 1024, 4 << 30, "llama-3.1-8b"
+    512,
+    (1, 4, 16, 64, 256),
+    (1, 2, 4, 8, 16, 32),
+    30,
+    16,
+    128,
+    1024,
+    4 << 30,
+    "llama-3.1-8b",
+    10_000,
 )
-QUICK = Size(40, (1, 2), (1, 4), 2, 2, 8, 4, 1 << 24, "tiny")
+QUICK = Size(40, (1, 2), (1, 4), 2, 2, 8, 4, 1 << 24, "tiny", 20)
 
 
 def say(text: str) -> None:
@@ -101,14 +127,14 @@ def measure_served(model: Model, device: torch.device, size: Size) -> dict[str, 
     """Tokens per second of wall time through the engine, greedy: one stream, then all."""
     found: dict[str, Any] = {}
     prompts = read_prompts()[: size.prompts]
-    for speculation in ("off", "ngram"):
+    for name, how in _speculations(model).items():
         with LLM(
             str(model.path),
             executor="torch",
             device=str(device),
-            speculation=speculation,
             max_sequences=max(size.prompts, 2),
             context=1024,
+            **how,
         ) as llm:
             for at_once in (1, size.prompts):
                 requests = [
@@ -119,12 +145,67 @@ def measure_served(model: Model, device: torch.device, size: Size) -> dict[str, 
                     )
                     for prompt in prompts[: 4 if at_once == 1 else None]
                 ]
+                made: list[Any] = []
                 start = time.perf_counter()
-                done = complete(llm.loaded.engine, requests, at_once)
-                tokens = sum(len(choice.tokens) for (choice,) in done)
-                rate = tokens / (time.perf_counter() - start)
-                found[f"{speculation}, {at_once} at once, tokens/s"] = rate
+                outside = host_share(
+                    llm.loaded.target.executor,
+                    partial(_serve, llm.loaded.engine, requests, at_once, made),
+                )
+                rate = sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start)
+                where = f"{name}, {at_once} at once"
+                found[f"{where}, tokens/s"] = rate
+                found[f"{where}, tokens per step"] = _mean_length(made)
+                if outside is not None:
+                    found[f"{where}, host %"] = 100 * outside
     return found
+
+
+def _speculations(model: Model) -> dict[str, dict[str, Any]]:
+    """Ways to speculate; with a draft head where one comes with this model."""
+    found: dict[str, dict[str, Any]] = {
+        "off": {"speculation": "off"},
+        "ngram": {"speculation": "ngram"},
+    }
+    folder = shipped_draft("smollm2-135m")
+    if folder and model.architecture.parameters == SHAPES["smollm2-135m"].parameters:
+        head = {"speculation": "head", "draft": str(folder)}
+        fixed = {"policy": "fixed", "draft_nodes": 3, "draft_depth": 3}
+        found |= {"head": head, "head, always 3": head | fixed}
+    return found
+
+
+def _serve(engine: Engine, requests: list[Request], at_once: int, made: list[Any]) -> None:
+    """Fill `made` with the requests' answers."""
+    made += [choice for (choice,) in complete(engine, requests, at_once)]
+
+
+def _mean_length(answers: list[Any]) -> float:
+    stats = [answer.stats for answer in answers]
+    return 1 + sum(each.accepted for each in stats) / max(1, sum(each.steps for each in stats))
+
+
+def measure_leak(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
+    """Bytes allocated by torch on the device, and by the process, before and after many steps."""
+    steps = steps_of(model, device, 1, size)
+    work = steps.step(1, 2)
+    for _ in range(10):
+        work()
+    before = _held(device)
+    taken = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
+    after = _held(device)
+    steps.executor.shutdown()
+    return {
+        "rounds": size.leak,
+        "seconds": taken / 1e3,
+        "device bytes": after[0] - before[0],
+        "process bytes": after[1] - before[1],
+    }
+
+
+def _held(device: torch.device) -> tuple[int, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return held, pages * resource.getpagesize()
 
 
 def measure_author(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
@@ -155,6 +236,7 @@ SECTIONS = {
     "plain": measure_plain,
     "t(k)": measure_nodes,
     "served": measure_served,
+    "leak": measure_leak,
     "author": measure_author,
     "sized": measure_sized,
 }

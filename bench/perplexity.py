@@ -1,6 +1,7 @@
 """What a number format costs in accuracy: perplexity of plain text under each of several.
 
     python bench/perplexity.py [model] [--device cuda] [--dtypes bfloat16,float8] [--tokens 20000]
+        [--kv-dtype same,float8]
 
 The text is this repository's own documentation, cut into pieces of 512 tokens that are scored from
 their second token on. Prints a table: mean negative log-likelihood in nats, perplexity, and the
@@ -10,6 +11,7 @@ difference to the first format. With other text: --text FILE.
 import argparse
 import math
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtypes", default="bfloat16,float8")
+    parser.add_argument("--kv-dtype", default="same", help="of pages; several: each of them")
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--text", type=Path)
     options = parser.parse_args()
@@ -67,12 +70,13 @@ def main() -> int:
     limits = ExecutorLimits(PAGE, PIECE // PAGE + 1, 1, PIECE, PIECE, model.architecture.vocab)
     first = None
     sys.stdout.write(f"{model.name} on {options.device}, {counted:,} tokens of plain text\n")
-    for dtype in options.dtypes.split(","):
-        executor = TorchExecutor(model.checkpoint, limits, options.device, dtype)
+    kinds = product(options.dtypes.split(","), options.kv_dtype.split(","))
+    for dtype, kv_dtype in kinds:
+        executor = TorchExecutor(model.checkpoint, limits, options.device, dtype, kv_dtype=kv_dtype)
         nats = sum(surprise(executor, piece) for piece in pieces) / counted
         executor.shutdown()
         first = nats if first is None else first
-        line = f"{dtype:10} {nats:8.4f} nats  perplexity {math.exp(nats):8.3f}"
+        line = f"{dtype:10} pages {kv_dtype:8} {nats:8.4f} nats  perplexity {math.exp(nats):8.3f}"
         sys.stdout.write(f"{line}  {100 * (math.exp(nats - first) - 1):+.2f} %\n")
         sys.stdout.flush()
     return 0

@@ -38,14 +38,7 @@ from forerun.engine.heads import HeadDevice
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.machine import memory_available, stamp
-from forerun.memory import (
-    ITEM_BYTES,
-    MemoryPlan,
-    Needs,
-    dense_bytes,
-    file_bytes,
-    plan_memory,
-)
+from forerun.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -258,19 +251,12 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress)
     config = with_shipped(choose_executor(config))
     arch = model.architecture
-    native, width = config.executor == "cpu", ITEM_BYTES.get(config.dtype, 0)
-    numbers = 2 * arch.layers * arch.kv_heads * arch.head_size
-    needs = Needs(
-        context=arch.context,
-        vocab=arch.vocab,
-        weights=file_bytes(model.path) if native else dense_bytes(arch, config),
-        per_token=cpu.cache_bytes_per_token(arch) if native else numbers * width,
-        per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
-    )
+    native = config.executor == "cpu"
+    needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
     parts, fault = excused(config, lambda: open_chosen(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
-        needs = with_draft(needs, draft, None if native else width)
+        needs = with_draft(needs, draft, None if native else ITEM_BYTES[config.dtype])
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
@@ -284,7 +270,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
     costs = _costs(config, executor, table)
     if costs is not None and head is not None:
-        costs = with_head(costs, head[1], config.page_size)
+        costs = with_head(costs, head[1], executor, config.page_size)
     return Target(
         head=head,
         table=table,
@@ -317,7 +303,7 @@ def choose_executor(config: EngineConfig) -> EngineConfig:
 
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
-        wanted = config.device == "cpu" and dtype in ("auto", "file")
+        wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
         missing = cpu.available() if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
@@ -348,8 +334,8 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         import torch
 
         torch.set_num_threads(config.threads)
-    graphs, compiled = not config.disable_cuda_graph, config.enable_torch_compile
-    return TorchExecutor(checkpoint, memory.limits, config.device, config.dtype, graphs, compiled)
+    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
+    return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
 
 
 def _device_memory(device: str) -> int:

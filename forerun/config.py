@@ -75,6 +75,12 @@ class EngineConfig:
         "the blocks' products",
         choices=("auto", "file", "float32", "bfloat16", "float16", "float8"),
     )
+    kv_dtype: str = option(
+        "same",
+        "numbers in the key/value cache: those computed with, or float8 with a scale per head and "
+        "token (torch executor; a draft head's cache stays as it is)",
+        choices=("same", "float8"),
+    )
     disable_cuda_graph: bool = option(
         False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
     )
@@ -144,6 +150,11 @@ class EngineConfig:
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, torch with a torch format."
+            )
+        if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "toy")):
+            raise ConfigError(
+                f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
+                "their own."
             )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")

@@ -118,14 +118,38 @@ def human(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def dense_bytes(arch: Architecture, config: EngineConfig) -> int:
+def needs_of(
+    config: EngineConfig, arch: Architecture, path: Path, core_per_token: int | None
+) -> Needs:
+    """What a model asks, with executor and dtype chosen.
+
+    path            of its file or folder
+    core_per_token  bytes of keys and values of a token on the compiled core; None = torch runs it
+    """
+    if core_per_token is not None:
+        weights, per_token = _file_bytes(path), core_per_token
+    else:
+        weights, width = _dense_bytes(arch, config), ITEM_BYTES[config.dtype]
+        # In float8 a head of a token has a scale, of 4 bytes.
+        head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
+        per_token = 2 * arch.layers * arch.kv_heads * head
+    return Needs(
+        context=arch.context,
+        vocab=arch.vocab,
+        weights=weights,
+        per_token=per_token,
+        per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
+    )
+
+
+def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
     """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
     twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
     count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
     return count * ITEM_BYTES[config.dtype]
 
 
-def file_bytes(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     """Bytes of a file, or of the files of a folder."""
     return (
         path.stat().st_size

@@ -2,28 +2,35 @@
 
 plain      a step of one token for each of B sequences, against the floor: the weights read once,
            at the bandwidth of a large copy measured first
-t(k)/t(1)  a step of B trees with k nodes each over a plain one
-draft      a pass of one layer with a head for 32,000 tokens, which is what an EAGLE-3 head is
+t(k)/t(1)  a step of B chains with k nodes each over a plain one
+drafted    the same step when it also follows an EAGLE-3 head for 32,000 tokens, random too, and
+           grows the next k - 1 guesses: within the captured round where there are rounds, else
+           the step and the passes that the host asks for
+draft      one such pass, which grows one guess for each sequence
+host       share of a plain step that passes outside of the captured round; without an engine
 speed-up   SYNTHETIC: random weights accept nothing. The measured times are combined with an
-           acceptance published for a real draft of the real model:
-           (1 + a + a^2 + ... + a^k) / ((t(k+1) + k * draft) / t(1))
+           acceptance published for a real draft of the real model: tokens(k) over
+           drafted(k + 1) / t(1)
 """
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from forerun.engine.executor import ExecutorLimits
+from forerun.engine.heads import HeadPass, Wish
 from forerun.engine.plan import Opening, Plan
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch import TorchExecutor, TorchHead
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.models.draft_folder import DraftFile
+from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, TreeBatch, batch
 from forerun.types import Ints
@@ -34,11 +41,15 @@ DRAFT_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Acceptance length `tau`, bonus token included, of a chain of `chain` guesses."""
+    """Acceptance length `tau`, bonus token included, of a chain of `chain` guesses.
+
+    positions  how often each of them was accepted, where that is known: tau is their sum and one
+    """
 
     tau: float
     chain: int
     source: str
+    positions: tuple[float, ...] = ()
 
     def rate(self) -> float:
         """The one rate a with 1 + a + ... + a^chain = tau."""
@@ -48,8 +59,19 @@ class Published:
             low, high = (middle, high) if length(middle, self.chain) < self.tau else (low, middle)
         return low
 
+    def tokens(self, guesses: int) -> float:
+        """Tokens that a round emits on average with so many guesses, up to `chain`: by position
+        where that is known, else by the one rate.
+        """
+        if self.positions:
+            return 1.0 + sum(self.positions[:guesses])
+        return length(self.rate(), guesses)
+
+
+_VLLM = "EAGLE-3, T=0, chain 3, 80 prompts (vLLM, tests/v1/spec_decode/test_acceptance_length.py)"
 
 PUBLISHED = {
+    "llama-3.1-8b MT-bench": Published(2.60, 3, _VLLM, (0.730, 0.521, 0.355)),
     "qwen3-8b MT-bench": Published(2.66, 7, "EAGLE-3, T=1, chain 7 (DSpark paper, table)"),
     "qwen3-4b GSM8K": Published(5.14, 7, "EAGLE-3, T=1, chain 7 (DSpark paper, table)"),
 }
@@ -72,10 +94,18 @@ class Sweep:
 
 
 class Steps:
-    """An executor with `rows` sequences of `context` cached tokens."""
+    """An executor with `rows` sequences of `context` cached tokens, and a draft head beside it,
+    where one is given.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: str, dtype: str, rows: int, sweep: Sweep
+        self,
+        checkpoint: Checkpoint,
+        device: str,
+        dtype: str,
+        rows: int,
+        sweep: Sweep,
+        draft: DraftFile | None = None,
     ) -> None:
         arch = checkpoint.architecture
         self._context, most = sweep.context, max(sweep.nodes)
@@ -89,6 +119,7 @@ class Steps:
             vocab=arch.vocab,
         )
         self.executor = TorchExecutor(checkpoint, limits, device, dtype)
+        self._head = TorchHead(self.executor, checkpoint, draft) if draft is not None else None
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]
@@ -104,6 +135,38 @@ class Steps:
         known = self._tokens[self._context : self._context + 1]
         plan, trees = self._plan(list(range(rows)), self._context, known, nodes - 1)
         return lambda: self.run(plan, trees)
+
+    def drafted(self, rows: int, nodes: int) -> Callable[[], None] | None:
+        """`step`, which also follows and grows nodes - 1 guesses; None where no step does that."""
+        if self._head is None:
+            return None
+        head, step = self._head, self.step(rows, nodes)
+        wish = Wish(np.arange(rows, dtype=np.int32), 1, nodes - 1)
+
+        def run() -> None:
+            head.wish(wish)
+            step()
+
+        run()
+        return run if head.grown() is not None else None
+
+    def guess(self, rows: int) -> Callable[[], object]:
+        """A pass of the head for one guess in each of `rows` sequences."""
+        assert self._head is not None, "a pass needs a head"
+        nodes = np.arange(rows, dtype=np.int32)
+        work = HeadPass(
+            tokens=np.zeros(rows, np.int32),
+            sources=-1 - nodes,
+            parents=np.full(rows, -1, np.int32),
+            start=np.arange(rows + 1, dtype=np.int32),
+            kv_len=np.full(rows, self._context, np.int32),
+            slots=nodes,
+            pages=(nodes[:, None] * self._pages + np.arange(self._pages)).astype(np.int32),
+            first=0,
+            scored=nodes,
+            children=1,
+        )
+        return partial(self._head.guess, work)
 
     def run(self, plan: Plan, trees: TreeBatch, commit: bool = False) -> None:
         """One step."""
@@ -173,41 +236,67 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
         "bandwidth_bytes_per_s": bandwidth,
         "batches": {},
     }
-    head = replace(arch, layers=1, vocab=min(DRAFT_VOCAB, arch.vocab))
+    draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
     # One executor for all batches: building it takes most of the time there is.
     try:
-        steps = Steps(RandomCheckpoint(arch), device, dtype, max(sweep.batches), sweep)
+        steps = Steps(RandomCheckpoint(arch), device, dtype, max(sweep.batches), sweep, draft)
     except MemoryPlanError as error:
         return report | {"error": str(error)}
     facts = steps.executor.describe()
     report["floor_ms"] = facts["weight_bytes"] / bandwidth * 1e3
     report["weight_bytes"] = facts["weight_bytes"]
     for rows in sweep.batches:
-        found = {k: milliseconds(steps.step(rows, k), there, sweep.rounds) for k in sweep.nodes}
-        report["batches"][rows] = {"step_ms": found}
+        report["batches"][rows] = _batch(steps, rows, there, sweep)
     facts = steps.executor.describe()
     report["captured"] = facts["captured"]
     report["capture_seconds"] = facts["capture_seconds"]
     steps.executor.shutdown()
-    del steps
-    drafts = Steps(RandomCheckpoint(head), device, dtype, max(sweep.batches), sweep)
-    for rows in sweep.batches:
-        entry = report["batches"][rows]
-        entry["draft_ms"] = milliseconds(drafts.step(rows, 1), there, sweep.rounds)
-        entry["speed_up"] = speed_ups(entry["step_ms"], entry["draft_ms"])
-    drafts.executor.shutdown()
     return report
 
 
-def speed_ups(step_ms: dict[int, float], draft_ms: float) -> dict[str, dict[str, float]]:
-    """By published acceptance: guesses that pay most, and how much; 0 guesses = 1."""
+def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[str, Any]:
+    """The numbers of one batch."""
+    step_ms = {k: milliseconds(steps.step(rows, k), device, sweep.rounds) for k in sweep.nodes}
+    draft_ms = milliseconds(steps.guess(rows), device, sweep.rounds)
+    drafted_ms, within = {}, False
+    for nodes in sweep.nodes:
+        if nodes > 1:
+            drafted_ms[nodes] = step_ms[nodes] + (nodes - 1) * draft_ms
+            work = steps.drafted(rows, nodes)
+            if work is not None:
+                drafted_ms[nodes], within = milliseconds(work, device, sweep.rounds), True
+    return {
+        "step_ms": step_ms,
+        "draft_ms": draft_ms,
+        "drafted_ms": drafted_ms,
+        "drafted_within_rounds": within,
+        "host_share": host_share(steps.executor, steps.step(rows, 1), sweep.rounds),
+        "speed_up": speed_ups(step_ms[1], drafted_ms),
+    }
+
+
+def host_share(executor: TorchExecutor, work: Callable[[], object], times: int = 1) -> float | None:
+    """Share of the time of `work` that passes outside of captured rounds; None without any."""
+    before, begun = executor.describe(), time.perf_counter()
+    for _ in range(times):
+        work()
+    taken, after = time.perf_counter() - begun, executor.describe()
+    if after["rounds"] == before["rounds"]:
+        return None
+    return 1.0 - float(after["round_seconds"] - before["round_seconds"]) / taken
+
+
+def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[str, float]]:
+    """By published acceptance: guesses that pay most, and how much; 0 guesses = 1.
+
+    drafted_ms  by nodes of a row, one more than its guesses
+    """
     found = {}
     for name, published in PUBLISHED.items():
-        rate, plain = published.rate(), step_ms[1]
         gains = {0: 1.0} | {
-            nodes - 1: length(rate, nodes - 1) * plain / (ms + (nodes - 1) * draft_ms)
-            for nodes, ms in step_ms.items()
-            if nodes > 1
+            nodes - 1: published.tokens(nodes - 1) * plain_ms / ms
+            for nodes, ms in drafted_ms.items()
+            if nodes - 1 <= published.chain
         }
         best = max(gains, key=lambda guesses: gains[guesses])
         found[name] = {"guesses": float(best), "speed_up": gains[best]}
@@ -233,8 +322,13 @@ def lines(report: dict[str, Any]) -> list[str]:
             f"{name} x{gain['speed_up']:.2f} ({gain['guesses']:.0f} guesses)"
             for name, gain in entry["speed_up"].items()
         )
+        how = "in the round" if entry["drafted_within_rounds"] else "pass by pass"
+        drafted = " ".join(f"{ms / steps[1]:.2f}" for ms in entry["drafted_ms"].values())
+        share = entry["host_share"]
+        host = "no rounds" if share is None else f"host {100 * share:.1f} %"
         found.append(
             f"batch {rows:4}: plain {steps[1]:9.3f} ms = {steps[1] / report['floor_ms']:6.2f} x "
-            f"floor, {ratios}, draft {entry['draft_ms']:.3f} ms; {gains}"
+            f"floor, {host}, {ratios}; drafted {how} {drafted}, a pass "
+            f"{entry['draft_ms']:.3f} ms; {gains}"
         )
     return found

@@ -18,16 +18,13 @@ import numpy as np
 
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import Children, HeadDevice, HeadPass
+from forerun.engine.heads import CANDIDATES, Children, Grown, HeadDevice, HeadPass, Wish
 from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.draft import Growth
+from forerun.spec.draft import Growth, full_draft
 from forerun.spec.noise import gumbel_of
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
-
-CANDIDATES = 64
-"""Children by probability that noise may reorder: what lies below is hardly ever the choice."""
 
 PATIENCE = 1
 """Steps without a wish for guesses in which the head goes on following: the last step of an answer
@@ -50,6 +47,7 @@ class _Seat:
     idle     steps since guesses were asked for
     behind   tokens that the head has not seen, and their features: kept for catching up
     begin    position of the first of them; -1 = it lags too far
+    ahead    what the last step grew below the last of `ready`, and the row of it; None = nothing
     """
 
     tokens: Ints
@@ -60,6 +58,12 @@ class _Seat:
     idle: int = 0
     behind: list[tuple[Ints, AnyArray]] = field(default_factory=list)
     begin: int = 0
+    ahead: tuple[Grown, int] | None = None
+
+    @property
+    def current(self) -> bool:
+        """Whether the head has seen all that was decided."""
+        return not self.behind and self.begin != _LOST
 
     @property
     def lag(self) -> int:
@@ -74,6 +78,20 @@ class _Seat:
         self.idle = 0
         self.behind = [(tokens[most:], features[most:])] if len(tokens) > most else []
         return tokens[:most], features[:most]
+
+    def follow(self, ready: int, grown: Grown, row: int) -> None:
+        """The step has extended the head to `ready` and grown a tree there."""
+        self.ready, self.ahead = ready, (grown, row)
+        first = slice(grown.width)
+        self.children = (grown.tokens[row, first], grown.value[row, first])
+
+    def draft(self, depth: int, nodes: int) -> Draft | None:
+        """What was grown ahead, cut to this; None where it is not so deep."""
+        if self.ahead is None or self.ahead[0].levels < depth:
+            return None
+        grown, row = self.ahead
+        found = grown.tokens[row], grown.parents[row], grown.value[row]
+        return full_draft(grown.width, depth, nodes, *found)
 
 
 class HeadDrafter:
@@ -108,11 +126,17 @@ class HeadDrafter:
         """Run every permanent position through the head with the target's features, or keep
         them for later.
         """
-        chains = [self._permanent(plan, trees, outcome, row) for row in range(plan.rows)]
+        grown = self._device.grown()
+        chains: dict[int, tuple[AnyArray, AnyArray]] = {}
         rows: list[int] = []
         lazy: list[int] = []
-        for row, (nodes, _) in enumerate(chains):
-            if len(nodes):
+        for row in range(plan.rows):
+            if grown is not None and grown.rows[row]:
+                ready = int(plan.kv_len[row] + outcome.n_tokens[row])
+                self._seat(plan, row).follow(ready, grown, row)
+                continue
+            chains[row] = self._permanent(plan, trees, outcome, row)
+            if len(chains[row][0]):
                 (lazy if self._may_wait(plan, row) else rows).append(row)
         if lazy:
             self._keep(plan, lazy, chains)
@@ -129,12 +153,14 @@ class HeadDrafter:
         head's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
         seat = self._seat(plan, row)
-        if seat.behind or seat.begin == _LOST:
+        if not seat.current:
             return True
         seat.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else seat.idle + 1
         return seat.idle > PATIENCE and len(plan.known[row]) == 1
 
-    def _keep(self, plan: Plan, rows: list[int], chains: list[tuple[AnyArray, AnyArray]]) -> None:
+    def _keep(
+        self, plan: Plan, rows: list[int], chains: dict[int, tuple[AnyArray, AnyArray]]
+    ) -> None:
         """Keep the features of what became permanent."""
         rows = [row for row in rows if self._seat(plan, row).begin != _LOST]
         if not rows:
@@ -212,7 +238,7 @@ class HeadDrafter:
     ) -> tuple[AnyArray, AnyArray]:
         """Nodes of `row` that became permanent, and the token after each."""
         seat = self._seat(plan, row)
-        seat.children = None
+        seat.children = seat.ahead = None
         emitted = outcome.tokens[row, : outcome.n_tokens[row]]
         chain = np.arange(trees.start[row], trees.root(row) + 1)
         known = plan.known[row]
@@ -229,17 +255,40 @@ class HeadDrafter:
     def propose(self, plan: Plan) -> list[Draft]:
         """Grow one tree per row that may guess and whose features are at hand."""
         self._catch_up(plan)
+        drafts = [NO_GUESSES] * plan.rows
         growing: dict[int, Growth] = {}
-        for row in range(plan.rows):
+        for row, nodes in enumerate(plan.max_nodes.tolist()):
+            depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             seat = self._seat(plan, row)
-            if (
-                plan.max_nodes[row] > 0
-                and plan.max_depth[row] > 0
-                and seat.ready == plan.kv_len[row]
-            ):
-                growing[row] = Growth(self._width)
-                tokens, values = seat.children or _NO_CHILDREN
-                growing[row].extend(tokens[None], values[None])
+            if nodes > 0 and depth > 0 and seat.ready == plan.kv_len[row]:
+                ahead = seat.draft(depth, nodes)
+                if ahead is None:
+                    growing[row] = Growth(self._width)
+                else:
+                    drafts[row] = ahead
+        self._grow(plan, growing)
+        for row, tree in growing.items():
+            drafts[row] = tree.draft(int(plan.max_nodes[row]))
+        self._wish(plan)
+        return drafts
+
+    def _wish(self, plan: Plan) -> None:
+        """Let the step do what would come after it, of rows that the head is not behind with.
+
+        As deep as guesses are wanted now, which mostly is what will be wanted then; in powers of
+        two, because a device prepares for every depth that it meets.
+        """
+        depth = min(int(plan.max_depth.max()), self.traits.max_depth)
+        if depth > 0:
+            levels = min(1 << (depth - 1).bit_length(), self.traits.max_depth)
+            current = [self._seat(plan, row).current for row in range(plan.rows)]
+            self._device.wish(Wish(plan.slots[current], self._width, levels))
+
+    def _grow(self, plan: Plan, growing: dict[int, Growth]) -> None:
+        """Grow the trees of these rows from their roots, one pass per level."""
+        for row, tree in growing.items():
+            tokens, values = self._seat(plan, row).children or _NO_CHILDREN
+            tree.extend(tokens[None], values[None])
         numbers = dict.fromkeys(growing, _NO_CHILDREN[0])
         run = 0
         for level in range(2, self.traits.max_depth + 1):
@@ -249,10 +298,6 @@ class HeadDrafter:
                 break
             self._expand(plan, growing, numbers, rows, run)
             run += wanted
-        return [
-            growing[row].draft(int(plan.max_nodes[row])) if row in growing else NO_GUESSES
-            for row in range(plan.rows)
-        ]
 
     def _expand(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor, ExecutorLimits
-from forerun.engine.heads import HeadDevice, HeadPass
+from forerun.engine.heads import HeadDevice, HeadPass, Wish
 from forerun.engine.plan import Opening, Plan
 from forerun.errors import ConfigError
 from forerun.spec.costs import StepCosts
@@ -32,6 +32,8 @@ WORDS = 250
 
 REPEATS = 8
 """A count is timed so often at most."""
+FURTHER = 4
+"""Levels of guesses beyond the first whose cost is compared with none."""
 PAIRS = 4
 """Steps with and without cached tokens that are compared."""
 SECONDS = 0.5
@@ -172,10 +174,16 @@ def _time_guess(drafter: Drafter, limits: ExecutorLimits) -> float:
         drafter.end(0)
 
 
-def with_head(costs: StepCosts, device: HeadDevice, page_size: int) -> StepCosts:
+def with_head(
+    costs: StepCosts, device: HeadDevice, executor: Executor, page_size: int
+) -> StepCosts:
     """The costs with a draft head's added: a pass per level of guesses, and the pass over what
-    was accepted, which every step pays. Features of an earlier step are read; slots stay closed.
+    was accepted, which every step pays. Features of an earlier step are read; slots are closed
+    again. Where steps do the head's work themselves, it is a part of what they cost.
     """
+    within = _times_within(executor, device)
+    if within is not None:
+        return _with_drafting(costs, *within)
     width = -(-PER_ROW // page_size)
     one, alone = np.zeros(1, np.int32), np.array([-1], np.int32)
     work = HeadPass(
@@ -195,6 +203,35 @@ def with_head(costs: StepCosts, device: HeadDevice, page_size: int) -> StepCosts
     extend_ms = 1000.0 * min(_seconds(lambda: device.extend(work)) for _ in range(2 * REPEATS))
     guess_ms = 1000.0 * min(_seconds(lambda: device.guess(guess)) for _ in range(2 * REPEATS))
     return replace(costs, draft_ms=guess_ms, follow_ms=extend_ms)
+
+
+def _times_within(executor: Executor, device: HeadDevice) -> tuple[float, float] | None:
+    """Milliseconds that a step takes longer when it also follows and grows one level, and for
+    each further level; None where it does not do that itself.
+    """
+    step, least = _steps(executor.limits, 2), {}
+    for levels in (1, 0, FURTHER + 1):
+        taken = []
+        for _ in range(REPEATS):
+            if levels:
+                device.wish(Wish(step.plan.slots, width=1, levels=levels))
+            taken.append(_time_step(executor, step))
+            if levels and device.grown() is None:
+                return None
+        least[levels] = 1000.0 * min(taken)
+    follow = max(0.0, least[1] - least[0])
+    return follow, max(0.0, least[FURTHER + 1] - least[1]) / FURTHER
+
+
+def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts:
+    """Costs of steps that grow as many levels as they verify; what runs corrects them as one."""
+    levels = [nodes // -(-nodes // PER_ROW) - 1 for nodes in costs.nodes]
+    verify = [
+        ms + (follow + further * (level - 1) if level else 0.0)
+        for ms, level in zip(costs.verify_ms, levels, strict=True)
+    ]
+    steady = np.maximum.accumulate(verify)
+    return replace(costs, verify_ms=tuple(steady.tolist()), draft_ms=0.0, follow_ms=0.0)
 
 
 def _seconds(work: Callable[[], object]) -> float:

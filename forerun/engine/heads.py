@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forerun.types import Floats, Ints
+from forerun.types import Bools, Floats, Ints
+
+CANDIDATES = 64
+"""Children by probability that noise may reorder: what lies below is hardly ever the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,40 @@ class Children:
     log_probs: Floats
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the target's next step shall do for the head, if it can do that by itself.
+
+    slots   int32[.] of sequences that the head has followed so far: it goes on following them
+    width   children per node, and nodes expanded per level
+    levels  of guesses, at least one
+    """
+
+    slots: Ints
+    width: int
+    levels: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """What came of a wish. K = forerun.spec.draft.full_size(width, levels).
+
+    rows    bool[B]      rows of the step that were extended by all that became permanent, as
+                         `HeadDevice.extend` would, and below whose new end a tree was grown
+    width, levels        of the trees; they are full
+    tokens  int32[B,K]   target ids; a tree's nodes in the order of forerun.spec.draft.Growth
+    parents int32[B,K]   as in Draft
+    value   float32[B,K] as in Growth, the noise of sampling included; -inf = no such node
+    """
+
+    rows: Bools
+    width: int
+    levels: int
+    tokens: Ints
+    parents: Ints
+    value: Floats
+
+
 class HeadDevice(Protocol):
     """A draft head where its arrays live. Its cache uses the target's page table."""
 
@@ -72,6 +109,16 @@ class HeadDevice(Protocol):
 
     def guess(self, work: HeadPass) -> Children:
         """Run own guesses. Raises EngineError where `work` is not sound."""
+        ...
+
+    def wish(self, wish: Wish) -> None:
+        """Called before a step of the target, after all passes for its guesses. It counts for
+        that step only; a device may leave it unheard.
+        """
+        ...
+
+    def grown(self) -> Grown | None:
+        """What the target's last step did of the wish before it; None = nothing."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ The text such weights write means nothing; the time they take is the real model'
 products do not look at the numbers. Sizes as in the models' published configurations.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,14 @@ import numpy as np
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, Rope, expected_tensors
 from forerun.models.checkpoint import Packed
+from forerun.models.draft_folder import DraftFile
+from forerun.models.drafts import expected_draft_tensors, head_for
 from forerun.types import Floats
 
 _LLAMA, _QWEN = Rope(5e5), Rope(1e6)
 
 SHAPES: dict[str, Architecture] = {
-    "tiny": Architecture("llama", 2, 64, 4, 2, 16, 96, 512, 2048, 1e-5, Rope(1e4)),
+    "tiny": Architecture("llama", 6, 64, 4, 2, 16, 96, 512, 2048, 1e-5, Rope(1e4)),
     "smollm2-135m": Architecture(
         "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(1e5), tied_head=True
     ),
@@ -53,8 +56,7 @@ class RandomCheckpoint:
     def __init__(self, architecture: Architecture, seed: int = 0) -> None:
         self.architecture, self.path = architecture, Path("random")
         self._shapes = expected_tensors(architecture)
-        drawn = np.random.default_rng(seed).normal(0, 0.02, _BLOCK)
-        self._drawn: Floats = drawn.astype(np.float32)
+        self._drawn = _draw(seed)
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
@@ -66,11 +68,36 @@ class RandomCheckpoint:
 
     def tensor(self, name: str) -> Floats:
         """A tensor; the same numbers whenever it is asked for."""
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
-        return np.resize(self._drawn, shape)
+        return _filled(name, self._shapes[name], self._drawn)
 
     def packed(self, name: str) -> Packed | None:
         """None: there is no file."""
         return None
+
+
+class _RandomDraft(DraftFile):
+    __slots__ = ()
+
+    def tensor(self, name: str) -> Floats:
+        """A tensor of random numbers."""
+        return _filled(name, expected_draft_tensors(self.head)[name], _draw(1))
+
+
+def random_draft(target: Architecture, vocab: int) -> DraftFile:
+    """An EAGLE-3 head for `target` with its own head for `vocab` tokens, of random numbers.
+
+    Raises ModelError where the target has too few layers.
+    """
+    head = replace(head_for(target, vocab), trained_head=True)
+    return _RandomDraft(Path("random"), head, np.arange(vocab, dtype=np.int32), (), {})
+
+
+def _draw(seed: int) -> Floats:
+    drawn: Floats = np.random.default_rng(seed).normal(0, 0.02, _BLOCK).astype(np.float32)
+    return drawn
+
+
+def _filled(name: str, shape: tuple[int, ...], drawn: Floats) -> Floats:
+    if len(shape) == 1:
+        return np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
+    return np.resize(drawn, shape)

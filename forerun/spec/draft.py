@@ -57,6 +57,24 @@ class Growth:
         self.parents = np.append(self.parents, parents[real]).astype(np.int32)
         self.value = np.append(self.value, value[real]).astype(np.float32)
 
+    @classmethod
+    def regrown(
+        cls, width: int, depth: int, tokens: Ints, parents: Ints, value: Floats
+    ) -> "Growth":
+        """The first `depth` levels of a full tree that was grown elsewhere, at least so deep.
+
+        In the order of growth, with `width` children below each of the `width` nodes that were
+        expanded per level; a value of -inf says that there is no such node.
+        """
+        count = full_size(width, depth)
+        real = value[:count] > -np.inf
+        place = np.append(np.cumsum(real, dtype=np.int32) - np.int32(1), np.int32(-1))
+        growth = cls(width)
+        growth.tokens, growth.value = tokens[:count][real], value[:count][real]
+        growth.parents = place[parents[:count][real]]
+        growth._newest = int(np.count_nonzero(real[: full_size(width, depth - 1)]))
+        return growth
+
     def draft(self, nodes: int) -> Draft:
         """The best `nodes` of what was grown, in the order of growth."""
         keep = _best(self.value, nodes)
@@ -65,6 +83,22 @@ class Growth:
         place[keep] = np.arange(len(keep))
         score = np.exp(self.value[keep])
         return Draft(self.tokens[keep], place[self.parents[keep]], score)
+
+
+def full_size(width: int, levels: int) -> int:
+    """Nodes of so many levels of a tree of this width where no child is missing."""
+    return width + (levels - 1) * width * width if levels else 0
+
+
+def full_draft(
+    width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
+) -> Draft:
+    """`Growth.regrown(...).draft(nodes)`; of chains without growing anything."""
+    if width > 1:
+        return Growth.regrown(width, depth, tokens, parents, value).draft(nodes)
+    value = value[: min(depth, nodes)]
+    count = int(np.count_nonzero(value > -np.inf))
+    return Draft(tokens[:count], np.arange(-1, count - 1, dtype=np.int32), np.exp(value[:count]))
 
 
 def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:

@@ -4,25 +4,45 @@ import json
 
 import pytest
 
-from forerun.bench.sized import PUBLISHED, Published, length, speed_ups
+from forerun.bench.sized import PUBLISHED, Published, Sweep, length, lines, measure, speed_ups
 from forerun.cli import main
+from forerun.executors.torch import executor, rounds
+from tests.parity.tape import Tape
+from tests.parity.test_torch_drafting import KERNELS
 
 
 def test_a_rate_gives_back_the_published_length():
     for published in PUBLISHED.values():
         assert length(published.rate(), published.chain) == pytest.approx(published.tau, abs=1e-9)
+        assert published.tokens(published.chain) == pytest.approx(published.tau, abs=0.01)
+        assert published.tokens(0) == 1.0
     assert Published(1.0, 7, "").rate() == pytest.approx(0, abs=1e-9)
     assert length(1.0, 5) == 6
 
 
 def test_speed_up_is_tokens_over_time():
-    free = speed_ups({1: 10.0, 2: 10.0, 8: 10.0}, 0.0)
+    free = speed_ups(10.0, {2: 10.0, 4: 10.0, 8: 10.0})
     for name, published in PUBLISHED.items():
-        assert free[name]["guesses"] == 7
-        assert free[name]["speed_up"] == pytest.approx(published.tau)
+        assert free[name]["guesses"] == published.chain
+        assert free[name]["speed_up"] == pytest.approx(published.tau, abs=0.01)
+    by_position = speed_ups(10.0, {2: 10.0, 8: 10.0})["llama-3.1-8b MT-bench"]
+    assert by_position == {"guesses": 1.0, "speed_up": 1.73}  # Of more nothing is published.
     # Where guesses cost more than they bring, none is made.
-    dear = speed_ups({1: 10.0, 2: 30.0, 8: 120.0}, 5.0)
+    dear = speed_ups(10.0, {2: 35.0, 8: 155.0})
     assert all(gain == {"guesses": 0.0, "speed_up": 1.0} for gain in dear.values())
+
+
+def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
+    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(executor, "recorder", lambda device: Tape())
+    monkeypatch.setattr(rounds, "COMMON", ())
+    report = measure("tiny", "cpu", "float32", Sweep((1, 2), (1, 2, 4), 32, 2, 1 << 16))
+    for rows, entry in report["batches"].items():
+        assert entry["drafted_within_rounds"] and set(entry["drafted_ms"]) == {2, 4}
+        assert 0 < entry["host_share"] < 1
+        assert {(rows, 1, 0, 0), (rows, 2, 1, 1), (rows, 4, 3, 1)} <= set(report["captured"])
+    table = "\n".join(lines(report))
+    assert "drafted in the round" in table and "host " in table
 
 
 def test_the_command_measures_and_says_what_is_synthetic(capsys, tmp_path):
@@ -37,6 +57,9 @@ def test_the_command_measures_and_says_what_is_synthetic(capsys, tmp_path):
     for entry in found["batches"].values():
         assert set(entry["step_ms"]) == {"1", "2", "4", "8"}
         assert all(ms > 0 for ms in (*entry["step_ms"].values(), entry["draft_ms"]))
+        for nodes, ms in entry["drafted_ms"].items():
+            assert ms == entry["step_ms"][nodes] + (int(nodes) - 1) * entry["draft_ms"]
+        assert entry["host_share"] is None and not entry["drafted_within_rounds"]
     assert found["acceptance"].startswith("synthetic")
     assert found["floor_ms"] > 0
 

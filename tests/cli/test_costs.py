@@ -7,7 +7,7 @@ from forerun.api import make_engine, open_target
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.costs import measure_costs
+from forerun.engine.costs import measure_costs, with_head
 from forerun.engine.executor import ExecutorLimits
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
@@ -34,6 +34,43 @@ def test_measured_costs_are_those_of_the_executor():
     assert np.all(np.diff(costs.verify_ms) >= 0)
     assert 10.0 < costs.attend_ms < 40.0
     assert 0.0 < costs.draft_ms < 1.0
+
+
+class InnerHead:
+    """A head that a toy's steps run themselves: 4 ms to follow, 2 for every further level."""
+
+    def __init__(self):
+        self.levels = 0
+
+    def wish(self, wish):
+        self.levels = wish.levels
+
+    def grown(self):
+        return self
+
+
+class DraftingToy(PricedToy):
+    def __init__(self, limits, head):
+        super().__init__(limits)
+        self.head = head
+
+    def verify(self, plan, trees):
+        levels, self.head.levels = self.head.levels, 0
+        time.sleep(0.004 + 0.002 * (levels - 1) if levels else 0.0)
+        return super().verify(plan, trees)
+
+
+def test_drafting_within_a_step_is_a_part_of_its_cost():
+    head = InnerHead()
+    executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), head)
+    alone = measure_costs(executor, NgramDrafter(8))
+    costs = with_head(alone, head, executor, 16)
+    assert costs.draft_ms == costs.follow_ms == 0.0
+    extra = dict(zip(costs.nodes, np.subtract(costs.verify_ms, alone.verify_ms), strict=True))
+    assert extra[1] == 0.0
+    # Of a row of 2 nodes one level is grown, of 8 rows of 8 nodes seven.
+    assert 3.0 < extra[2] < 6.0
+    assert 12.0 < extra[64] < 22.0
 
 
 @pytest.mark.parametrize(

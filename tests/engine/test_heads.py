@@ -42,6 +42,12 @@ class ToyHead:
             self._look(work, row)
         return self._children(work)
 
+    def wish(self, wish):
+        pass
+
+    def grown(self):
+        return None
+
     def describe(self):
         return {}
 

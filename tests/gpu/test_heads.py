@@ -25,6 +25,11 @@ def dense(folder):
     return Target(FolderCheckpoint(folder("llama", layers=6)))
 
 
+@pytest.fixture(scope="module")
+def learned(dense, tmp_path_factory):
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
 @pytest.mark.parametrize("changes", SWITCHES)
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, changes, dtype, error):
@@ -32,8 +37,8 @@ def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, change
     compare(Twin(dense, tmp_path, changes), executor, error)
 
 
-def test_served_acceptance_is_the_simulated_one(dense, folder, device, tmp_path):
-    twin, texts = learn(dense, tmp_path)
+def test_served_acceptance_is_the_simulated_one(learned, folder, device):
+    twin, texts = learned
     target = opened(folder("llama", layers=6), twin, device)
     try:
         prompts = list(texts[:, :12])
@@ -47,3 +52,30 @@ def test_served_acceptance_is_the_simulated_one(dense, folder, device, tmp_path)
         expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
     # A near-tie of the draft may fall the other way on another device.
     assert np.abs(np.array(counted(served)) - expected).sum() <= 0.02 * expected.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 7, 1), (15, 4, 4)])
+def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
+    """Accepted guesses, of texts that are the same; near-ties of the draft are forgiven."""
+    twin, texts = learned
+    names = ("draft_nodes", "draft_depth", "draft_width")
+    found = []
+    for eager in (False, True):
+        many = {"max_step_nodes": 256, "disable_cuda_graph": eager}
+        target = opened(folder("llama", layers=6), twin, device, **many)
+        try:
+            served = serve(
+                target, list(texts[:4, :12]), "head", 40, temperature,
+                **dict(zip(names, shape, strict=True)),
+            )  # fmt: skip
+            sizes = target.executor.describe()["captured"]
+        finally:
+            target.close()
+        drafted = any(levels for _, _, levels, _ in sizes)
+        assert drafted == (device == "cuda" and not eager)
+        found.append(served)
+    ahead, alone = found
+    assert sum(a.tokens == b.tokens for a, b in zip(ahead, alone, strict=True)) >= 3
+    accepted = [sum(item.stats.accepted for item in side) for side in found]
+    assert abs(accepted[0] - accepted[1]) <= 0.05 * accepted[1]

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.accept import Likely, NodeNoise, choose, pick
 from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, tiles_of
 from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.layers import PLAIN, Float8Linear
+from forerun.executors.torch.kv import Narrow, put
+from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear
 from forerun.spec.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -73,6 +74,41 @@ def test_attention(kernels, device, dtype, groups, size):
         assert (found - expected).norm() / expected.norm() < ERROR[dtype]
 
 
+@pytest.mark.parametrize("groups", [(32, 8), (9, 3)])
+def test_float8_pages(kernels, device, groups):
+    """Written and read: the kernels against plain torch, number for number and nearly."""
+    queries, _, _, geometry = step([5, 64, 700], 8, groups, 128, device, torch.bfloat16)
+    draw = torch.Generator(device).manual_seed(3)
+    total = geometry.scratch + 3 * 8 + 1
+    sides = []
+    for fast in (True, False):
+        sides.append(tuple(
+            Narrow(
+                torch.zeros(groups[1], total, 128, device=device, dtype=FLOAT8),
+                torch.zeros(groups[1], total, device=device),
+            )
+            for _ in "kv"
+        ))  # fmt: skip
+        draw.manual_seed(3)
+        keys, values = torch.randn(
+            2, total, groups[1], 128, device=device, dtype=torch.bfloat16, generator=draw
+        )
+        keys[3, 0, 7] = torch.nan
+        if fast:
+            kernels.write(keys, values, sides[-1], 0)
+        else:
+            for side, rows in zip(sides[-1], (keys, values), strict=True):
+                put(side, 0, rows + (keys * 0 if rows is keys else 0))
+    for one, other in zip(*sides, strict=True):
+        torch.testing.assert_close(one.scale, other.scale, rtol=1e-6, atol=0, equal_nan=True)
+        whole = one.scale.isfinite()
+        same = one.numbers.float()[whole] == other.numbers.float()[whole]
+        assert same.float().mean() > 0.999  # A division may round to the other neighbour.
+    found = kernels.attend(queries, *sides[1], geometry).double()
+    expected = attend_dense(queries, *sides[1], geometry).double()
+    assert (found - expected).nan_to_num().norm() / expected.nan_to_num().norm() < 1e-2
+
+
 @pytest.mark.parametrize("dtype", list(ERROR))
 def test_parts_between_the_products(kernels, device, dtype):
     draw = torch.Generator(device).manual_seed(0)
@@ -92,6 +128,23 @@ def test_parts_between_the_products(kernels, device, dtype):
         found = getattr(kernels.parts, part)(*inputs).double()
         expected = getattr(PLAIN, part)(*inputs).double()
         assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+
+
+@pytest.mark.parametrize(("count", "width"), [(64, 1), (64, 4), (64, 16)])
+def test_children_are_the_plain_ones(kernels, device, count, width):
+    draw = torch.Generator(device).manual_seed(2)
+    logits = torch.randn(48, 32000, device=device, generator=draw) * 4
+    best, which = logits.topk(count, -1)
+    ids = torch.randperm(128256, device=device, generator=draw)[:32000].int()
+    likely = Likely(best, which, logits.logsumexp(-1), ids)
+    noise = NodeNoise(
+        seeds=torch.randint(-(1 << 62), 1 << 62, (48,), device=device, generator=draw),
+        positions=torch.arange(48, device=device, dtype=torch.int32) * 999,
+        temperatures=(torch.arange(48, device=device) % 3 * 0.5).float(),
+    )
+    found, expected = (work(likely, noise, width) for work in (kernels.pick, pick))
+    assert (found[0] == expected[0]).float().mean() > 0.99  # But for near-ties.
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocab", [320, 49152, 151936])
@@ -120,13 +173,14 @@ def test_float8_products_are_the_twins(device):
         assert (found - expected).norm() / expected.norm() < 5e-3
 
 
+@pytest.mark.parametrize("kv_dtype", ["same", "float8"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled):
+def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dtype):
     """In float32; the numbers differ in their last bits, so one near-tie is forgiven."""
     found = []
     for graphs in (True, False):
         how = ("float32", graphs, compiled and graphs and device == "cuda")
-        made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how)
+        made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how, kv_dtype)
         with Driver(made) as driver:
             for slot, heat in enumerate((0.0, 0.8, 1.0)):
                 prompt = np.arange(20 + slot, 40 + 3 * slot)
@@ -138,5 +192,5 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled):
                 driver.step([Row(slot, draft=tree) for slot, tree in enumerate(trees)])
             found.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
         if device == "cuda" and graphs:
-            assert (4, 4) in made.describe()["captured"]
+            assert (4, 4, 0, 0) in made.describe()["captured"]
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 2

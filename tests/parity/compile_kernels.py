@@ -44,10 +44,12 @@ def compiled(function, signature, constants, warps, stages):
     }
 
 
-def attention(dtype, share, size, tile, parts):
+def attention(dtype, share, size, tile, parts, pages=None):
     number = f"*{dtype}"
     signature = {
-        **dict.fromkeys(("queries", "keys", "values"), number),
+        "queries": number,
+        **dict.fromkeys(("keys", "values"), f"*{pages}" if pages else number),
+        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
         "out": number if parts == 1 else "*fp32",
         "sums": number if parts == 1 else "*fp32",
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "turns"), "*i32"),
@@ -58,6 +60,7 @@ def attention(dtype, share, size, tile, parts):
     narrow = dtype != "fp32"
     constants = {
         **{"SHARE": share, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
+        "NARROW": pages is not None,
         "LINES": max(16, triton.next_power_of_2(tile * share)),
         "KEYS": triton_attention.KEYS if narrow else triton_attention.KEYS // 2,
     }
@@ -76,6 +79,15 @@ def choice():
         **{"best": "*fp32", "tokens": "*i32", "vocab": "i32", "chunks": "i32"},
     }
     return compiled(triton_choice._choose, signature, {"CHUNK": triton_choice.CHUNK}, 8, 2)
+
+
+def pick():
+    kinds = {
+        **{"logits": "*fp32", "which": "*i64", "normalisers": "*fp32", "ids": "*i32"},
+        **{"seeds": "*i64", "positions": "*i32", "temperatures": "*fp32"},
+        **{"tokens": "*i32", "values": "*fp32", "count": "i32"},
+    }
+    return compiled(triton_choice._pick, kinds, {"COUNT": 64, "WIDTH": 4}, 1, 2)
 
 
 def layer(kernel, pointers, numbers, constants, warps):
@@ -100,10 +112,15 @@ def rotate():
     return layer(triton_layers._rotate, pointers, numbers, {"HALF": 64}, 1)
 
 
-def write():
-    pointers = ("keys", "values", "to_keys", "to_values")
-    numbers = ("key_stride", "value_stride", "group_stride", "begin")
-    return layer(triton_layers._write, pointers, numbers, {"E": 128}, 1)
+def write(pages="bf16"):
+    narrow = pages != "bf16"
+    signature = {
+        **dict.fromkeys(("keys", "values"), "*bf16"),
+        **dict.fromkeys(("to_keys", "to_values"), f"*{pages}"),
+        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if narrow else "*bf16"),
+        **dict.fromkeys(("key_stride", "value_stride", "slots", "begin"), "i32"),
+    }
+    return compiled(triton_layers._write, signature, {"E": 128, "NARROW": narrow}, 1, 2)
 
 
 def main():
@@ -112,8 +129,10 @@ def main():
         "attend 8b, tree": lambda: attention("bf16", 4, 128, 16, 1),
         "attend 135m": lambda: attention("bf16", 3, 64, 1, 32),
         "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
+        "attend 8b, float8 pages": lambda: attention("bf16", 4, 128, 1, 32, "fp8e4nv"),
+        "write float8": lambda: write("fp8e4nv"),
         "merge": lambda: merge("bf16"),
-        "choose": choice,
+        **{"choose": choice, "pick": pick},
         **{"norm": norm, "gate": gate, "rotate": rotate, "write": write},
     }
     wanted = sys.argv[1:] or list(cases)

@@ -34,8 +34,11 @@ def load(name: str):
 
 
 def _mended(interpreter, float32) -> None:
-    """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products."""
+    """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products; rounding
+    to float8 loses the carry into the exponent (127.9 becomes 64).
+    """
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
 
     def patched(tensor, scope):
         patch(tensor, scope)
@@ -50,6 +53,13 @@ def _mended(interpreter, float32) -> None:
     def product(self, a, b, *rest):
         return dot(self, widened(a), widened(b), *rest)
 
+    def converted(values, source, target, rounding):
+        if not (target.is_fp8e4nv() and source.is_fp32()):
+            return convert(values, source, target, rounding)
+        wide = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = converted
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = product
 

@@ -19,14 +19,14 @@ SIZE = 16
 class Pages:
     """A cache of one layer with random prefixes in shuffled pages."""
 
-    def __init__(self, kv_len, trees, heads, groups, page_size, seed):
+    def __init__(self, kv_len, trees, heads, groups, page_size, seed, dtype=torch.float32):
         self.random = np.random.default_rng(seed)
         width = 600 // page_size + 1
         self.cache = PagedCache(
             KvShape(1, groups, SIZE),
             limits(8, page_size=page_size, pages=len(kv_len) * width),
             torch.device("cpu"),
-            torch.float32,
+            dtype,
         )
         self.plan = plan_of(list(range(len(kv_len))), kv_len, [[0]] * len(kv_len), [True])
         table = self.random.permutation(len(kv_len) * width).reshape(len(kv_len), width)

@@ -1,13 +1,23 @@
 """Float8 products: the written-out twin, the executor on it, and what it costs in accuracy."""
 
+import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor
+from forerun.api import choose_executor, open_target
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.executors.torch import TorchExecutor, executor, rounds
+from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.geometry import attend_dense
+from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
 from tests.models import tiny
 from tests.parity.driver import limits
+from tests.parity.tape import Tape
+from tests.parity.test_torch_invariance import half_true_draft
 from tests.parity.test_torch_logits import forward
+from tests.parity.test_torch_rounds import no_guess, texts, write
 
 
 def test_rows_are_scaled_by_their_greatest():
@@ -74,3 +84,59 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
     assert seen == [True] * 3
+
+
+def test_float8_pages_cost_little_and_take_half(checkpoint, random):
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    narrow = TorchExecutor(checkpoint(), limits(tiny.VOCAB), kv_dtype="float8")
+    wide = TorchExecutor(checkpoint(), limits(tiny.VOCAB))
+    found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
+    facts = narrow.describe()
+    assert (facts["kv_dtype"], facts["batch_invariant"]) == ("float8", True)
+    head = wide.decoder.arch.head_size
+    assert facts["cache_bytes"] * 4 * head == wide.describe()["cache_bytes"] * (head + 4)
+    held = narrow._cache._kv.nbytes + narrow._cache._scale.nbytes
+    assert held == facts["cache_bytes"]
+    # The same bits in other chunks: what a chunk's own tokens see is rounded too.
+    again = forward(narrow, tokens, [7, 33, 20])
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("taped", [False, True])
+def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped):
+    if taped:
+        kernels = Kernels(attend_dense, choose, pick, write, PLAIN)
+        monkeypatch.setattr(executor, "kernels_for", lambda device: kernels)
+        monkeypatch.setattr(executor, "recorder", lambda device: Tape())
+        monkeypatch.setattr(rounds, "COMMON", (1, 4))
+    small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
+    made = TorchExecutor(checkpoint(), small, kv_dtype="float8")
+    plain, _ = texts(made, no_guess)
+    random = np.random.default_rng(0)
+
+    def guesses(slot, tokens):
+        return half_true_draft(random, plain[slot][len(tokens) :], tiny.VOCAB, 3)[0]
+
+    assert texts(made, guesses)[0] == plain
+    assert bool(made.describe()["captured"]) == taped
+
+
+@pytest.mark.model
+def test_the_memory_plan_knows_float8_pages():
+    plans = []
+    for kv_dtype in ("same", "float8"):
+        config = EngineConfig(executor="torch", kv_dtype=kv_dtype, kv_tokens=2048, context=512)
+        target = open_target(config)
+        plans.append((target.memory.cache, target.executor.describe()["cache_bytes"]))
+        target.close()
+    (wide, _), (narrow, held) = plans
+    assert narrow * 4 * 64 == wide * (64 + 4)
+    assert narrow < held < 1.3 * narrow  # Scratch is there too.
+
+
+def test_float8_pages_belong_to_torch():
+    assert choose_executor(EngineConfig(kv_dtype="float8")).executor == "torch"
+    for changes in ({"executor": "cpu"}, {"model": "toy"}):
+        with pytest.raises(ConfigError, match="kv-dtype float8 needs the torch executor"):
+            EngineConfig(kv_dtype="float8", **changes)

@@ -351,7 +351,7 @@ def target(folder, learned):
     target.close()
 
 
-def opened(folder, twin, device="cpu"):
+def opened(folder, twin, device="cpu", **changes):
     """The target with the twin's head, in float32."""
     config = EngineConfig(
         model=str(folder),
@@ -364,7 +364,7 @@ def opened(folder, twin, device="cpu"):
         max_step_nodes=64,
         kv_tokens=2048,
     )
-    return open_target(config)
+    return open_target(replace(config, **changes))
 
 
 def serve(target, prompts, speculation="head", tokens=60, temperature=0.0, **changes):

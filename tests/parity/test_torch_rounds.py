@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, executor
-from forerun.executors.torch.accept import choose
+from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.facts import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.kv import put
 from forerun.executors.torch.layers import PLAIN
-from forerun.executors.torch.rounds import MOST_NODES, Size, _turns, walk
+from forerun.executors.torch.rounds import MOST_NODES, _turns, walk
 from forerun.spec.accept import NOTHING, accept_row
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, batch
@@ -39,7 +41,9 @@ def pair(checkpoint):
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            executor, "kernels_for", lambda device: Kernels(attend_dense, choose, write, PLAIN)
+            executor,
+            "kernels_for",
+            lambda device: Kernels(attend_dense, choose, pick, write, PLAIN),
         )
         patch.setattr(executor, "recorder", lambda device: tape)
         captured = TorchExecutor(checkpoint("qwen3"), small)
@@ -47,8 +51,8 @@ def pair(checkpoint):
 
 
 def write(keys, values, layer, begin):
-    for side, place in zip((keys, values), layer, strict=True):
-        place[:, begin : begin + len(side)] = side.transpose(0, 1)
+    for rows, side in zip((keys, values), layer, strict=True):
+        put(side, begin, rows)
 
 
 def texts(made, guesses, seed=0):
@@ -109,7 +113,7 @@ def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
     assert tape.replays > before
     assert sum(accepted) > 10
     sizes = captured.describe()["captured"]
-    assert (4, 1 if most == 1 else 8) in sizes or (4, 2) in sizes
+    assert (4, 1 if most == 1 else 8, 0, 0) in sizes or (4, 2, 0, 0) in sizes
 
 
 def test_features_are_those_of_an_eager_step(pair):
@@ -242,6 +246,6 @@ def test_the_first_round_captures_the_common_sizes(pair):
         driver.step([Row(0)])
         driver.step([Row(0)])
     facts = pair[0].describe()
-    assert {(1, 1), (2, 4), (4, 8)} <= set(facts["captured"])
+    assert {(1, 1, 0, 0), (2, 4, 0, 0), (4, 8, 0, 0)} <= set(facts["captured"])
     assert facts["capture_seconds"] > 0
     assert pair[1].describe()["captured"] == []

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch.geometry import attend_dense, geometry_of, intervals
+from forerun.executors.torch.layers import FLOAT8
 from forerun.spec import verify
 from forerun.spec.tree import batch
 from tests.parity.interpreted import load
@@ -76,6 +77,26 @@ def test_narrow_inputs(dtype):
         assert found.dtype == dtype
         error = found.float().numpy() - pages.expected()
         assert 0 < np.linalg.norm(error) < 8e-3 * np.linalg.norm(pages.expected())
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_pages(dtype, parts):
+    """Kernel and twins see the same narrow numbers, which are nearly the wide ones."""
+    trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
+    pages = Pages([70, 5], trees, 6, 2, 16, 0, FLOAT8)
+    keys, values = pages.cache.of_layer(0)
+    assert keys.numbers.dtype == FLOAT8
+    queries = torch.from_numpy(pages.queries).to(dtype)
+    found = attention.attend(queries, keys, values, geometry(pages), parts).float().numpy()
+    expected = attend_dense(queries, keys, values, geometry(pages)).float().numpy()
+    within = 3e-6 if dtype == torch.float32 else 2e-2
+    np.testing.assert_allclose(found, expected, atol=within)
+    np.testing.assert_allclose(
+        pages.ours(), attend_dense(queries.float(), keys, values, geometry(pages)), atol=within
+    )
+    error = found - pages.expected()
+    assert 1e-3 < np.linalg.norm(error) / np.linalg.norm(pages.expected()) < 0.06
 
 
 @pytest.mark.parametrize("field", ["keys", "values"])

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CASES = [
     *("attend 8b, one node", "attend 8b, tree", "attend 135m", "merge", "choose"),
-    *("norm", "gate", "rotate", "write"),
+    *("attend 8b, float8 pages", "write float8"),
+    *("pick", "norm", "gate", "rotate", "write"),
 ]
 
 pytestmark = pytest.mark.skipif(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import PLAIN
+from forerun.executors.torch.kv import KvShape, PagedCache, read
+from forerun.executors.torch.layers import FLOAT8, PLAIN
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
 
@@ -60,3 +60,31 @@ def test_write(dtype, poison):
         found.append(cache._kv)
     torch.testing.assert_close(*found, equal_nan=True, rtol=0, atol=0)
     assert bool(found[0].isnan().any()) == (poison is not None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf])
+def test_write_into_float8(dtype, poison):
+    keys, values = (torch.randn(2, 5, 9, 16) * 30).to(dtype)[:, :, 3:5]
+    keys[3, 1] = 0.0
+    if poison is not None:
+        keys[1, 0, 3] = values[2, 1, 5] = poison
+    found = []
+    for fast in (True, False):
+        cache = PagedCache(KvShape(2, 2, 16), limits(8), torch.device("cpu"), FLOAT8)
+        if fast:
+            layers.write(keys, values, cache.of_layer(1), cache.scratch_begin)
+        else:
+            cache.write(1, keys, values)
+        place = cache.scratch_begin + torch.arange(5)
+        found.append(torch.stack([read(side, place) for side in cache.of_layer(1)]))
+    torch.testing.assert_close(*found, equal_nan=True, rtol=0, atol=0)
+    rows = found[0].transpose(1, 2)
+    wide = torch.stack([keys, values]).float().nan_to_num(0, 0, 0)
+    half = wide.abs() / 16 + wide.abs().amax(-1, keepdim=True) / 448 / 512
+    assert ((rows - wide).abs() <= 1.001 * half)[rows.isfinite()].all()
+    if poison is None:
+        assert rows.isfinite().all()
+    else:  # As in any other format: all of the key, nothing of the values.
+        assert rows[0, 1, 0].isnan().all() and rows[0, 2, 1].isnan().all()
+        assert rows[1].isfinite().all() and int(rows.isnan().any(-1).sum()) == 2

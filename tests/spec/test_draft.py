@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.spec.draft import Growth, grow
+from forerun.spec.draft import Growth, full_draft, grow
 
 WORDS = 5
 
@@ -144,3 +144,56 @@ def test_rows_grown_side_by_side_equal_rows_grown_alone():
         alone = Model(model.seed, False).grow(3, 3, 7)
         assert growth.draft(7).tokens.tolist() == alone.tokens.tolist()
         assert growth.draft(7).parents.tolist() == alone.parents.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
+def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed):
+    """Growth.regrown of a tree with holes, at any depth."""
+    random = np.random.default_rng(seed)
+    depth = min(depth, levels)
+    whole, cut, full = Growth(width), Growth(width), []
+    for level in range(levels):
+        frontier = whole.frontier()
+        rows = np.full((width if level else 1, width), -np.inf, np.float32)
+        # Where there are fewer nodes to expand than the width, a full tree has holes.
+        found = np.log(random.random((len(frontier), width))).astype(np.float32)
+        found[random.random(found.shape) < 0.1] = -np.inf
+        rows[: len(frontier)] = found
+        tokens = random.integers(0, 99, rows.shape).astype(np.int32)
+        base = np.append(whole.value, np.float32(0))[frontier]
+        values = np.full(rows.shape, -np.inf, np.float32)
+        values[: len(frontier)] = base[:, None] + found
+        full.append((tokens, frontier, values))
+        whole.extend(tokens[: len(frontier)], found)
+        if level < depth:
+            cut.extend(tokens[: len(frontier)], found)
+    record = _full(full, width)
+    regrown = Growth.regrown(width, depth, *record)
+    assert regrown.tokens.tolist() == cut.tokens.tolist()
+    assert regrown.parents.tolist() == cut.parents.tolist()
+    assert regrown.value.tolist() == cut.value.tolist()
+    assert regrown.frontier().tolist() == cut.frontier().tolist()
+    for nodes in (1, 3, 99):
+        found, expected = full_draft(width, depth, nodes, *record), cut.draft(nodes)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.parents.tolist() == expected.parents.tolist()
+        assert found.score.tolist() == expected.score.tolist()
+
+
+def _full(levels, width):
+    """Tokens, parents and values of a full tree: parents are places in it."""
+    tokens, parents, values = [], [], []
+    numbers = []  # Where each real node stands in the full tree.
+    for token, frontier, value in levels:
+        above = [numbers[node] if node >= 0 else -1 for node in frontier]
+        above += [0] * (len(token) - len(above))
+        for line in range(len(token)):
+            for child in range(width):
+                if value[line, child] > -np.inf:
+                    numbers.append(len(tokens))
+                tokens.append(token[line, child])
+                parents.append(above[line])
+                values.append(value[line, child])
+    arrays = (np.array(tokens), np.array(parents), np.array(values))
+    return [array.astype(kind) for array, kind in zip(arrays, "iif", strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.heads import Children, HeadPass
+from forerun.engine.heads import Children, Grown, HeadPass, Wish
 from forerun.errors import EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
@@ -192,6 +192,13 @@ class CpuHead:
     def guess(self, work: HeadPass) -> Children:
         """Run own guesses."""
         return self._run(work, extend=False)
+
+    def wish(self, wish: Wish) -> None:
+        """Unheard: every pass is asked for here."""
+
+    def grown(self) -> Grown | None:
+        """None."""
+        return None
 
     def _run(self, work: HeadPass, extend: bool) -> Children:
         if len(work.scored) > len(self._logits):

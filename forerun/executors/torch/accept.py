@@ -34,6 +34,26 @@ class NodeNoise:
     positions: Tensor
     temperatures: Tensor
 
+    def at(self, rows: Tensor, further: Tensor | int) -> "NodeNoise":
+        """Of nodes int64[n] of these, so many output positions further on."""
+        return NodeNoise(self.seeds[rows], self.positions[rows] + further, self.temperatures[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """The k likeliest children of n nodes, as a draft head sees them.
+
+    logits      float32[n,k], descending
+    which       int64[n,k] their draft ids
+    normaliser  float32[n] logsumexp of all of a node's logits
+    ids         int32[Vd] target id of every draft id
+    """
+
+    logits: Tensor
+    which: Tensor
+    normaliser: Tensor
+    ids: Tensor
+
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     """Philox-4x32-10: four words and two key words, int64 that hold 32-bit words.
@@ -66,8 +86,39 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     nothing = torch.zeros((), dtype=torch.int64, device=seeds.device)
     counter = [block.expand(len(seeds), -1), positions.unsqueeze(-1), nothing, nothing]
     words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, :vocab]
+    return _of_words(words)
+
+
+def _of_words(words: Tensor) -> Tensor:
     uniform = (words.double() + 0.5) * 2.0**-32
     return -uniform.log_().neg_().log_().float()
+
+
+def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best children of n nodes, best first: target ids int32[n,width], and
+    log-probabilities float32[n,width]; -inf instead of NaN.
+
+    At T > 0 the noise of the position that a child would take, which the target will use too,
+    reorders the likely ones; log-probabilities are then those of being the greatest.
+    """
+    heat = noise.temperatures[:, None]
+    values = likely.logits - likely.normaliser[:, None]
+    tokens = likely.ids[likely.which]
+    scores = values / torch.where(heat > 0, heat, 1.0) + _gumbel_of(noise, tokens.long())
+    scores = scores - scores.logsumexp(-1, keepdim=True)
+    values = torch.where(heat > 0, scores, values)
+    values = torch.where(values.isnan(), -torch.inf, values)
+    order = values.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+    return tokens.gather(1, order), values.gather(1, order)
+
+
+def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
+    """float32[n,k]: forerun.spec.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
+    seeds, positions = noise.seeds[:, None], noise.positions.long()[:, None]
+    nothing = torch.zeros_like(tokens)
+    counter = [tokens // 4, positions + nothing, nothing, nothing]
+    words = torch.stack(philox(counter, [seeds & _LOW, (seeds >> 32) & _LOW]), -1)
+    return _of_words(words.gather(-1, (tokens % 4)[..., None])[..., 0])
 
 
 def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from forerun.engine.plan import Plan
-from forerun.executors.torch.kv import PagedCache, Slots
+from forerun.executors.torch.kv import PagedCache, Side, Slots, read
 from forerun.spec.tree import TreeBatch
 from forerun.spec.verify import positions
 from forerun.types import Ints
@@ -154,8 +154,8 @@ def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
         yield chain, readers
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, blocks: list[KeyBlock]) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G, slots, E].
+def attend(queries: Tensor, keys: Side, values: Side, blocks: list[KeyBlock]) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The step's own keys and values must be in scratch. Queries that no block names get zeros.
     """
@@ -168,8 +168,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, blocks: list[KeyBlock]
         tiles = len(block.nodes) // TILE
         # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
         tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
-        key = keys.index_select(1, block.slots).view(-1, BLOCK, size)
-        value = values.index_select(1, block.slots).view(-1, BLOCK, size)
+        key, value = (
+            read(side, block.slots).to(queries.dtype).view(-1, BLOCK, size)
+            for side in (keys, values)
+        )
         scores = torch.bmm(tile, key.transpose(1, 2)).float()
         scores = scores.view(groups, tiles, TILE, -1, BLOCK)
         if block.hidden is not None:

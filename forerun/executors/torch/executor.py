@@ -16,12 +16,13 @@ from forerun.executors.host import HostAccepted, HostSampler, PlainNodes
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.drafting import Drafting
 from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.graphs import recorder
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import PLAIN, compiled, padded_rows
-from forerun.executors.torch.rounds import Round, Rounds, Size
+from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
+from forerun.executors.torch.rounds import Round, Rounds
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
@@ -36,7 +37,10 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,
 }
-"""Names and what activations and pages are kept in; float8 concerns the blocks' products alone."""
+"""Names and what activations are kept in; float8 concerns the blocks' products alone."""
+
+KV_DTYPES = {"same": None, "float8": FLOAT8}
+"""Names and what pages are kept in; None: as activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +66,11 @@ class TorchExecutor:
     chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
     of rows and their last bits may depend on the batch; `describe()` says which it is.
 
-    tapped  [M,F*H] of the last step's M nodes: the F residual streams that `tap` asked for, side
-            by side, on the device
+    kernels  ours, where the device has any
 
     graphs   capture whole rounds where the device can (rounds.py)
     compile  let torch.compile write the kernels between the products
+    kv_dtype what pages are kept in: "same", which is as activations, or "float8"
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError where weights, cache and scratch do not fit.
@@ -82,18 +86,23 @@ class TorchExecutor:
         dtype: str = "float32",
         graphs: bool = True,
         compile: bool = False,
+        kv_dtype: str = "same",
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
         self.device, self.dtype, self._dtype = _device(device), _dtype(dtype), dtype
+        self._kv_dtype = kv_dtype
         _check_limits(arch, limits)
+        pages = KV_DTYPES[kv_dtype] or self.dtype
         self._bytes = _planned_bytes(arch, limits, self.device, dtype)
+        self._bytes["cache"] = _kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._taps: tuple[int, ...] = ()
-        self.tapped = torch.empty(0, 0, device=self.device)
+        self._tapped = torch.empty(0, 0, device=self.device)
+        self._place: Ints | None = None
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
-        kernels = self._kernels = kernels_for(self.device)
+        kernels = self.kernels = kernels_for(self.device)
         self._decoder: Decoder | None = Decoder(
             checkpoint,
             self.device,
@@ -101,9 +110,7 @@ class TorchExecutor:
             float8=dtype == "float8",
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
-        self._cache: PagedCache | None = PagedCache(
-            _kv_shape(arch), limits, self.device, self.dtype
-        )
+        self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
         self._rounds = self._captured_rounds() if graphs else None
 
     def open(self, opening: Opening) -> None:
@@ -132,6 +139,22 @@ class TorchExecutor:
         if self._rounds is not None:
             self._rounds.tap(layers, self.dtype)
 
+    @property
+    def tapped(self) -> Tensor:
+        """[M,F*H] of the last step's M nodes: the F residual streams that `tap` asked for, side by
+        side, on the device.
+        """
+        if self._place is not None:  # In a round nodes have gaps between them.
+            place, self._place = self._place, None
+            self._tapped = self._tapped[self._padded(place, len(place))]
+        return self._tapped
+
+    def follow(self, drafting: Drafting) -> bool:
+        """Let rounds do a draft head's work at their end. False where there are no rounds."""
+        if self._rounds is not None:
+            self._rounds.follow(drafting)
+        return self._rounds is not None
+
     @torch.inference_mode()
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
         """Score every node of every tree in one forward pass.
@@ -142,25 +165,28 @@ class TorchExecutor:
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
-        if self._rounds is not None and (size := self._rounds.size_of(plan, trees)):
-            return self._run_round(self._rounds, size, plan, trees)
+        if self._rounds is not None:
+            found = self._round(self._rounds, plan, trees)
+            if found is not None:
+                return found
         scored = self._sampler.scored(plan, trees)
         attend_layer = self._attention(plan, trees, cache)
 
         def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            if self._kernels is None:
+            if self.kernels is None:
                 cache.write(layer, keys[:count], values[:count])
             else:
-                self._kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
+                self.kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
             return attend_layer(queries, *cache.of_layer(layer))
 
         # Our kernels know no padding; the bits are the batch's affair where they run.
-        rows = padded_rows(count, () if self._kernels else decoder.row_sizes)
+        rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         position = self._padded(positions(trees, plan.kv_len), rows)
         last, streams = decoder.forward(tokens, position, attend_pages, self._taps)
         if streams:
-            self.tapped = torch.cat([stream[:count] for stream in streams], -1)
+            self._tapped = torch.cat([stream[:count] for stream in streams], -1)
+            self._place = None
         row_of = np.full(count, -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
         return Scores(
@@ -173,7 +199,7 @@ class TorchExecutor:
         self, plan: Plan, trees: TreeBatch, cache: PagedCache
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """A layer's attention in this step: queries, keys, values -> context."""
-        kernels, arch = self._kernels, self.decoder.arch
+        kernels, arch = self.kernels, self.decoder.arch
         if kernels is None:
             blocks = key_blocks(plan, trees, cache, self.device)
             return partial(attend, blocks=blocks)
@@ -183,16 +209,21 @@ class TorchExecutor:
     def _captured_rounds(self) -> Rounds | None:
         """None where nothing captures. The first round captures the common ones."""
         records = recorder(self.device)
-        if records is None or self._kernels is None:
+        if records is None or self.kernels is None:
             return None
         decoder, cache = self._alive()
-        return Rounds(decoder, cache, self.limits, self._kernels, records)
+        return Rounds(decoder, cache, self.limits, self.kernels, records)
 
-    def _run_round(self, rounds: Rounds, size: Size, plan: Plan, trees: TreeBatch) -> Scores:
+    def _round(self, rounds: Rounds, plan: Plan, trees: TreeBatch) -> Scores | None:
+        """The step as a captured round; None where it cannot be one."""
+        wish = rounds.drafting.take() if rounds.drafting is not None else None
+        size = rounds.size_of(plan, trees, wish)
+        if size is None:
+            return None
         plain = self._sampler.plain(plan, trees)
-        found = rounds.run(size, plan, trees, plain)
+        found = rounds.run(size, plan, trees, plain, wish)
         if found.features is not None:
-            self.tapped = found.features[self._padded(found.place, len(found.place))]
+            self._tapped, self._place = found.features, found.place
         return Scores(found.logits, found.place, plain, found)
 
     @torch.inference_mode()
@@ -203,10 +234,7 @@ class TorchExecutor:
         be; only where they cannot, and for reports, do logits cross to the host.
         """
         plain = scores.plain
-        if scores.round is not None:
-            tokens = scores.round.choices[plain.nodes]
-            self._choices = dict(zip(plain.nodes.tolist(), tokens.tolist(), strict=True))
-        elif len(plain.nodes):
+        if scores.round is None and len(plain.nodes):
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
@@ -218,7 +246,8 @@ class TorchExecutor:
             return logits[0][scores.row_of[node]]
 
         try:
-            return self._sampler.accept(plan, trees, of_node, masks)
+            choice = scores.round.choices if scores.round is not None else None
+            return self._sampler.accept(plan, trees, of_node, masks, choice)
         finally:
             self._choices = {}
 
@@ -250,14 +279,18 @@ class TorchExecutor:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""
         sizes = self._decoder.row_sizes if self._decoder else ()
+        rounds = self._rounds
         return {
             "device": str(self.device),
             "dtype": self._dtype,
+            "kv_dtype": self._kv_dtype,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
-            "captured": [tuple(size) for size in self._rounds.captured] if self._rounds else [],
-            "capture_seconds": self._rounds.capture_seconds if self._rounds else 0.0,
+            "captured": [tuple(size) for size in rounds.captured] if rounds else [],
+            "capture_seconds": rounds.capture_seconds if rounds else 0.0,
+            "rounds": rounds.count if rounds else 0,
+            "round_seconds": rounds.seconds if rounds else 0.0,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
 
@@ -315,7 +348,6 @@ def _planned_bytes(
     widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
     return {
         "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
-        "cache": _kv_shape(arch).bytes(limits, item),
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
     }
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.engine.plan import Plan
-from forerun.executors.torch.kv import PagedCache
+from forerun.executors.torch.kv import PagedCache, Side, read
 from forerun.spec.tree import TreeBatch
 from forerun.types import Ints
 
@@ -109,8 +109,8 @@ def geometry_of(
     )
 
 
-def attend_dense(queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G,slots,E].
+def attend_dense(queries: Tensor, keys: Side, values: Side, geometry: Geometry) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
@@ -129,7 +129,7 @@ def attend_dense(queries: Tensor, keys: Tensor, values: Tensor, geometry: Geomet
     slots = torch.cat([slots, (geometry.scratch + nodes).expand(count, -1)], 1)
     # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
     key, value = (
-        torch.where(seen[..., None], side[:, slots], 0.0).float() for side in (keys, values)
+        torch.where(seen[..., None], read(side, slots), 0.0).float() for side in (keys, values)
     )
     grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
     scores = torch.einsum("gmae,gmte->gmat", grouped, key) * size**-0.5

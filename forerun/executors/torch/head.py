@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.engine.heads import Children, HeadPass
+from forerun.engine.heads import Children, Grown, HeadPass, Wish
 from forerun.errors import EngineError, ModelError
 from forerun.executors.torch.attention import KeyBlock, RowKeys, attend, blocks_of
+from forerun.executors.torch.drafting import Drafting, HeadArrays
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.executor import TorchExecutor, check_fits
 from forerun.executors.torch.kv import KvShape, PagedCache, Slots
@@ -38,7 +39,7 @@ class TorchHead:
         shape = KvShape(1, head.kv_heads, head.head_size)
         self._bytes = {
             "draft_weight": head.parameters * dtype.itemsize,
-            "draft_cache": shape.bytes(limits, dtype.itemsize),
+            "draft_cache": shape.bytes(limits, dtype),
         }
         check_fits(self._bytes, device)
         self._embedding = self._own_embedding(draft)
@@ -46,14 +47,29 @@ class TorchHead:
         self._cache = PagedCache(shape, limits, device, dtype)
         frequencies = head.rope.frequencies(head.head_size)
         self._frequencies = torch.from_numpy(frequencies).to(device)
-        # What the next draft step receives: of draft nodes, then of each slot's last extension.
+        # What the next draft step receives: see HeadArrays.
         self._outputs = torch.zeros(
-            self.max_nodes + limits.slots, head.hidden, device=device, dtype=dtype
+            self.max_nodes + limits.slots + 1, head.hidden, device=device, dtype=dtype
         )
         # Of draft nodes: the node above, -1 = none, and how many nodes are above.
         self._above = np.full(self.max_nodes, -1, np.int32)
         self._depth = np.zeros(self.max_nodes, np.int32)
         executor.tap(head.features)
+        self._drafting: Drafting | None = None
+        if executor.kernels is not None:
+            drafting = Drafting(self._arrays(draft), executor.kernels, self.max_nodes)
+            self._drafting = drafting if executor.follow(drafting) else None
+
+    def _arrays(self, draft: DraftFile) -> HeadArrays:
+        return HeadArrays(
+            module=self._head,
+            cache=self._cache,
+            outputs=self._outputs,
+            turning=self._frequencies,
+            ids=torch.from_numpy(draft.target_ids.astype(np.int32)).to(self._executor.device),
+            embed=self._embed,
+            enter=self._enter,
+        )
 
     def features(self, nodes: Ints) -> Floats:
         """Copies of the target's features of `nodes`, on the host."""
@@ -76,10 +92,8 @@ class TorchHead:
         else:
             features = torch.from_numpy(work.features)
             features = features.to(self._executor.device, self._executor.dtype)
-        if self._about.algorithm == "eagle1":
-            features = self._executor.decoder.final_norm(features)
         chains = [[(self._cache.scratch(row), row)] for row in np.split(nodes, work.start[1:-1])]
-        read, outputs = self._forward(work, self._head.fuse(features), position, chains)
+        read, outputs = self._forward(work, self._enter(features), position, chains)
         self._cache.commit(nodes, np.concatenate(places))
         kept = self._index(self.max_nodes + work.slots)
         self._outputs[kept] = outputs[self._index(work.start[1:] - 1)]
@@ -105,6 +119,15 @@ class TorchHead:
         read, outputs = self._forward(work, hidden, position, chains)
         self._outputs[work.first : work.first + len(nodes)] = outputs
         return self._children(read, work)
+
+    def wish(self, wish: Wish) -> None:
+        """Heard where the target's steps are captured rounds."""
+        if self._drafting is not None:
+            self._drafting.wish = wish
+
+    def grown(self) -> Grown | None:
+        """What the last round did."""
+        return self._drafting.grown if self._drafting is not None else None
 
     def _forward(
         self, work: HeadPass, hidden: Tensor, position: Ints, chains: list[list[tuple[Slots, Ints]]]
@@ -137,6 +160,11 @@ class TorchHead:
         best, ids = logits.topk(min(work.children, self.vocab), -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
         return Children(ids.int().cpu().numpy(), log_probs.cpu().numpy())
+
+    def _enter(self, features: Tensor) -> Tensor:
+        if self._about.algorithm == "eagle1":
+            features = self._executor.decoder.final_norm(features)
+        return self._head.fuse(features)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._embedding is not None:

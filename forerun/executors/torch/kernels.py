@@ -6,19 +6,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.kv import Side
 from forerun.executors.torch.layers import Elementwise
 
-Attend = Callable[[Tensor, Tensor, Tensor, Geometry], Tensor]
-"""(queries [M,A,E], keys [G,slots,E], values [G,slots,E], geometry) -> context [M,A,E]."""
+Attend = Callable[[Tensor, Side, Side, Geometry], Tensor]
+"""(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
+Pick = Callable[[Likely, NodeNoise, int], tuple[Tensor, Tensor]]
+"""(likely children of nodes, the noise at their positions, how many): see accept.py."""
 
-Write = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], int], None]
-"""(keys [M,G,E], values, keys and values of a layer [G,slots,E], slot of node 0): see kv.py."""
+Write = Callable[[Tensor, Tensor, tuple[Side, Side], int], None]
+"""(keys [M,G,E], values, keys and values of a layer, slot of node 0): see kv.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Kernels:
 
     attend: Attend
     choose: Choose
+    pick: Pick
     write: Write
     parts: Elementwise
 
@@ -44,6 +48,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
     return Kernels(
         attend=triton_attention.attend,
         choose=triton_choice.choose,
+        pick=triton_choice.pick,
         write=triton_layers.write,
         parts=triton_layers.PARTS,
     )

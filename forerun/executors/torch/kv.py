@@ -9,6 +9,10 @@ One tensor [L, 2, G, slots, E] (2: keys, values). Along `slots`:
     last                      null: zeros, read where there is no key, so that nothing is read
                               that another sequence left behind
 
+In float8 (E4M3) every number takes one byte, and each head of each slot has a scale of its own,
+its greatest absolute value over float8's: float32 [L, 2, G, slots]. It needs no calibration, and
+attention multiplies it into scores and weights instead of into keys and values.
+
 A node's keys and values stay in scratch until they are committed; a rejected node's are
 overwritten by the next step. Not to be confused with the sequences' slots of a plan.
 """
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from forerun.engine.executor import ExecutorLimits
 from forerun.errors import EngineError
+from forerun.executors.torch.layers import FLOAT8, float8_rows
 from forerun.types import Ints
 
 Slots = NDArray[np.int64]
@@ -35,10 +40,51 @@ class KvShape:
     kv_heads: int
     head_size: int
 
-    def bytes(self, limits: ExecutorLimits, item: int) -> int:
-        """Bytes of a PagedCache of this shape whose numbers take `item` bytes each."""
+    def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
+        """Bytes of a PagedCache of this shape and dtype."""
         slots = limits.pages * limits.page_size + limits.max_nodes + 1
-        return self.layers * 2 * self.kv_heads * self.head_size * slots * item
+        head = self.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
+        return self.layers * 2 * self.kv_heads * head * slots
+
+
+SCALE_BYTES = 4
+"""Of a head's scale in float8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Keys or values of one layer in float8: numbers [G,slots,E] and scale float32[G,slots]."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+Side = Tensor | Narrow
+"""Keys or values of one layer: [G,slots,E], or that in float8."""
+
+
+def read(side: Side, slots: Tensor) -> Tensor:
+    """[G, *slots.shape, E] what is in `slots` int64; from float8 as float32."""
+    flat = slots.flatten()
+    if isinstance(side, Narrow):
+        scale = side.scale.index_select(1, flat)[..., None]
+        found = side.numbers.index_select(1, flat).float() * scale
+    else:
+        found = side.index_select(1, flat)
+    return found.unflatten(1, slots.shape)
+
+
+def put(side: Side, begin: int, rows: Tensor) -> None:
+    """Write rows [M,G,E] into the slots begin, begin+1, ..."""
+    place, rows = slice(begin, begin + len(rows)), rows.transpose(0, 1)
+    if isinstance(side, Narrow):
+        numbers, scale = float8_rows(rows)
+        side.numbers[:, place], side.scale[:, place] = numbers, scale[..., 0]
+    else:
+        side[:, place] = rows
 
 
 class PagedCache:
@@ -52,12 +98,18 @@ class PagedCache:
         self.null = self.scratch_begin + limits.max_nodes
         sizes = (shape.layers, 2, shape.kv_heads, self.null + 1, shape.head_size)
         self._kv = torch.zeros(sizes, device=device, dtype=dtype)
+        self._scale: Tensor | None = None
+        if dtype == FLOAT8:
+            self._scale = torch.zeros(sizes[:-1], device=device)
         self.device = device
 
-    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [G, slots, E], of one layer."""
+    def of_layer(self, layer: int) -> tuple[Side, Side]:
+        """Keys and values of one layer."""
         keys, values = self._kv[layer]
-        return keys, values
+        if self._scale is None:
+            return keys, values
+        key_scale, value_scale = self._scale[layer]
+        return Narrow(keys, key_scale), Narrow(values, value_scale)
 
     def slots(self, pages: Ints, positions: Slots | Ints) -> Slots:
         """int64[T] slots of positions [T], of a sequence whose page-table row is `pages` [W].
@@ -81,9 +133,8 @@ class PagedCache:
         """
         keys = keys + (keys * 0 + values * 0).sum(-1, keepdim=True)
         values = values.nan_to_num(0, 0, 0)
-        begin = self.scratch_begin + first
-        place = self._kv[layer, :, :, begin : begin + len(keys)]
-        place[0], place[1] = keys.transpose(0, 1), values.transpose(0, 1)
+        for side, rows in zip(self.of_layer(layer), (keys, values), strict=True):
+            put(side, self.scratch_begin + first, rows)
 
     def commit(self, nodes: Ints, slots: Slots) -> None:
         """Copy nodes [n] from scratch into page slots [n], all layers."""
@@ -92,4 +143,8 @@ class PagedCache:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` [n] to slots `target` [n], all different, in all layers."""
-        self._kv.index_copy_(3, target, self._kv.index_select(3, source))
+        numbers = self._kv
+        if self._scale is not None:
+            self._scale.index_copy_(3, target, self._scale.index_select(3, source))
+            numbers = numbers.view(torch.uint8)
+        numbers.index_copy_(3, target, numbers.index_select(3, source))

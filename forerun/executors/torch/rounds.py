@@ -5,8 +5,11 @@ few sizes, R rows of N nodes, each captured once (graphs.py) and replayed: the p
 copy, the choices of all nodes come back as one copy, and in between the accepted path of every
 row has been found and its keys and values moved into pages.
 
-    host    plan -> facts                                       choices -> Outcome
-    device           '-> forward -> choose -> walk -> move pages --'
+    host    plan -> facts                                                 record -> Outcome
+    device           '-> forward -> choose -> walk -> move pages (-> draft) --'
+
+Where a draft head wished for it (drafting.py), the same program extends the head by what was
+accepted and grows the next trees, which come back in the same copy.
 
 Rows that the device cannot decide (a grammar, penalties) run along: it walks no path for them, and
 the host decides and commits them from the logits, as in an eager step. A row that does not
@@ -16,19 +19,21 @@ begin with exactly one known token, which is a prompt's, makes the whole step an
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.engine.executor import ExecutorLimits
+from forerun.engine.heads import Wish
 from forerun.engine.plan import Plan
 from forerun.errors import EngineError
 from forerun.executors.host import PlainNodes
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.geometry import Geometry, intervals, tile_nodes, tiles_of
+from forerun.executors.torch.drafting import Decided, Drafting
+from forerun.executors.torch.facts import Facts, Size, Sized
+from forerun.executors.torch.geometry import Geometry, intervals
 from forerun.executors.torch.graphs import Programs, Recorder
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
@@ -46,20 +51,13 @@ CAPTURE_SECONDS = 20.0
 """No further one is begun then after this long."""
 
 
-class Size(NamedTuple):
-    """R rows of N nodes, both powers of two."""
-
-    rows: int
-    nodes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one replay found.
 
     place    int32[M]  a flat node's number in scratch, logits and features
     decided  bool[B]   rows whose accepted path the device has committed
-    choices  int32[M]  of flat nodes; meaningless in rows that are not decided
+    choices  int32[M]  of flat nodes on an accepted path of a decided row; NOTHING elsewhere
     logits   float32[R*N,V] on the device, until the next round
     features [R*N,F*H] likewise; None where nothing is tapped
     """
@@ -71,61 +69,13 @@ class Round:
     features: Tensor | None
 
 
-class _Facts:
-    """What one size's program reads, in one tensor that the host overwrites with one copy.
-
-    All int32, each part contiguous. Of rows, [R]: kv_len, count (nodes), low and high halves of
-    the seed, output position of the root, temperature's bits, decided. Of nodes, [R*N]: tokens,
-    parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
-    """
-
-    def __init__(self, size: Size, width: int, device: torch.device) -> None:
-        rows, nodes = size.rows, size.rows * size.nodes
-        shapes: dict[str, tuple[int, ...]] = {
-            **dict.fromkeys(
-                ("kv_len", "count", "low", "high", "position", "heat", "decided"), (rows,)
-            ),
-            **dict.fromkeys(("tokens", "parents", "depth"), (nodes,)),
-            "turns": (2, nodes),
-            "table": (rows, width),
-        }
-        total = sum(int(np.prod(shape)) for shape in shapes.values())
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(total, dtype=torch.int32, device=device)
-        self.host: dict[str, AnyArray] = {}
-        self.there: dict[str, Tensor] = {}
-        begin = 0
-        for name, shape in shapes.items():
-            end = begin + int(np.prod(shape))
-            self.host[name] = self._host[begin:end].view(shape).numpy()
-            self.there[name] = self._device[begin:end].view(shape)
-            begin = end
-
-    def send(self) -> None:
-        """Copy to the device; the host may not write again before the round's result is here."""
-        self._device.copy_(self._host, non_blocking=True)
-
-
-class _Sized:
-    """The fixed tensors of one size."""
-
-    def __init__(self, size: Size, width: int, share: int, device: torch.device) -> None:
-        total = size.rows * size.nodes
-        self.facts = _Facts(size, width, device)
-        start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
-        self.tile = tile_nodes(size.nodes, share)
-        self.start = torch.from_numpy(start).to(device)
-        self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(device)
-        self.row = torch.arange(total, device=device) // size.nodes
-        self.choices = torch.zeros(total, dtype=torch.int32, device=device)
-        self.result = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-
-
 class Rounds:
     """Captured rounds of one executor.
 
-    taps  layers whose entering residual streams a round hands out
+    taps      layers whose entering residual streams a round hands out
+    drafting  what a draft head does at the end of a round; None = nothing
+    count     rounds so far, and the seconds from their facts' sending to their results' coming:
+              what a step takes longer than that is the host's
     """
 
     def __init__(
@@ -141,12 +91,14 @@ class Rounds:
         self._share = decoder.arch.heads // decoder.arch.kv_heads
         self._width = -(-limits.context // limits.page_size)
         self._device = cache.device
-        self._sized: dict[Size, _Sized] = {}
+        self._sized: dict[Size, Sized] = {}
         self._programs = Programs(self._work, records)
         self._logits = torch.zeros(limits.max_nodes, limits.vocab, device=self._device)
         self.taps: tuple[int, ...] = ()
+        self.drafting: Drafting | None = None
         self._features: Tensor | None = None
         self.capture_seconds = 0.0
+        self.count, self.seconds = 0, 0.0
         self._warm = False
 
     @property
@@ -163,15 +115,22 @@ class Rounds:
         self._programs.forget()
         self._warm = False
 
-    def _capture_common(self) -> None:
-        """Capture the common sizes, the smallest first, within CAPTURE_SECONDS."""
+    def follow(self, drafting: Drafting) -> None:
+        """Do this at the end of rounds that a wish came before."""
+        self.drafting = drafting
+
+    def _capture_common(self, first: Size) -> None:
+        """Capture the sizes that are likely to come up, the first round's and the smallest first,
+        within CAPTURE_SECONDS.
+        """
         self._warm, began = True, perf_counter()
         rows = [1 << power for power in range(self._limits.slots.bit_length())]
-        for size in (Size(r, n) for r in rows for n in COMMON):
+        likely = [first, *(first._replace(rows=r) for r in rows)] if first.levels else []
+        for size in (*likely, *(Size(r, n) for r in rows for n in COMMON)):
             if perf_counter() - began > CAPTURE_SECONDS:
                 break
-            if self._fits(size):
-                self._blank(self._of(size).facts.host, size)
+            if self._fits(size) and size not in self.captured:
+                self._of(size).facts.blank()
                 for _ in range(2):
                     self._of(size).facts.send()
                     self._programs.run(size)
@@ -179,57 +138,69 @@ class Rounds:
             torch.cuda.synchronize(self._device)
         self.capture_seconds = perf_counter() - began
 
-    def size_of(self, plan: Plan, trees: TreeBatch) -> Size | None:
-        """The smallest size that holds the step; None where it cannot be run as a round."""
+    def size_of(self, plan: Plan, trees: TreeBatch, wish: Wish | None = None) -> Size | None:
+        """The smallest size that holds the step; None where it cannot be run as a round.
+
+        What is wished for is part of it, where it fits.
+        """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
         size = Size(_power(plan.rows), _power(int(np.diff(trees.start).max())))
-        return size if size.nodes <= MOST_NODES and self._fits(size) else None
+        if size.nodes > MOST_NODES or not self._fits(size):
+            return None
+        if wish is None or self.drafting is None or not np.isin(plan.slots, wish.slots).any():
+            return size
+        larger = size._replace(levels=wish.levels, width=wish.width)
+        return larger if self.drafting.fits(larger) else size
 
-    def run(self, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes) -> Round:
+    def run(
+        self, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes, wish: Wish | None = None
+    ) -> Round:
         """One round. Waits for its result, and for nothing before that."""
         if not self._warm:
-            self._capture_common()
+            self._capture_common(size)
         sized = self._of(size)
         row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
         place = row * size.nodes + np.arange(len(row)) - trees.start[row]
         decided = np.isin(trees.start[:-1], plain.nodes)
-        self._fill(sized.facts.host, size, plan, trees, plain, (row, place, decided))
+        self._fill(sized.facts, plan, trees, plain, (row, place, decided))
+        followed = np.zeros(plan.rows, np.bool_)
+        if wish is not None and size.levels:
+            followed = decided & np.isin(plan.slots, wish.slots)
+            sized.facts.host["home"][: plan.rows][followed] = plan.slots[followed]
+        sent = perf_counter()
         sized.facts.send()
         self._programs.run(size)
-        sized.result.copy_(sized.choices, non_blocking=True)
+        sized.result.copy_(sized.record, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+        self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - sent
+        record = sized.result.numpy()
+        if self.drafting is not None and size.levels:
+            self.drafting.done(size, followed, record[size.total :])
         return Round(
             place=place.astype(np.int32),
             decided=decided,
-            choices=sized.result.numpy()[place],
-            logits=self._logits[: size.rows * size.nodes],
+            choices=record[place],
+            logits=self._logits[: size.total],
             features=self._features,
         )
 
     def _fits(self, size: Size) -> bool:
-        return size.rows * size.nodes <= self._limits.max_nodes
+        most = self._limits.max_nodes
+        return size.total <= most and (self.drafting is None or self.drafting.fits(size))
 
-    def _of(self, size: Size) -> _Sized:
+    def _of(self, size: Size) -> Sized:
         if size not in self._sized:
-            self._sized[size] = _Sized(size, self._width, self._share, self._device)
+            self._sized[size] = Sized(size, self._width, self._share, self._device)
+            self._sized[size].facts.blank()
         return self._sized[size]
 
     # --- the host's half -----------------------------------------------------------------
 
-    def _blank(self, host: dict[str, AnyArray], size: Size) -> None:
-        """Rows without a node; what stands in their places sees itself alone."""
-        for name in ("kv_len", "count", "heat", "decided", "tokens", "depth", "table"):
-            host[name][...] = 0
-        host["parents"][:] = NOTHING
-        host["turns"][0] = np.tile(np.arange(size.nodes), size.rows) + 2 * size.nodes
-        host["turns"][1] = host["turns"][0] + 1
-
     def _fill(
         self,
-        host: dict[str, AnyArray],
-        size: Size,
+        facts: Facts,
         plan: Plan,
         trees: TreeBatch,
         plain: PlainNodes,
@@ -237,9 +208,9 @@ class Rounds:
     ) -> None:
         """Write the plan into the facts. where: row and place of every node, decided rows."""
         row, place, decided = where
-        count = plan.rows
+        count, host = plan.rows, facts.host
         self._check_pages(plan, trees, row)
-        self._blank(host, size)
+        facts.blank()
         host["kv_len"][:count] = plan.kv_len
         host["count"][:count] = np.diff(trees.start)
         host["decided"][:count] = decided
@@ -268,7 +239,7 @@ class Rounds:
     def _work(self, size: Size) -> None:
         sized, decoder, cache = self._of(size), self._decoder, self._cache
         facts = sized.facts.there
-        total = size.rows * size.nodes
+        total = size.total
         geometry = Geometry(
             start=sized.start,
             kv_len=facts["kv_len"],
@@ -291,23 +262,23 @@ class Rounds:
             self._features[:total] = torch.cat(streams, -1)
         logits = self._logits[:total]
         decoder.logits(last, out=logits)
-        low, high = (facts[name].long()[sized.row] for name in ("low", "high"))
-        sized.choices.copy_(
-            self._kernels.choose(
-                logits,
-                NodeNoise(
-                    seeds=(high << 32) | (low & 0xFFFFFFFF),
-                    positions=facts["position"][sized.row] + facts["depth"],
-                    temperatures=facts["heat"].view(torch.float32)[sized.row],
-                ),
-            )
+        low, high = (facts[name].long() for name in ("low", "high"))
+        noise = NodeNoise(
+            seeds=(high << 32) | (low & 0xFFFFFFFF),
+            positions=facts["position"],
+            temperatures=facts["heat"].view(torch.float32),
         )
-        kept = walk(sized.choices, facts, size).flatten()
-        own = cache.scratch_begin + torch.arange(total, device=self._device)
+        choices = self._kernels.choose(logits, noise.at(sized.row, facts["depth"]))
+        kept = walk(choices, facts, size)
+        sized.record[:total] = torch.where(kept.flatten(), choices, NOTHING)
         page = facts["table"][sized.row, position // cache.page_size].long()
         slot = page * cache.page_size + position % cache.page_size
         # What is not kept is copied onto itself.
-        cache.move(own, torch.where(kept, slot, own))
+        scratch = cache.scratch_begin + torch.arange(total, device=self._device)
+        cache.move(scratch, torch.where(kept.flatten(), slot, scratch))
+        if self.drafting is not None and self._features is not None and size.levels:
+            decided = Decided(facts, geometry, noise, choices, kept, position, slot)
+            sized.record[total:] = self.drafting.work(size, decided, self._features[:total])
 
 
 def walk(choices: Tensor, facts: dict[str, Tensor], size: Size) -> Tensor:
@@ -318,9 +289,10 @@ def walk(choices: Tensor, facts: dict[str, Tensor], size: Size) -> Tensor:
     and everything above it is right.
     """
     chosen, tokens, parents = (
-        tensor.view(size) for tensor in (choices, facts["tokens"], facts["parents"])
+        tensor.view(size.rows, size.nodes)
+        for tensor in (choices, facts["tokens"], facts["parents"])
     )
-    enter, leave = facts["turns"].view(2, *size)
+    enter, leave = facts["turns"].view(2, size.rows, size.nodes)
     order = torch.arange(size.nodes, device=choices.device)
     twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     doubled = (twins & (order[:, None] > order)).any(-1)

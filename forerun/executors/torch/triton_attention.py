@@ -9,7 +9,9 @@ rows, so keys are read once for all of them and for all nodes of the tile.
                   '----------'----------'-----------------'-- merged by log-sum-exp
 
 Keys and values are read where they lie (kv.py): the prefix through the page table, the step's own
-from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32.
+from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32. Keys
+and values may be float8 with a scale for each head of a slot: multiplied into scores and weights,
+so that a scale costs one product per key and not one per number.
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
@@ -19,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.kv import Narrow, Side
 
 KEYS = 64
 """Keys of one turn of the loop."""
@@ -33,22 +36,42 @@ _LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E: tl.constexpr):
+def _see(
+    most,
+    total,
+    mixed,
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slot,
+    seen,
+    there,
+    scale,
+    E: tl.constexpr,
+    NARROW: tl.constexpr,
+):
     """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS]."""
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
-    k = tl.load(keys + place, mask=real, other=0.0)
+    k = tl.load(keys + place, mask=real, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    if NARROW:
+        scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
     scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))
     # A line that has seen nothing yet has no maximum to subtract.
     level = tl.where(now == float("-inf"), 0.0, now)
     weights = tl.exp2(scores - level[:, None])
     fade = tl.exp2(most - level)
-    v = tl.load(values + place, mask=real, other=0.0)
+    total = total * fade + tl.sum(weights, 1)
+    v = tl.load(values + place, mask=real, other=0.0).to(q.dtype)
+    if NARROW:
+        weights = weights * tl.load(value_scales + slot, mask=there, other=0.0)[None, :]
     mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
-    return now, total * fade + tl.sum(weights, 1), mixed
+    return now, total, mixed
 
 
 @triton.jit(do_not_specialize=["table_stride", "scratch", "count"])
@@ -56,6 +79,8 @@ def _attend(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     out,
     sums,
     tiles,
@@ -75,6 +100,7 @@ def _attend(
     LINES: tl.constexpr,
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
     score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
@@ -93,6 +119,8 @@ def _attend(
     q = tl.load(queries + place, mask=whole, other=0.0)
     away = group.to(tl.int64) * group_stride
     keys, values = keys + away, values + away
+    # A scale for E numbers; without scales these lead nowhere and are not read.
+    ks, vs = key_scales + away // E, value_scales + away // E
     most = tl.full([LINES], float("-inf"), tl.float32)
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
 
@@ -103,7 +131,9 @@ def _attend(
         there = at + key < high
         page = tl.load(table + row * table_stride + (at + key) // PAGE, mask=there, other=0)
         slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
-        most, total, mixed = _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E)
+        most, total, mixed = _see(
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
+        )
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
     last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
@@ -113,7 +143,9 @@ def _attend(
         enter = tl.load(turns + at + key, mask=there, other=0)[None, :]
         leave = tl.load(turns + count + at + key, mask=there, other=0)[None, :]
         slot, seen = scratch + at + key, there[None, :] & (enter <= turn) & (turn < leave)
-        most, total, mixed = _see(most, total, mixed, q, keys, values, slot, seen, there, scale, E)
+        most, total, mixed = _see(
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
+        )
 
     if PARTS == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
@@ -148,9 +180,9 @@ def parts_for(programs: int) -> int:
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry, parts: int | None = None
+    queries: Tensor, keys: Side, values: Side, geometry: Geometry, parts: int | None = None
 ) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values [G,slots,E].
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The step's own keys and values must be in scratch. `parts`: a power of two; by default as
     many as fill the device. Launches only: nothing here waits for the device.
@@ -163,10 +195,11 @@ def attend(
     if parts > 1:
         found = queries.new_empty((parts, count, heads, size), dtype=torch.float32)
         sums = queries.new_empty((2, parts, count, heads), dtype=torch.float32)
+    numbers, scales = zip(*(_parts_of(side) for side in (keys, values)), strict=True)
     _attend[len(geometry.tiles), len(keys), parts](
         queries,
-        keys,
-        values,
+        *numbers,
+        *scales,
         found,
         sums,
         geometry.tiles,
@@ -174,7 +207,7 @@ def attend(
         geometry.kv_len,
         geometry.table,
         geometry.turns,
-        keys.stride(0),
+        numbers[0].stride(0),
         geometry.table.stride(0),
         geometry.scratch,
         count,
@@ -186,9 +219,15 @@ def attend(
         LINES=max(16, triton.next_power_of_2(geometry.tile * share)),
         KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
         PARTS=parts,
+        NARROW=isinstance(keys, Narrow),
         num_warps=4,
         num_stages=3 if queries.itemsize == 2 else 2,
     )
     if parts > 1:
         _merge[(count * heads,)](found, sums, out, count * heads, E=size, PARTS=parts, num_warps=2)
     return out
+
+
+def _parts_of(side: Side) -> tuple[Tensor, Tensor]:
+    """Numbers, and their scales, where there are any."""
+    return (side.numbers, side.scale) if isinstance(side, Narrow) else (side, side)

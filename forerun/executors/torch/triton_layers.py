@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.torch.kv import Narrow, Side
 from forerun.executors.torch.layers import Elementwise
 
 
@@ -53,9 +54,32 @@ def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
     tl.store(place + HALF, (second * c + first * s).to(kind), mask=there)
 
 
+@triton.jit
+def _store(side, scales, where, at, there, wide, E: tl.constexpr, NARROW: tl.constexpr):
+    """One head's numbers `wide` into the slot `where`; as forerun.executors.torch.kv.put."""
+    if NARROW:
+        # Greatest or NaN: a maximum alone would drop that.
+        bad = tl.sum(wide * 0, 0)
+        scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / 448.0 + bad
+        tl.store(scales + where, scale)
+        wide = tl.clamp(tl.div_rn(wide, tl.zeros_like(wide) + scale), -448.0, 448.0)
+    tl.store(side + where * E + at, wide.to(side.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["begin"])
 def _write(
-    keys, values, to_keys, to_values, key_stride, value_stride, group_stride, begin, E: tl.constexpr
+    keys,
+    values,
+    to_keys,
+    to_values,
+    key_scales,
+    value_scales,
+    key_stride,
+    value_stride,
+    slots,
+    begin,
+    E: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     row, group = tl.program_id(0), tl.program_id(1)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
@@ -67,9 +91,9 @@ def _write(
     nothing = value.to(tl.float32) * 0
     bad = tl.sum(key.to(tl.float32) * 0 + nothing, 0)
     value = tl.where(nothing == 0, value.to(tl.float32), 0.0)
-    target = group.to(tl.int64) * group_stride + (begin + row) * E + at
-    tl.store(to_keys + target, (key.to(tl.float32) + bad).to(key.dtype), mask=there)
-    tl.store(to_values + target, value.to(key.dtype), mask=there)
+    where = group.to(tl.int64) * slots + begin + row
+    _store(to_keys, key_scales, where, at, there, key.to(tl.float32) + bad, E, NARROW)
+    _store(to_values, value_scales, where, at, there, value, E, NARROW)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -109,22 +133,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def write(keys: Tensor, values: Tensor, layer: tuple[Tensor, Tensor], begin: int) -> None:
-    """PagedCache.write: keys and values [M,G,E] into the slots begin, begin+1, ... of `layer`.
-
-    Each [G,slots,E].
-    """
+def write(keys: Tensor, values: Tensor, layer: tuple[Side, Side], begin: int) -> None:
+    """PagedCache.write: keys and values [M,G,E] into the slots begin, begin+1, ... of `layer`."""
     count, groups, size = keys.shape
     assert keys.stride(1) == values.stride(1) == size, "heads of a node stand side by side"
+    narrow = isinstance(layer[0], Narrow)
+    numbers = [side.numbers if isinstance(side, Narrow) else side for side in layer]
+    scales = [side.scale if isinstance(side, Narrow) else side for side in layer]
     _write[count, groups](
         keys,
         values,
-        *layer,
+        *numbers,
+        *scales,
         keys.stride(0),
         values.stride(0),
-        layer[0].stride(0),
+        numbers[0].shape[1],
         begin,
         E=size,
+        NARROW=narrow,
         num_warps=1,
     )
 

@@ -1,0 +1,246 @@
+"""Drafting at the end of a captured round, against the same head asked pass by pass."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun import draft_choice
+from forerun.api import make_engine
+from forerun.completion import make_request
+from forerun.drafters.heads import HeadDrafter
+from forerun.executors.torch import TorchHead, executor, rounds
+from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.facts import Size
+from forerun.executors.torch.geometry import attend_dense
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.layers import PLAIN
+from forerun.models.folder import FolderCheckpoint
+from forerun.spec.policy import Budget, FixedPolicy
+from tests.models import tiny
+from tests.parity.tape import Tape
+from tests.parity.test_torch_head import SWITCHES, Target, Twin, learn, opened, serve
+from tests.parity.test_torch_rounds import write
+
+KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    return Target(FolderCheckpoint(folder))
+
+
+@pytest.fixture(scope="module")
+def learned(dense, tmp_path_factory):
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
+def taped(folder, twin, **changes):
+    """The target with rounds that a tape captures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "kernels_for", lambda device: KERNELS)
+        patch.setattr(executor, "recorder", lambda device: Tape())
+        return opened(folder, twin, **changes)
+
+
+@pytest.fixture(scope="module")
+def pair(folder, learned):
+    """The same target and head, captured and not."""
+    most = {"max_step_nodes": 128, "context": 128}
+    targets = taped(folder, learned[0], **most), opened(folder, learned[0], **most)
+    yield targets
+    for target in targets:
+        target.close()
+
+
+@pytest.fixture(autouse=True)
+def few_captures(monkeypatch):
+    """Only what comes up: tests/parity/test_torch_rounds.py sees the common sizes."""
+    monkeypatch.setattr(rounds, "COMMON", ())
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What head drafters propose, and how many passes they ask for."""
+    found = {"drafts": [], "passes": 0}
+    propose = HeadDrafter.propose
+
+    def proposed(self, plan):
+        drafts = propose(self, plan)
+        slots = zip(plan.slots.tolist(), plan.kv_len.tolist(), drafts, strict=True)
+        found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
+        return drafts
+
+    monkeypatch.setattr(HeadDrafter, "propose", proposed)
+    for name in ("extend", "guess"):
+        asked = getattr(TorchHead, name)
+
+        def counted(self, work, asked=asked):
+            found["passes"] += 1
+            return asked(self, work)
+
+        monkeypatch.setattr(TorchHead, name, counted)
+    return found
+
+
+def both(pair, seen, run):
+    """Of each target: what `run` returns, the drafts proposed, the passes asked for."""
+    sides = []
+    for target in pair:
+        seen["drafts"], seen["passes"] = [], 0
+        sides.append((run(target), seen["drafts"], seen["passes"]))
+    return sides
+
+
+def same(one, other, rtol=1e-3):
+    """Drafts of the same steps, but for the last bits of their scores."""
+    assert len(one) == len(other) > 0
+    for (*where, draft), (*there, expected) in zip(one, other, strict=True):
+        assert where == there
+        assert draft.tokens.tolist() == expected.tokens.tolist()
+        assert draft.parents.tolist() == expected.parents.tolist()
+        np.testing.assert_allclose(draft.score, expected.score, rtol=rtol, atol=1e-6)
+
+
+SHAPES = [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
+"""Guesses, depth, width; the first is one guess a step, two rows of products a sequence."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temperature, shape):
+    nodes, depth, width = shape
+    prompts = list(learned[1][:3, :12])
+
+    def run(target):
+        return serve(
+            target, prompts, "head", 30, temperature,
+            draft_nodes=nodes, draft_depth=depth, draft_width=width,
+        )  # fmt: skip
+
+    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    assert [item.tokens for item in ahead] == [item.tokens for item in behind]
+    same(drafts, expected)
+    assert sum(item.stats.accepted for item in ahead) > 0
+    # Prompts are the host's affair, and what is grown below them; then no pass is asked for.
+    assert few <= depth < many / 4
+
+
+class Uneven(FixedPolicy):
+    """Other wishes for every sequence and step, now and then none."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+        object.__setattr__(self, "steps", iter(range(10**6)))
+
+    def budgets(self, slots, kv_len):
+        step = next(self.steps)
+        if step % 11 in (4, 5, 6, 7):
+            return [Budget(0, 0, "not now")] * len(slots)
+        deep = [(int(slot) + step // 3) % 6 for slot in slots]
+        return [Budget(depth, depth, "as it comes") for depth in deep]
+
+
+def mixed(texts):
+    """Requests that begin and end at different steps, some of which the device cannot decide."""
+    kinds = [
+        {},
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.8, "seed": 6, "top_k": 9},
+        {"repetition_penalty": 1.2},
+        {"logprobs": 2},
+    ]
+    return [
+        make_request(
+            text[: 12 + 5 * n], max_tokens=15 + 7 * (n % 4), ignore_eos=True, **kinds[n % 5]
+        )
+        for n, text in enumerate(texts)
+    ]
+
+
+def answered(target, requests, **changes):
+    """What is said to the requests, one more of which comes every five steps."""
+    shape = {"speculation": "head", "draft_nodes": 5, "draft_depth": 5} | changes
+    engine = make_engine(target, replace(target.config, **shape))
+    said, waiting, steps = [[] for _ in requests], list(requests), 0
+    while engine.step_once() or waiting:
+        if waiting and steps % 5 == 0:
+            engine.submit(waiting[0], said[-len(waiting)].append)
+            waiting = waiting[1:]
+        steps += 1
+    engine.check()
+    return [[token for news in heard for token in news.tokens] for heard in said]
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
+    """Also prompts between rounds, rows the device cannot decide, and trees that must be deeper
+    than what was grown ahead.
+    """
+    monkeypatch.setattr(draft_choice, "FixedPolicy", lambda *_: Uneven())
+
+    def run(target):
+        return answered(target, mixed(learned[1]), draft_width=width)
+
+    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    monkeypatch.undo()
+    assert ahead == behind == answered(pair[1], mixed(learned[1]), speculation="off")
+    same(drafts, expected, rtol=1e-2)  # Features that were kept for later have 16 bits.
+    assert few < many
+
+
+def test_a_lookup_beside_the_head(pair, seen, learned):
+    """Rows whose lookup finds something are followed too, though they wish for no guess."""
+    repeated = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:4]]
+    requests = [make_request(prompt, max_tokens=30, ignore_eos=True) for prompt in repeated]
+
+    def run(target):
+        return answered(target, requests, speculation="both")
+
+    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    assert ahead == behind
+    same(drafts, expected)
+    assert few < many / 3
+
+
+def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, pair, seen):
+    target = taped(folder, learned[0], disable_cuda_graph=True)
+    try:
+        prompts = list(learned[1][:3, :12])
+        sides = both((target, pair[1]), seen, lambda target: serve(target, prompts, "head", 20))
+    finally:
+        target.close()
+    (alone, drafts, passes), (expected_texts, expected, same_passes) = sides
+    assert [item.tokens for item in alone] == [item.tokens for item in expected_texts]
+    same(drafts, expected)
+    assert passes == same_passes > 20
+
+
+@pytest.mark.parametrize("changes", SWITCHES)
+def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
+    twin = Twin(dense, tmp_path, changes)
+    targets = taped(folder, twin), opened(folder, twin)
+    prompts = np.random.default_rng(4).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
+    try:
+        shape = {"draft_nodes": 7, "draft_depth": 3, "draft_width": 2}
+        sides = both(targets, seen, lambda t: serve(t, list(prompts), "head", 12, 0.8, **shape))
+    finally:
+        for target in targets:
+            target.close()
+    (ahead, drafts, few), (behind, expected, many) = sides
+    assert [item.tokens for item in ahead] == [item.tokens for item in behind]
+    same(drafts, expected)
+    assert few < many / 3
+
+
+def test_a_size_that_needs_too_much_scratch_is_not_drafted_for(pair):
+    fits = pair[0].executor._rounds.drafting.fits
+    assert fits(Size(4, 16, levels=5, width=4))
+    assert not fits(Size(16, 4, levels=5, width=4))
+    assert not fits(Size(1, 4, levels=1, width=10**4))
