@@ -14,6 +14,7 @@ from typing import Any
 
 from forerun import profile
 from forerun.config import EngineConfig
+from forerun.constrain.backends import open_compiler
 from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -45,7 +46,8 @@ from forerun.models.ngram_table import NgramTable
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import FixedPolicy, Policy
 from forerun.spec.select import SelectivePolicy
-from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
+from forerun.text.chat import ChatTemplate
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
 
@@ -96,6 +98,8 @@ class Target:
         """Release the executor's threads and memory. Idempotent."""
         if self.compiler is not None:
             self.compiler.close()
+        if self.chat is not None:
+            self.chat.close()
         self.executor.shutdown()
 
 
@@ -240,7 +244,7 @@ def _open_toy(config: EngineConfig) -> Target:
         config=config,
         memory=memory,
         costs=_costs(config, executor),
-        compiler=_compiler(tokenizer),
+        compiler=open_compiler(config.grammar_backend, tokenizer),
     )
 
 
@@ -282,7 +286,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         config=config,
         memory=memory,
         costs=costs,
-        compiler=_compiler(model.tokenizer),
+        compiler=open_compiler(config.grammar_backend, model.tokenizer),
     )
 
 
@@ -358,10 +362,6 @@ def _resolved(
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )
-
-
-def _compiler(tokenizer: Tokenizer) -> Compiler | None:
-    return Compiler(tokenizer) if tokenizer.eos_ids else None
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

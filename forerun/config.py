@@ -129,6 +129,11 @@ class EngineConfig:
     )
     draft_nodes: int = option(8, "guesses per sequence and step, at most", low=0, high=256)
     draft_depth: int = option(8, "longest path of guesses", low=0, high=64)
+    grammar_backend: str = option(
+        "llguidance",
+        "what matches grammars; xgrammar takes fewer kinds and is a package of its own",
+        choices=("llguidance", "xgrammar"),
+    )
     policy: str = option(
         "auto",
         "how many guesses: always draft-nodes (fixed), or as many as pay by measured costs and "

@@ -10,7 +10,7 @@ from time import thread_time
 
 import numpy as np
 
-from forerun.constrain.habits import Habits, Places, legal
+from forerun.constrain.habits import Habits, Last, Places, legal
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.errors import EngineError
 from forerun.spec.tree import Draft
@@ -18,8 +18,10 @@ from forerun.types import Ints
 
 MAX_AHEAD = 32
 """Tokens that the chain has at most."""
-LEAST = 0.35
+LEAST = 0.1
 """Probability of its whole path below which the chain ends, however cheap a node is."""
+LIKELY = 0.35
+"""The same where nobody knows what a node costs."""
 PATIENCE = 0.01
 """Seconds of work after which no more is drafted for a sequence: hostile grammars need 20 ms for
 a node. Guesses change no text, so neither does the clock."""
@@ -36,8 +38,7 @@ class Walker:
         self.matcher = Matcher(compiled)
         self._masks: dict[tuple[int, ...], bytes] = {}
         self._habits = Habits(shared)
-        # The last token that is decided; -1 at the beginning.
-        self._last = -1
+        self._last: Last = (-1, -1)
         self._chain: list[tuple[int, float]] | None = None
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
@@ -49,7 +50,7 @@ class Walker:
                 self._masks[path] = found
         return found
 
-    def chain(self, least: float = LEAST) -> list[tuple[int, float]]:
+    def chain(self, least: float = LIKELY) -> list[tuple[int, float]]:
         """Certain and likely tokens below the root, each with the probability of its path, which
         is `least` or more. It is looked for once per step.
         """
@@ -72,7 +73,7 @@ class Walker:
                 if path in masks:
                     self._habits.learn(masks[path], self._last, token)
                 path = (*path, token)
-            self._last = token
+            self._last = (self._last[1], token)
             if matcher.complete:
                 return count
         matcher.settle()
@@ -103,8 +104,8 @@ class Walker:
     def _likely(self, path: tuple[int, ...]) -> tuple[int, float] | None:
         """The likeliest token where the matcher stands, and its probability."""
         mask = self.mask(path)
-        last = path[-1] if path else self._last
-        return None if mask is None else self._habits.guess(mask, last)
+        before, last = (*self._last, *path[-2:])[-2:]
+        return None if mask is None else self._habits.guess(mask, (before, last))
 
 
 def guide(walker: Walker, draft: Draft, nodes: int, depth: int) -> Draft:

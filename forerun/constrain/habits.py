@@ -3,7 +3,7 @@
 Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
 line break and indentation before the next property. N-grams of the text find little of it, for
 the words around differ. Here a place in the text is known by the grammar's state, that is by its
-mask, and by the last token; first in this sequence, then in all that came before.
+mask, and by the last tokens; first in this sequence, then in all that came before.
 """
 
 from collections import OrderedDict
@@ -12,9 +12,12 @@ from collections.abc import Hashable
 Weights = dict[int, float]
 """Decayed counts of the tokens that were chosen somewhere."""
 
+Last = tuple[int, int]
+"""The last token but one and the last; -1 before the beginning."""
+
 DOUBT = 4.0
 """How many observations of something else every place begins with."""
-BACKOFF = 2.0
+BACKOFF = 4.0
 """How many observations the more general estimate is worth to the more special one."""
 FADED = 0.1
 """Weight below which a token is forgotten."""
@@ -50,24 +53,24 @@ class Habits:
 
     def __init__(self, shared: Places) -> None:
         self._shared = shared
-        self._own = Places(decay=0.7, size=512)
+        self._own = Places(decay=0.7, size=1024)
 
-    def learn(self, mask: bytes, last: int, token: int) -> None:
-        """After the token `last`, in the state with this mask, `token` was chosen."""
-        for place in (hash(mask), (last,)):
+    def learn(self, mask: bytes, last: Last, token: int) -> None:
+        """After the tokens `last`, in the state with this mask, `token` was chosen."""
+        for place in _places(mask, last):
             self._shared.learn(place, token)
             self._own.learn(place, token)
 
-    def guess(self, mask: bytes, last: int) -> tuple[int, float] | None:
+    def guess(self, mask: bytes, last: Last) -> tuple[int, float] | None:
         """The likeliest token and its probability; None where nothing was learned.
 
         Estimates from the most general to the most special, each smoothed by the one before.
         """
-        state, after = hash(mask), (last,)
+        here = _places(mask, last)
         chance: dict[int, float] = {}
         prior = DOUBT
         for places in (self._shared, self._own):
-            for place in (after, state):
+            for place in here:
                 seen = {t: w for t, w in places.at(place).items() if legal(mask, t)}
                 total = prior + sum(seen.values())
                 chance = {t: prior * p / total for t, p in chance.items()}
@@ -82,7 +85,13 @@ class Habits:
 
 def shared_places() -> Places:
     """Habits of all sequences of an engine: some twenty megabytes at most."""
-    return Places(decay=0.9, size=8192)
+    return Places(decay=0.9, size=16384)
+
+
+def _places(mask: bytes, last: Last) -> tuple[Hashable, ...]:
+    """What a place is known by, from the most general to the most special."""
+    state = hash(mask)
+    return last[1:], state, (state, last[1]), last, (state, *last)
 
 
 def legal(mask: bytes | None, token: int) -> bool:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-import llguidance
 import numpy as np
 
+from forerun.constrain.automaton import Automaton
 from forerun.types import Words
 
 
@@ -12,12 +12,12 @@ from forerun.types import Words
 class Compiled:
     """A grammar ready to run: what a request carries to the engine.
 
-    prototype  a matcher that has consumed nothing; every sequence gets a copy
+    prototype  an automaton that has taken nothing; every sequence gets a copy
     start      the constraint begins after these token ids; empty = at once
-    vocab      ids below this are known to the matcher
+    vocab      ids below this are known to the automaton
     """
 
-    prototype: llguidance.LLMatcher
+    prototype: Automaton
     start: tuple[int, ...]
     vocab: int
 
@@ -26,11 +26,11 @@ class Matcher:
     """Follows one sequence through a grammar, ahead over guesses and back again.
 
     A matcher that fails (a limit was reached) says so in `error` and stays failed. It is never
-    shown a token that it could not take: llguidance does not forgive that.
+    shown an id that the tokenizer does not have.
     """
 
     def __init__(self, compiled: Compiled) -> None:
-        self._matcher: llguidance.LLMatcher = compiled.prototype.deep_copy()
+        self._automaton = compiled.prototype.fork()
         self._vocab = compiled.vocab
         self._start = compiled.start
         self._seen = 0
@@ -44,12 +44,12 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing but its end may follow."""
-        return not self.waiting and bool(self._matcher.is_stopped()) and not self.error
+        return not self.waiting and self._automaton.complete and not self.error
 
     @property
     def error(self) -> str:
         """Why the matcher failed; empty while it has not."""
-        return str(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return self._automaton.error
 
     def advance(self, token: int) -> bool:
         """Step over `token`. False where it does not fit; then nothing has changed."""
@@ -57,22 +57,22 @@ class Matcher:
             self._trail.append(self._seen)
             self._seen = self._progress(token)
             return True
-        if not 0 <= token < self._vocab or self._matcher.try_consume_tokens([token]) != 1:
+        if not 0 <= token < self._vocab or not self._automaton.take(token):
             return False
         self._trail.append(None)
         return True
 
     def back(self, steps: int) -> None:
         """Undo the last `steps` advances."""
-        consumed = 0
+        taken = 0
         for _ in range(steps):
             seen = self._trail.pop()
             if seen is None:
-                consumed += 1
+                taken += 1
             else:
                 self._seen = seen
-        if consumed:
-            self._matcher.rollback(consumed)
+        if taken:
+            self._automaton.back(taken)
 
     def settle(self) -> None:
         """Forget how to step back over what is decided."""
@@ -80,13 +80,11 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """Tokens that alone can follow, in order; often none."""
-        if self.waiting or self._matcher.is_stopped():
-            return []
-        return list(self._matcher.compute_ff_tokens())
+        return [] if self.waiting else self._automaton.forced()
 
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
-        return None if self.waiting else bytes(self._matcher.compute_bitmask())
+        return None if self.waiting else self._automaton.mask()
 
     def _progress(self, token: int) -> int:
         """How much of the start marker the text ends with once `token` is added."""

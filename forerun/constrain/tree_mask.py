@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.constrain.guide import LEAST, Walker, children, guide
+from forerun.constrain.guide import LIKELY, Walker, children, guide
 from forerun.constrain.habits import shared_places
 from forerun.constrain.matcher import Compiled, words
 from forerun.errors import RequestError
@@ -55,12 +55,18 @@ class TreeGrammars:
                 guided[row] = guide(walker, drafts[row], *room)
         return guided
 
-    def ahead(self, slot: int, least: float = LEAST) -> int:
-        """How many tokens are certain to follow, or at least as likely as `least`, one after the
-        other; 0 where no grammar holds the slot.
+    def ahead(self, slot: int, least: float = LIKELY) -> list[float]:
+        """The probabilities of what is certain to follow or likely, one token after the other,
+        down to `least`; empty where no grammar holds the slot.
         """
         walker = self._walkers.get(slot)
-        return len(walker.chain(least)) if walker is not None else 0
+        return [chance for _, chance in walker.chain(least)] if walker is not None else []
+
+    def limit(self, slot: int, count: int) -> None:
+        """Draft only so many of these in the coming step."""
+        walker = self._walkers.get(slot)
+        if walker is not None:
+            del walker.chain()[count:]
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""

@@ -4,15 +4,14 @@ Reads one JSON request per line, the arguments of `translate`, and answers each 
 line: `{"grammar": ...}` in llguidance's form, or `{"error": ...}`.
 """
 
-import json
 import re
 import resource
-import sys
 from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
+from forerun.child import serve
 from forerun.constrain.limits import LIMITS, MEMORY, json_options
 
 
@@ -65,13 +64,11 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer with llguidance."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     like_a_tokenizer: Any = Bytes()
     vocabulary = llguidance.LLTokenizer(like_a_tokenizer)
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(answer(json.loads(line), vocabulary)) + "\n")
-        sys.stdout.flush()
+    serve(lambda request: answer(request, vocabulary))
 
 
 if __name__ == "__main__":

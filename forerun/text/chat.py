@@ -1,41 +1,25 @@
 """Chat templates: messages to one prompt, as Hugging Face templates mean it.
 
-The template is part of the model, not of Forerun. It runs in minijinja with fuel, without
-files, imports or Python objects, and its text cannot be forged by what users write (see
-`escape`).
+The template is part of the model, not of Forerun: it runs where `rendering` says, and its text
+cannot be forged by what users write (see `escape`).
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-import minijinja
 import numpy as np
 
 from forerun.errors import ModelError, RequestError
 from forerun.text.escape import Escape, check_json, free_marker
+from forerun.text.rendering import renderer
 from forerun.text.tokenizer import Tokenizer, matcher
 from forerun.types import Ints
-
-FUEL = 5_000_000
-"""Template instructions per rendering: about a quarter of a second."""
-
-BYTE_LEVEL_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
-    "+ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-"""ChatML, for the byte-level tokenizer."""
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _SAID = ("content", "reasoning_content", "reasoning", "thinking")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
-_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
-_WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
-_ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 
 
 class ChatTemplate:
@@ -51,7 +35,7 @@ class ChatTemplate:
             )
         self._source: str = source
         self._tokenizer = tokenizer
-        self._environment = _environment(_plain_statements(source))
+        self._renderer = renderer(source)
         added = [token for token in tokenizer.added.values() if len(token.text) > 1]
         self._special = [token.text for token in added if token.control]
         # Some models leave `<｜User｜>` and the like unmarked: what the template writes counts.
@@ -63,6 +47,10 @@ class ChatTemplate:
     def source(self) -> str:
         """The template's text: it shows how the model calls tools and reasons."""
         return self._source
+
+    def close(self) -> None:
+        """End the process that renders, if there is one; it starts again when needed."""
+        self._renderer.close()
 
     def encode(
         self,
@@ -111,19 +99,7 @@ class ChatTemplate:
         names["messages"] = [_escaped(message, escape, own) for message in clean]
         names["tools"] = escape.value(offered)
         names["add_generation_prompt"] = add_generation_prompt
-        return self._run(names), marker
-
-    def _run(self, names: dict[str, Any]) -> str:
-        try:
-            return self._environment.render_template("chat", **names)
-        except minijinja.TemplateError as error:
-            said = error.detail or error.kind
-            where = f"line {error.line} of the chat template"
-            if "fuel" in str(error).splitlines()[0]:
-                raise ModelError(f"the chat template does not end (at {where})") from error
-            raise RequestError(
-                f"the chat template cannot render these messages: {said} ({where})", "messages"
-            ) from error
+        return self._renderer.render(names), marker
 
     def _names(self) -> dict[str, Any]:
         """`bos_token` and `eos_token`, where the model has them."""
@@ -221,80 +197,3 @@ def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, 
         said = {name: message[name] for name in _SAID if name in message}
         escaped |= own.value(said)
     return escaped
-
-
-def _plain_statements(source: str) -> str:
-    """Without transformers' `{% generation %}`, which marks training text and renders nothing."""
-    return _GENERATION.sub(
-        lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
-    )
-
-
-def _environment(source: str) -> minijinja.Environment:
-    environment = minijinja.Environment(
-        fuel=FUEL,
-        undefined_behavior="lenient",
-        auto_escape_callback=lambda name: False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        pycompat=True,
-        debug=False,
-        filters={"tojson": _tojson, "format": _format, "indent": _indent},
-        globals={"raise_exception": _raise, "strftime_now": _strftime_now},
-    )
-    for name in ("slice", "batch"):
-        environment.remove_filter(name)
-    try:
-        environment.add_template("chat", source)
-    except minijinja.TemplateError as error:
-        said = error.detail or error.kind
-        raise ModelError(f"the model's chat template, line {error.line}: {said}") from error
-    return environment
-
-
-def _raise(message: str) -> None:
-    raise RequestError(f"the chat template refuses these messages: {message}", "messages")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Sequence[str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Like transformers' filter: no HTML escapes. Markers stay themselves in either case."""
-    pair = None if separators is None else (separators[0], separators[1])
-    text = json.dumps(
-        value,
-        ensure_ascii=False,
-        indent=_small(indent),
-        separators=pair,
-        sort_keys=sort_keys,
-    )
-    return _ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
-
-
-def _format(pattern: str, *values: Any) -> str:
-    if _WIDTH.search(pattern):
-        raise RequestError("the chat template formats with an absurd width", "messages")
-    return str(pattern) % values
-
-
-def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    pad = " " * (_small(width) or 0)
-    lines = str(text).split("\n")
-    return "\n".join(
-        pad + line if (line or blank) and (index or first) else line
-        for index, line in enumerate(lines)
-    )
-
-
-def _small(width: int | None) -> int | None:
-    if width is not None and not 0 <= int(width) <= 64:
-        raise RequestError(f"the chat template indents by {width} spaces", "messages")
-    return width

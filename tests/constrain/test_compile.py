@@ -6,16 +6,18 @@ import time
 import numpy as np
 import pytest
 
+from forerun.child import Child
 from forerun.constrain import compile as compile_module
-from forerun.constrain.compile import Compiler, Worker
+from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.guidance import LONG, Guidance
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import BusyError, ModelError, RequestError
 from forerun.spec.tree import Draft, batch
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import Ends, Tokenizer
-from tests.constrain.tools import BPE, BYTES, compiler, members
+from tests.constrain.tools import BPE, BYTES, compiled, compiler, members
 
 FIELD = "response_format.json_schema.schema"
 
@@ -91,10 +93,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("grammar", HOSTILE, ids=lambda g: g.source[:30])
-def test_hostile_grammars_are_refused_or_quick_in_the_engine(grammar):
+def test_hostile_grammars_are_refused_or_quick_in_the_engine(library, grammar):
     """Compiling may take its five seconds; a step of the engine may not take a tenth of one."""
     try:
-        found = compiler("bpe").compile(grammar)
+        found = compiled(grammar, "bpe")
     except RequestError:
         return
     grammars = TreeGrammars(BPE.vocab_size)
@@ -103,7 +105,7 @@ def test_hostile_grammars_are_refused_or_quick_in_the_engine(grammar):
     slowest = 0.0
     for _ in range(20):
         began = time.thread_time()
-        room = np.array([max(grammars.ahead(0), 1)], np.int32)
+        room = np.array([max(len(grammars.ahead(0)), 1)], np.int32)
         (draft,) = grammars.guide(slot, [Draft()], room, room)
         masks = grammars.masks(slot, batch([known], [draft]))
         tokens = draft.tokens.tolist() or members(masks.bits[masks.row[0]].tobytes())[:1]
@@ -121,7 +123,7 @@ def test_a_long_forced_text_is_spelled_a_piece_at_a_time():
     matcher, out = Matcher(compiler("bpe").compile(Grammar.choice([text]))), []
     while not matcher.complete:
         forced = matcher.forced()
-        assert forced and len(forced) <= 2 * compile_module.LONG
+        assert forced and len(forced) <= 2 * LONG
         for token in forced:
             assert members(matcher.mask()) == [token], "what is forced is all that may follow"
             assert matcher.advance(token)
@@ -129,14 +131,12 @@ def test_a_long_forced_text_is_spelled_a_piece_at_a_time():
     assert BPE.decode(np.array(out)) == text
 
 
-def test_what_takes_too_long_is_ended_and_the_next_one_answered(monkeypatch):
-    monkeypatch.setattr(compile_module, "WORKER", ["sleep", "60"])
-    worker = Worker(0.3)
+def test_what_takes_too_long_is_ended_and_the_next_one_answered():
+    worker = Child(["sleep", "60"], 0.3)
     began = time.monotonic()
-    assert "more than 0.3 seconds" in worker.ask({"kind": "regex"})["error"]
+    assert worker.ask({"kind": "regex"}) is None
     assert time.monotonic() - began < 10
-    monkeypatch.undo()
-    worker = Worker(20)
+    worker = Child(Guidance.command, 20)
     request = {"kind": "regex", "source": "a", "lenient": False, "one_line": False}
     assert "grammar" in worker.ask(request)
     worker._process.kill()
@@ -145,6 +145,13 @@ def test_what_takes_too_long_is_ended_and_the_next_one_answered(monkeypatch):
     process = worker._process
     worker.close()
     assert process.poll() is not None
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
+    monkeypatch.setattr(Guidance, "command", ("sleep", "60"))
+    made = Compiler(BYTES, seconds=0.3)
+    with pytest.raises(RequestError, match=r"more than 0.3 seconds"):
+        made.compile(Grammar.regex("a"))
 
 
 def test_equal_grammars_compile_once():

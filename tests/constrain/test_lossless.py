@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from forerun.constrain.budget import ForcedBudgets, least_chance
+from forerun.constrain.budget import ForcedBudgets, least_chance, worthwhile
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.guide import LEAST
+from forerun.constrain.guide import LEAST, LIKELY
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.drafters.nothing import NoDrafter
 from forerun.engine.executor import ExecutorLimits
@@ -19,8 +19,10 @@ from forerun.engine.request import Finish, Request
 from forerun.executors.toy import ToyExecutor
 from forerun.spec.costs import StepCosts
 from forerun.spec.policy import FixedPolicy
-from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person
+from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, chosen, compiled, is_person
 from tests.engine.toys import ask, drafter, run
+
+pytestmark = pytest.mark.usefixtures("library")
 
 TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
 CITY = Grammar.regex("(Paris|Amsterdam)")
@@ -63,8 +65,13 @@ def heard(ear, id="r", index=0):
     return ear.tokens(id, index), ear.text(id, index), ear.last(id, index).finish
 
 
-@cache
 def plain(case: str, kind: str, sampling: str):
+    return plain_with(chosen.library, case, kind, sampling)
+
+
+@cache
+def plain_with(library: str, case: str, kind: str, sampling: str):
+    assert library == chosen.library
     return heard(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
 
 
@@ -217,12 +224,17 @@ def test_what_is_forced_teaches_the_policy_nothing():
 
     class Forced:
         def ahead(self, slot, least):
-            return {1: 3}.get(slot, 0)
+            return {1: [1.0, 0.9, 0.8]}.get(slot, [])
 
+        def limit(self, slot, count):
+            limits.append((slot, count))
+
+    limits = []
     policy = ForcedBudgets(Inner(2, 2), Forced())
     slots = np.array([0, 1], np.int32)
     budgets = policy.budgets(slots, slots)
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
+    assert limits == [(0, 0), (1, 3)]
     policy.observe(0, 2, 1)
     policy.observe(1, 3, 3)
     policy.observe(1, 5, 4)
@@ -235,6 +247,26 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
     chances = [least_chance(costs, rows) for rows in (1, 8, 64)]
     assert chances == sorted(chances)
     assert chances[0] == LEAST < chances[1] and chances[2] > 0.9
-    assert least_chance(None, 64) == LEAST
+    assert least_chance(None, 64) == LIKELY
+    assert worthwhile([[0.3] * 4], costs) == [2], "the third would cost more than it brings"
     steep = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0))
     assert least_chance(steep, 4) == 1.0, "a forced token has probability 1"
+
+
+def test_as_much_is_drafted_as_makes_the_step_fastest():
+    """Against every other choice."""
+    costs = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        sizes = random.integers(0, 7, 2)
+        chains = [np.sort(random.uniform(0.02, 1.0, size))[::-1].tolist() for size in sizes]
+        chosen = worthwhile(chains, costs)
+
+        def speed(counts, chains=chains):
+            tokens = 2 + sum(sum(chain[:n]) for chain, n in zip(chains, counts, strict=True))
+            return tokens / float(costs.verify(np.array(2 + sum(counts))))
+
+        every = [(a, b) for a in range(sizes[0] + 1) for b in range(sizes[1] + 1)]
+        assert speed(chosen) >= max(map(speed, every)) - 1e-9
+    assert worthwhile([[], []], costs) == [0, 0]
+    assert worthwhile([[1.0, 0.5]], None) == [2]

@@ -11,7 +11,9 @@ from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import EngineError, RequestError
 from forerun.spec.sampling import unpack
 from forerun.spec.tree import Draft, batch
-from tests.constrain.tools import BYTES, PERSON, compiled, members, random_draft
+from tests.constrain.tools import BYTES, PERSON, chosen, compiled, members, random_draft
+
+pytestmark = pytest.mark.usefixtures("library")
 
 VOCAB = 300  # padded: the tokenizer has 259 ids
 CITY = Grammar.regex("(Paris|Amsterdam)")
@@ -232,7 +234,7 @@ def test_only_constrained_rows_pay():
     assert grammars.guide(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
-    assert grammars.ahead(3) == 0
+    assert grammars.ahead(3) == []
 
 
 class Counted:
@@ -241,9 +243,9 @@ class Counted:
     def __init__(self, inner):
         self._inner, self.masks = inner, 0
 
-    def compute_bitmask(self):
+    def mask(self):
         self.masks += 1
-        return self._inner.compute_bitmask()
+        return self._inner.mask()
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -256,11 +258,11 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
         grammars.open(slot, compiled(Grammar.regex("[a-z]{9}")), ids("ab"))
     counts = []
     for walker in grammars._walkers.values():
-        walker.matcher._matcher = Counted(walker.matcher._matcher)
-        counts.append(walker.matcher._matcher)
+        walker.matcher._automaton = Counted(walker.matcher._automaton)
+        counts.append(walker.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
     for slot in (0, 1):
-        assert grammars.ahead(slot) == 0
+        assert grammars.ahead(slot) == []
     drafts = grammars.guide(
         slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
     )
@@ -278,12 +280,29 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
     assert [count.masks for count in counts] == [4, 3], "a new root, a new mask"
 
 
+def broken(automaton) -> None:
+    """Break it from inside, as a limit would."""
+    if chosen.library == "llguidance":
+        automaton._matcher.consume_token(0)
+    else:
+        automaton._matcher = Exhausted()
+
+
+class Exhausted:
+    """An xgrammar matcher whose every call raises what its limit on recursion raises."""
+
+    def __getattr__(self, name):
+        return self._fail
+
+    def _fail(self, *given):
+        raise RuntimeError("recursion limit exceeded")
+
+
 def test_a_failed_matcher_is_reported_once_and_alone():
     grammars = TreeGrammars(VOCAB)
     for slot in (0, 1):
         grammars.open(slot, compiled(CITY), [])
-    broken = grammars._walkers[0].matcher._matcher
-    broken.consume_token(0)  # Break it from inside, as a limit would.
+    broken(grammars._walkers[0].matcher._automaton)
     known = np.array([1], np.int32)
     slots = np.array([0, 1], np.int32)
     numbers = np.array([4, 4], np.int32)

@@ -3,9 +3,11 @@
 import json
 from functools import cache
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 
+from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
@@ -28,13 +30,19 @@ PERSON = {
 }
 
 
+LIBRARIES = ("llguidance", "xgrammar")
+chosen = SimpleNamespace(library="llguidance")
+"""Set by the fixture `library`."""
+
+
 @cache
-def compiler(name: str) -> Compiler:
-    return Compiler({"bytes": BYTES, "bpe": BPE}[name])
+def compiler(name: str, library: str = "llguidance") -> Compiler:
+    tokenizer = {"bytes": BYTES, "bpe": BPE}[name]
+    return Compiler(tokenizer, backend(library, tokenizer))
 
 
 def compiled(grammar: Grammar, name: str = "bytes") -> Compiled:
-    return compiler(name).compile(grammar)
+    return compiler(name, chosen.library).compile(grammar)
 
 
 def fits(grammar: Grammar, text: str, name: str = "bytes") -> bool:

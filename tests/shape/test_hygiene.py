@@ -8,8 +8,15 @@ import pytest
 from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
 
 PRODUCT = sources("forerun")
-LAZY = {"forerun/api.py", "forerun/cli.py", "forerun/executors/torch/kernels.py"}
-"""Files whose functions may import: an executor is loaded only when chosen, Triton on CUDA."""
+LAZY = {
+    "forerun/api.py",
+    "forerun/cli.py",
+    "forerun/constrain/backends.py",
+    "forerun/executors/torch/kernels.py",
+}
+"""Files whose functions may import: an executor is loaded only when chosen, Triton on CUDA,
+xgrammar when asked for.
+"""
 
 HOSTS = [
     "".join(parts)

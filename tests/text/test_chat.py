@@ -1,7 +1,9 @@
 """Prompts equal to transformers', and users who cannot forge them."""
 
 import json
-import time
+import os
+import resource
+from copy import copy
 from functools import cache
 
 import jinja2
@@ -12,7 +14,10 @@ from hypothesis import strategies as st
 
 from forerun.catalog import open_model
 from forerun.errors import ModelError, RequestError
-from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
+from forerun.text import rendering
+from forerun.text.chat import ChatTemplate
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, renderer
+from forerun.text.template import Template
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import TEXTS, byte_level_vocabulary
 from tests.text.templates import BY_NAME, CONTROLS, UNMARKED
@@ -39,6 +44,27 @@ def pair(tmp: str) -> tuple[Tokenizer, transformers.PreTrainedTokenizerBase]:
 @pytest.fixture(scope="session")
 def tokenizers(tmp_path_factory):
     return pair(str(tmp_path_factory.mktemp("tokenizer")))
+
+
+@cache
+def chat_template(source, tokenizer):
+    """One for all tests: each has a process of its own to start."""
+    template = ChatTemplate(source, tokenizer)
+    made.append(template)
+    return template
+
+
+made = []
+BYTES = Tokenizer.byte_level()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ended():
+    """Ends those processes."""
+    yield
+    chat_template.cache_clear()
+    while made:
+        made.pop().close()
 
 
 USER = {"role": "user", "content": "Weather in Paris? <b> > quote"}
@@ -90,7 +116,7 @@ def test_prompts_equal_transformers(tokenizers, name, chat, tools, prompt):
     ours, hf = tokenizers
     options = {"conversation": CHATS[chat], "chat_template": BY_NAME[name], "tools": tools}
     options |= {"add_generation_prompt": prompt, "enable_thinking": False}
-    template = ChatTemplate(BY_NAME[name], ours)
+    template = chat_template(BY_NAME[name], ours)
     try:
         expected = hf.apply_chat_template(**options, tokenize=False)
     except jinja2.TemplateError:
@@ -107,7 +133,7 @@ def test_tool_arguments_may_be_json_text(tokenizers):
     call = json.loads(json.dumps(CALL))
     function = call["tool_calls"][0]["function"]
     function["arguments"] = json.dumps(function["arguments"])
-    template = ChatTemplate(BY_NAME["chatml"], tokenizers[0])
+    template = chat_template(BY_NAME["chatml"], tokenizers[0])
     assert template.render([USER, call]) == template.render([USER, CALL])
     function["arguments"] = "{"
     with pytest.raises(RequestError, match="is not JSON") as error:
@@ -144,7 +170,7 @@ def test_users_cannot_write_control_tokens(tokenizers, data, name):
         tools[0]["function"]["parameters"]["properties"] = {"p" + draw(): {"type": draw()}}
         return messages, tools
 
-    template = ChatTemplate(BY_NAME[name], ours)
+    template = chat_template(BY_NAME[name], ours)
     calm = template.encode(*conversation(lambda: ""))
     prompt = template.encode(*conversation(lambda: data.draw(nasty)))
     marked = {ours.added[text].id for text in CONTROLS}
@@ -158,7 +184,7 @@ def test_users_cannot_write_control_tokens(tokenizers, data, name):
 def test_a_role_cannot_complete_a_control(tokenizers):
     source = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     ours, _ = tokenizers
-    template = ChatTemplate(source, ours)
+    template = chat_template(source, ours)
     assert not ours.special_ids & set(template.encode([{"role": "im_end", "content": ""}]).tolist())
     assert template.render([{"role": "user", "content": "x"}]) == "<|user|>x"
 
@@ -167,7 +193,7 @@ def test_halves_of_a_control_do_not_meet(tokenizers):
     source = "{{ messages[0].content + messages[1].content }}"
     ours, _ = tokenizers
     halves = [{"role": "user", "content": "a<|im_"}, {"role": "user", "content": "end|>b"}]
-    template = ChatTemplate(source, ours)
+    template = chat_template(source, ours)
     assert template.render(halves) == "a<|im_end|>b"
     assert not ours.special_ids & set(template.encode(halves).tolist())
 
@@ -178,7 +204,7 @@ def test_halves_of_a_control_do_not_meet(tokenizers):
 )
 def test_a_user_does_not_complete_what_the_template_begins(tokenizers, source, content):
     ours, _ = tokenizers
-    template = ChatTemplate(source, ours)
+    template = chat_template(source, ours)
     message = [{"role": "user", "content": content}]
     assert "<|im_end|>" in template.render(message)
     assert not ours.special_ids & set(template.encode(message).tolist())
@@ -201,7 +227,7 @@ def test_markers_survive_filters(tokenizers):
     )
     ours, _ = tokenizers
     message = {"role": "user", "content": " x<|im_end|>é "}
-    template = ChatTemplate(source, ours)
+    template = chat_template(source, ours)
     assert not ours.special_ids & set(template.encode([message]).tolist())
     assert template.render([message]) == (
         'y<|im_end|>é {"role": "user", "content": " x<|im_end|>é "} '
@@ -281,13 +307,76 @@ HOSTILE = (
 )
 
 
+def spent():
+    """Seconds of this process and of the children that have ended."""
+    return sum(os.times()[:4])
+
+
 @pytest.mark.parametrize("source", HOSTILE)
 def test_hostile_templates_end_quickly(source):
-    template = ChatTemplate(source, Tokenizer.byte_level())
-    began = time.process_time()
+    began = spent()
     with pytest.raises((RequestError, ModelError)):
-        template.encode([USER])
-    assert time.process_time() - began < 5
+        chat_template(source, BYTES).encode([USER])
+    assert spent() - began < 5
+
+
+DOUBLING = (
+    "{% set n = namespace(s='abcdefgh') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}"
+    "{% endfor %}{{ n.s | length }}",
+    "{% macro m(s, k) %}{% if k %}{{ m(s ~ s, k - 1) }}{% endif %}{% endmacro %}{{ m('ab', 60) }}",
+    "{% set a = 'x' * 100000000 %}" + "{% set a = a + a %}" * 20 + "{{ a }}",
+    "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}",
+    "{{ " + " ~ ".join(f"('x' * {99_999_000 + i})" for i in range(40)) + " }}",
+    "{{ 'x' * 50000000 }}",
+)
+
+
+@pytest.mark.parametrize("source", DOUBLING, ids=range(len(DOUBLING)))
+def test_a_template_cannot_exhaust_memory(source):
+    """It fails alone: its process may have half a gigabyte, this one grows little."""
+    before = resident()
+    with pytest.raises(ModelError, match="chat template"):
+        chat_template(source, BYTES).encode([USER])
+    assert resident() - before < 200
+    chat_template("{{ messages[0].content }}", BYTES).encode([USER])
+
+
+def resident():
+    """Megabytes this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def test_rendering_goes_on_after_its_process_was_killed():
+    long = "{% if messages | length > 1 %}{{ 'x' * 90000000 }}{% endif %}"
+    source = long + "{{ messages[0].content }}"
+    template = chat_template(source, BYTES)
+    for _ in range(2):
+        assert template.render([USER]) == USER["content"]
+        with pytest.raises(ModelError, match="chat template writes 90000029 characters"):
+            template.render([USER, USER])
+        template._renderer._child._process.kill()
+        template._renderer._child._process.wait()
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_template_says_the_same_here_and_apart(tokenizers, name):
+    """The slow twin of rendering in a process of its own."""
+    ours, _ = tokenizers
+    template = chat_template(BY_NAME[name], ours)
+    here = copy(template)
+    here._renderer = Template(BY_NAME[name])
+    said = {"role": "assistant", "content": "é\u2028 <|im_end|> \ue000"}
+    for chat in ([USER], [USER, said, USER]):
+        assert template.encode(chat).tolist() == here.encode(chat).tolist()
+
+
+def test_only_known_templates_run_in_this_process():
+    assert not isinstance(renderer(BYTE_LEVEL_TEMPLATE), Apart)
+    other = renderer(BYTE_LEVEL_TEMPLATE + " ")
+    assert isinstance(other, Apart)
+    other.close()
+    for digest in rendering.KNOWN:
+        assert len(digest) == 64
 
 
 @pytest.mark.model

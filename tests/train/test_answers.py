@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from forerun.errors import ModelError, RequestError
-from forerun.text.chat import BYTE_LEVEL_TEMPLATE, ChatTemplate
+from forerun.text.chat import ChatTemplate
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Chat, Recipe, Writer
 from forerun.train.prompts import Problems, read_prompts

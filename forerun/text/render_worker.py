@@ -1,0 +1,45 @@
+"""The process in which strangers' chat templates run: its memory is limited."""
+
+import resource
+from functools import lru_cache
+from typing import Any
+
+from forerun.child import serve
+from forerun.errors import ModelError, RequestError
+from forerun.text.template import Template
+
+MEMORY = 1 << 29
+"""Address space in bytes; rendering a megabyte of messages takes some dozens of megabytes."""
+LONGEST = 1 << 24
+"""Characters of a prompt: more than any model's context holds."""
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """The text of a template for some names, or the error and whose fault it is. Without names
+    the template is compiled only.
+    """
+    try:
+        template = _template(request["source"])
+        text = template.render(request["names"]) if "names" in request else ""
+    except RequestError as error:
+        return {"refused": str(error)}
+    except ModelError as error:
+        return {"unusable": str(error)}
+    if len(text) > LONGEST:
+        return {"unusable": f"the chat template writes {len(text)} characters for these messages"}
+    return {"text": text}
+
+
+@lru_cache(maxsize=4)
+def _template(source: str) -> Template:
+    return Template(source)
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""One chat template in minijinja: with fuel, without files, imports or Python objects.
+
+Fuel bounds time. It does not bound memory: doubling a string takes one instruction. So strangers'
+templates run in a process of their own (see `rendering`).
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import minijinja
+
+from forerun.errors import ModelError, RequestError
+
+FUEL = 5_000_000
+"""Template instructions per rendering: about a quarter of a second."""
+
+_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
+_ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
+
+
+class Template:
+    """A compiled template. Safe to share between threads.
+
+    Raises ModelError where it does not parse.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._environment = _environment(_plain_statements(source))
+
+    def render(self, names: dict[str, Any]) -> str:
+        """The text for these names.
+
+        Raises RequestError where they cannot be rendered, ModelError where there is no end.
+        """
+        try:
+            return self._environment.render_template("chat", **names)
+        except minijinja.TemplateError as error:
+            said = error.detail or error.kind
+            where = f"line {error.line} of the chat template"
+            if "fuel" in str(error).splitlines()[0]:
+                raise ModelError(f"the chat template does not end (at {where})") from error
+            raise RequestError(
+                f"the chat template cannot render these messages: {said} ({where})", "messages"
+            ) from error
+
+
+def _plain_statements(source: str) -> str:
+    """Without transformers' `{% generation %}`, which marks training text and renders nothing."""
+    return _GENERATION.sub(
+        lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
+    )
+
+
+def _environment(source: str) -> minijinja.Environment:
+    environment = minijinja.Environment(
+        fuel=FUEL,
+        undefined_behavior="lenient",
+        auto_escape_callback=lambda name: False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        pycompat=True,
+        debug=False,
+        filters={"tojson": _tojson, "format": _format, "indent": _indent},
+        globals={"raise_exception": _raise, "strftime_now": _strftime_now},
+    )
+    for name in ("slice", "batch"):
+        environment.remove_filter(name)
+    try:
+        environment.add_template("chat", source)
+    except minijinja.TemplateError as error:
+        said = error.detail or error.kind
+        raise ModelError(f"the model's chat template, line {error.line}: {said}") from error
+    return environment
+
+
+def _raise(message: str) -> None:
+    raise RequestError(f"the chat template refuses these messages: {message}", "messages")
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Like transformers' filter: no HTML escapes. Markers stay themselves in either case."""
+    pair = None if separators is None else (separators[0], separators[1])
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        indent=_small(indent),
+        separators=pair,
+        sort_keys=sort_keys,
+    )
+    return _ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+
+
+def _format(pattern: str, *values: Any) -> str:
+    if _WIDTH.search(pattern):
+        raise RequestError("the chat template formats with an absurd width", "messages")
+    return str(pattern) % values
+
+
+def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
+    pad = " " * (_small(width) or 0)
+    lines = str(text).split("\n")
+    return "\n".join(
+        pad + line if (line or blank) and (index or first) else line
+        for index, line in enumerate(lines)
+    )
+
+
+def _small(width: int | None) -> int | None:
+    if width is not None and not 0 <= int(width) <= 64:
+        raise RequestError(f"the chat template indents by {width} spaces", "messages")
+    return width

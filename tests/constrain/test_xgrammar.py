@@ -1,0 +1,195 @@
+"""xgrammar behind the contract: what it would ignore is refused, what it takes it takes rightly."""
+
+import json
+import sys
+from random import Random
+
+import pytest
+
+from forerun.api import load
+from forerun.config import EngineConfig
+from forerun.constrain.backends import backend
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Matcher
+from forerun.constrain.xgr_rules import plain_dots
+from forerun.errors import ConfigError, RequestError
+from tests.constrain import tools
+from tests.constrain.tools import BPE, BYTES, PERSON, compiled, fits, members
+
+pytest.importorskip("xgrammar")
+
+TEXT, LIST = {"type": "string"}, {"type": "array"}
+FIELD = "response_format.json_schema.schema"
+
+
+@pytest.fixture(autouse=True)
+def xgrammar(monkeypatch):
+    monkeypatch.setattr(tools.chosen, "library", "xgrammar")
+
+
+def schema(value, lenient=False) -> Grammar:
+    return Grammar.json_schema(value, lenient, field=FIELD)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (schema({"properties": {"a": {"not": TEXT}}, "type": "object"}), "properties.a.not cannot"),
+        (schema({"maxLength": 3}), "maxLength cannot be honoured by xgrammar: a type that has it"),
+        (schema({"type": "integer", "maxLength": 3}), "maxLength cannot"),
+        (schema({"type": "array", "uniqueItems": True}), "uniqueItems cannot"),
+        (schema({"type": "array", "contains": {}}), "contains cannot"),
+        (schema({"type": "number", "multipleOf": 0.5}), "multipleOf cannot"),
+        (schema({**TEXT, "pattern": "a", "maxLength": 3}), "maxLength cannot be honoured"),
+        (schema({**TEXT, "format": "date", "pattern": "a"}), "format cannot be honoured"),
+        (schema({**TEXT, "format": "martian"}), "unknown format 'martian'"),
+        (schema({"type": "object", "required": ["a"]}), "'a' is not among the properties"),
+        (schema({"type": "object", "properties": {'a"': {}}}), "names that JSON must escape"),
+        (schema({"type": "object", "patternProperties": {"a": {}}}), "patternProperties cannot"),
+        (schema({"type": "object", "propertyNames": {}}), "propertyNames cannot"),
+        (schema({"anyOf": [{}, TEXT], "minimum": 3}), "minimum cannot be honoured by xgrammar"),
+        (schema({"allOf": [{}, TEXT]}), "allOf cannot be honoured by xgrammar: more than one"),
+        (schema({"oneOf": [TEXT, {"type": "null"}]}), "oneOf cannot"),
+        (schema({"$ref": "https://example.org/a"}), "$ref cannot"),
+        (schema({**TEXT, "enum": ["a", 1]}), "type cannot be honoured"),
+        (schema({"type": "boolean", "const": 1}), "type cannot be honoured"),
+        (schema({"type": "foo"}), 'Unsupported type "foo"'),
+        (schema({**TEXT, "minLength": 3, "maxLength": 2}), "minLength 3 is greater"),
+        (schema({"const": "a" * 70_000}), "at most 65536"),
+        (Grammar.regex("(?=a)b"), "Lookahead is not supported"),
+        (Grammar.regex(r"a\b"), "Word boundary is not supported"),
+        (Grammar.regex("a^b"), "should be at the start of the regex"),
+        (Grammar.regex(r"\Aa"), "is not recognized"),
+        (Grammar.grammar('root ::= "a" b'), 'Rule "b" is not defined'),
+        (Grammar.grammar('start: "a"'), "--grammar-backend xgrammar does not read"),
+    ],
+    ids=lambda value: value.source[:40] if isinstance(value, Grammar) else "",
+)
+def test_what_it_does_not_honour_is_refused_by_name(grammar, said):
+    with pytest.raises(RequestError) as error:
+        compiled(grammar)
+    assert said in str(error.value) and str(error.value).startswith(grammar.field)
+    assert error.value.field == grammar.field and ".cc" not in str(error.value)
+
+
+def test_what_is_not_strict_ignores_keywords():
+    loose = schema({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, lenient=True)
+    assert fits(loose, "[null, null]") and not fits(loose, "[1]")
+
+
+TAKEN = [
+    ({**TEXT, "maxLength": 3}, ["", "abc", "é"], ["abcd", 1, None]),
+    ({**TEXT, "pattern": "^a.c$"}, ["abc"], ["ac", "a\nc", "abcd"]),
+    ({**TEXT, "format": "ipv4"}, ["1.2.3.4"], ["1.2.3.400", "x"]),
+    ({"type": "integer", "minimum": 3, "maximum": 12}, [3, 12], [2, 13, 3.5, "3"]),
+    ({"type": "integer", "multipleOf": 4}, [0, 8], [6]),
+    ({"type": "number", "exclusiveMaximum": 1.5, "minimum": 0}, [0, 1.25], [1.5, -1]),
+    ({"type": ["string", "null"], "maxLength": 1}, [None, "a"], ["ab", 1]),
+    ({"enum": [1, "a", None]}, [1, "a", None], [2, "b"]),
+    ({"anyOf": [{"type": "integer"}, {**TEXT, "maxLength": 1}]}, [5, "a"], ["ab", 1.5]),
+    ({"type": "array", "items": {"type": "null"}, "maxItems": 2}, [[], [None]], [[None] * 3, [1]]),
+    (
+        {"type": "array", "prefixItems": [{}, TEXT], "items": False},
+        [[1, "a"]],
+        [[1, 2], [1, "", 3]],
+    ),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, [None], [1]),
+    (
+        {"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False},
+        [{}, {"n": {"n": {}}}],
+        [{"n": 1}, {"m": {}}],
+    ),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        [{"a": 1}, {"a": 1, "b": []}],
+        [{}, {"a": "x"}, {"b": 1}],
+    ),
+    (PERSON, [{"first_name": "Ann", "age": 3, "kind": "human"}], [{"first_name": "Ann"}]),
+    (True, [1, {"a": [{}]}, "x"], []),
+]
+
+
+@pytest.mark.parametrize("lines", ["one", "many"])
+@pytest.mark.parametrize(("source", "valid", "invalid"), TAKEN, ids=lambda value: str(value)[:30])
+def test_what_it_takes_it_takes_rightly(source, valid, invalid, lines):
+    grammar = schema(source)
+    grammar = grammar.on_one_line() if lines == "one" else grammar
+    indent = None if lines == "one" else 2
+    for values, wanted in ((valid, True), (invalid, False)):
+        for value in values:
+            text = json.dumps(value, ensure_ascii=False, indent=indent)
+            assert fits(grammar, text) is wanted, text
+
+
+@pytest.mark.parametrize("source", [TEXT, {**TEXT, "maxLength": 9}, {**TEXT, "minLength": 1}])
+def test_no_string_has_raw_control_characters(source):
+    """Left to itself, xgrammar lets them into strings of limited length."""
+    for character in (*map(chr, range(32)), '"', "\\"):
+        assert not fits(schema(source), f'"a{character}"'), repr(character)
+
+
+PATTERNS = [
+    "a.b",
+    "[^ab]+",
+    "(?:ab|c)*",
+    "a{2,3}b?",
+    r"\d+\.\d*",
+    r"[&~a\-c]+",
+    "^(a|b)$",
+    "é+.",
+    ".",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_means_what_it_means_to_llguidance(pattern):
+    random, grammar = Random(pattern), Grammar.regex(pattern)
+    texts = ["".join(random.choices("abc1.&é\n", k=random.randrange(5))) for _ in range(900)]
+    found = [fits(grammar, text) for text in texts]
+    tools.chosen.library = "llguidance"
+    assert found == [fits(grammar, text) for text in texts]
+    assert any(found) and not all(found)
+
+
+def test_dots_become_what_they_are_elsewhere():
+    assert plain_dots(r"a.\.[.\]]") == r"a[^\n]\.[.\]]"
+
+
+@pytest.mark.parametrize(("name", "tokenizer"), [("bytes", BYTES), ("bpe", BPE)])
+def test_masks_takes_and_forced_tokens_agree(name, tokenizer):
+    grammars = (schema(PERSON), schema(PERSON).on_one_line(), Grammar.regex("x(Paris|Amsterdam)+y"))
+    for seed in range(12):
+        random, matcher = Random(seed), Matcher(compiled(grammars[seed % 3], name))
+        for _ in range(60):
+            for token in matcher.forced():
+                assert members(matcher.mask()) == [token]
+                assert matcher.advance(token)
+            if matcher.complete:
+                break
+            legal = members(matcher.mask())
+            assert legal and not {*legal} & (tokenizer.special_ids - {*tokenizer.eos_ids})
+            for token in random.sample(legal, min(len(legal), 20)):
+                assert matcher.advance(token), "a mask allows what is not taken"
+                matcher.back(1)
+            token = random.choice(legal)
+            assert matcher.advance(token)
+            if token in tokenizer.eos_ids:
+                assert matcher.complete
+                break
+
+
+def test_the_flag_says_what_is_missing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "forerun.constrain.xgr", raising=False)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(ConfigError, match=r"pip install 'forerun\[xgrammar\]'"):
+        backend("xgrammar", BYTES)
+
+
+def test_an_engine_with_it():
+    loaded = load(EngineConfig(model="toy", grammar_backend="xgrammar"))
+    try:
+        matcher = Matcher(loaded.target.compile(Grammar.choice(["yes", "no"])))
+        assert type(matcher._automaton).__name__ == "XgrammarAutomaton"
+        assert {*members(matcher.mask())} == {ord("y"), ord("n")}
+    finally:
+        loaded.close()
