@@ -7,7 +7,7 @@ from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.drafters.heads import HeadDrafter
 from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import Children, HeadPass
+from forerun.engine.heads import Children, HeadPass, Wish
 from forerun.engine.loop import Engine, EngineOptions
 from forerun.engine.request import Finish
 from forerun.executors.toy import ToyExecutor
@@ -34,6 +34,12 @@ class FixedHead:
         return Children(ids, np.log(0.5 ** (1.0 + ids)).astype(np.float32))
 
     guess = extend
+
+    def wish(self, wish: Wish) -> None:
+        """Not granted: nothing is drafted in advance."""
+
+    def grown(self) -> None:
+        """As said."""
 
     def describe(self) -> dict:
         return {}
