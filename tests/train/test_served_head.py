@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from forerun.train.loop import Progress
 from forerun.train.snapshot import load_snapshot
+from tests.train.conftest import TRAINING
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
@@ -123,6 +125,31 @@ def test_training_goes_on_from_another_draft(small, tmp_path, dialect):
     arch = FolderCheckpoint(small.model).architecture
     new, old = open_draft(tmp_path / "out" / "draft", arch), open_draft(draft, arch)
     assert new.head == old.head and np.array_equal(new.target_ids, old.target_ids)
+
+
+def test_an_interrupted_command_goes_on_where_it_stopped(small, tmp_path, monkeypatch, capsys):
+    """Ctrl-C in the middle of training: a message, a checkpoint, and to the bit the same end."""
+    flags = ("--epochs", "2", "--draft-vocab", "300", "--check-every", "4", "--ema", "0.9")
+    small.train(tmp_path / "whole", *flags)
+    presses = []
+
+    @contextmanager
+    def impatient():
+        def report(what, done, total):
+            if what.startswith("training") and done == 3 and not presses:
+                presses.append(True)
+                raise KeyboardInterrupt
+
+        yield report
+
+    monkeypatch.setattr("forerun.commands.train.bars", impatient)
+    line = ["train", "--model", str(small.model), "--prompts", str(small.prompts), *TRAINING]
+    assert main([*line, "--out", str(tmp_path / "cut"), *flags]) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert (tmp_path / "cut" / "last" / "state.safetensors").exists()
+    small.train(tmp_path / "cut", *flags)
+    files = [tmp_path / name / "draft" / "model.safetensors" for name in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_draft_that_does_not_fit_is_refused_before_the_work(small, tmp_path, capsys):
