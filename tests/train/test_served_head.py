@@ -13,6 +13,7 @@ from forerun.api import open_target
 from forerun.bench.acceptance import (
     CHAIN,
     Question,
+    Shape,
     agreement,
     mean_length,
     serve,
@@ -45,13 +46,13 @@ def config_of(small, draft, **changes) -> EngineConfig:
     )
 
 
-def served(small, draft, **changes) -> tuple[list[int], float]:
-    """A chain of 3 on the answers that were learnt: steps by number of accepted guesses, and the
-    share of guesses that were accepted.
+def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
+    """On the answers that were learnt: steps by number of accepted guesses, and the share of
+    guesses that were accepted.
     """
     target = open_target(config_of(small, draft, **changes))
     try:
-        config = replace(shaped(target.config, CHAIN), speculation="head")
+        config = replace(shaped(target.config, shape), speculation="head")
         question = Question("known", tuple(small.questions), 0.0, TOKENS, 4)
         stats = [item.stats for item in serve(target, config, question, lambda *_: None)[0]]
     finally:
@@ -61,9 +62,28 @@ def served(small, draft, **changes) -> tuple[list[int], float]:
 
 
 def test_what_was_learnt_by_heart_is_accepted(small):
-    histogram, accepted = served(small, small.draft)
+    """Two thousand tokens. One guess at a time: none is lost behind a wrong one."""
+    histogram, accepted = served(small, small.draft, Shape("one", 1, 1, 1))
     print(histogram, accepted)
     assert accepted > 0.98
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["features=1/2/2", "residual=normed", "feedback=normed", "the draft's cache is not rebuilt"],
+)
+def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
+    """The mistakes that lose acceptance and nothing else. See the one before: rightly, > 0.98."""
+    reading = mistake if "=" in mistake else None
+    if reading is None:
+
+        def forgetful(self, work):
+            return self._run(work, extend=True)  # And nothing is committed.
+
+        monkeypatch.setattr(cpu.CpuHead, "extend", forgetful)
+    histogram, accepted = served(small, small.draft, draft_reading=reading)
+    print(histogram, accepted)
+    assert accepted < 0.7
 
 
 def test_eval_shows_what_the_trainer_simulates(small, capsys):
