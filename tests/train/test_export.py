@@ -125,7 +125,9 @@ def set_offsets(*values):
         (set_offsets((9, 25)), "leads to target id 34, outside"),
         (set_offsets((0, -1)), "leads to target id -1, outside"),
         (set_offsets((1, 4)), "two draft ids to one target id"),
-        (lambda t: t.update(d2t=torch.zeros(4, dtype=torch.int64)), "d2t"),
+        (lambda t: t.update(d2t=torch.zeros(4, dtype=torch.int64)), r"d2t is \[4\], not \[10\]"),
+        (lambda t: t.update(d2t=torch.zeros(10)), "stored as F32; it must be I64"),
+        (set_offsets((0, -(2**62))), "outside 0..29"),
         (lambda t: t.pop("midlayer.self_attn.k_proj.weight"), "k_proj.weight is missing"),
     ],
 )
@@ -140,12 +142,62 @@ def test_truncated_and_pickled_drafts(good, tmp_path):
     (good / "model.safetensors").write_bytes(data[:-7])
     with pytest.raises(ModelError, match="damaged"):
         open_draft(good, TARGET)
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    shutil.copy(good / "config.json", pickled)
-    (pickled / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    with pytest.raises(ModelError, match="pickle"):
-        open_draft(pickled, TARGET)
+    for name in ("pytorch_model.bin", "draft.pt"):
+        pickled = tmp_path / name.partition(".")[0]
+        pickled.mkdir()
+        shutil.copy(good / "config.json", pickled)
+        (pickled / name).write_bytes(b"\x80\x02.")
+        with pytest.raises(ModelError, match=f"{name}, a pickle.*[Cc]onvert"):
+            open_draft(pickled, TARGET)
+
+
+@pytest.mark.parametrize("config", [None, "", '{"hidden_size": 16', "[1]", "\x00"])
+def test_a_damaged_configuration_is_named(good, config):
+    (good / "config.json").unlink()
+    if config is not None:
+        (good / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        open_draft(good, TARGET)
+
+
+def renamed(folder, names):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({names.get(n, n): t for n, t in tensors.items()}, folder / "model.safetensors")
+
+
+def reconfigured(folder, *without, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    for key in without:
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_angelslims_words(good):
+    reconfigured(good, architectures=["Eagle3LlamaForCausalLM"], target_model_type="llama")
+    assert open_draft(good, TARGET).head == replace(trained().head, trained_head=True)
+
+
+def test_older_words_of_vllm_and_specforge(tmp_path):
+    """Norms per feature under their first names, the map under vLLM's."""
+    head = trained(feature_norm="each")
+    export_head(head, IDS, tmp_path, full=True)
+    places = ("low", "mid", "high")
+    names = {f"fc_norm.{i}.weight": f"aux_norm_{place}.weight" for i, place in enumerate(places)}
+    renamed(tmp_path, names | {"d2t": "draft_id_to_target_id"})
+    reconfigured(tmp_path, "fc_norm", use_aux_norm=True)
+    draft = open_draft(tmp_path, TARGET)
+    assert draft.head == replace(head.head, trained_head=True)
+    assert draft.target_ids.tolist() == IDS.tolist()
+
+
+def test_what_speculators_leave_out_means_true(tmp_path):
+    export_head(trained(normed_residual=True), IDS, tmp_path, "speculators")
+    reconfigured(tmp_path, "norm_before_residual")
+    draft = open_draft(tmp_path, TARGET)
+    assert draft.head.normed_residual
+    assert any("norm_before_residual is not set" in warning for warning in draft.warnings)
+    export_head(trained(), IDS, tmp_path, "sglang")
+    assert not open_draft(tmp_path, TARGET).head.normed_residual
 
 
 @pytest.mark.parametrize(
