@@ -5,11 +5,11 @@
 plain    one token for each of B sequences: whole steps (draft nothing, verify, accept, commit)
          against the floor, the weights' bytes over the copy bandwidth measured first
 t(k)     a chain of k nodes of one sequence over one node
+sized    steps at a large model's size with random weights, and SYNTHETIC speed-ups
 served   the engine end to end, speculation off and on: tokens per second of wall time; host is
          the share of it outside of captured rounds (prompts, which are eager, included)
 leak     bytes that so many rounds leave behind, on the device and in the process
 author   dense generation, as `forerun train` uses it
-sized    steps at a large model's size with random weights, and SYNTHETIC speed-ups
 
 Every section is measured by itself: where one fails, its error stands in the table and the rest
 goes on. Prints a table last and writes JSON with the machine's stamp.
@@ -235,10 +235,10 @@ def measure_sized(model: Model, device: torch.device, size: Size) -> dict[str, A
 SECTIONS = {
     "plain": measure_plain,
     "t(k)": measure_nodes,
+    "sized": measure_sized,
     "served": measure_served,
     "leak": measure_leak,
     "author": measure_author,
-    "sized": measure_sized,
 }
 
 
