@@ -178,7 +178,7 @@ class Drafting:
         forest.begin(self._arrays, decided.facts["table"], below.kv_len)
         for level in range(1, size.levels):
             chosen = forest.frontier(values)
-            if level > 1:
+            if level > 1 and width > 1:
                 hidden = _of_rows(hidden, chosen // width)
                 forest.descend(chosen // width)
             token, base = tokens.gather(1, chosen), values.gather(1, chosen)
@@ -268,10 +268,17 @@ class _Forest:
         ]  # fmt: skip
         # Of a level that asks: its own nodes see themselves, later ones are seen by nobody.
         self._places = torch.arange(width, dtype=torch.int32, device=device)
+        self._everyone = torch.arange(width, device=device).expand(size.rows, -1)
         own = np.broadcast_to([np.arange(width), np.arange(1, width + 1)], (size.rows, 2, width))
         later = np.full((size.rows, 2, levels, width), width)
         later[:, :, 0] = own
         self._own = there(later.transpose(1, 0, 2, 3))
+        # In a chain whoever came before is above.
+        ones = np.ones(size.rows * levels)
+        self._chain = [
+            there(np.stack([np.tile(np.arange(levels) > level, size.rows), ones]))
+            for level in range(levels)
+        ]
 
     def begin(self, arrays: HeadArrays, table: Tensor, kv_len: Tensor) -> None:
         """Roots are known: nothing has run."""
@@ -297,7 +304,7 @@ class _Forest:
         """int64[R,width]: the best of the newest level, values [R,.], ascending."""
         width = self.size.width
         if values.shape[1] == width:
-            return torch.arange(width, device=values.device).expand(len(values), -1)
+            return self._everyone
         best = values.sort(dim=1, descending=True, stable=True).indices[:, :width]
         return best.sort(dim=1).values
 
@@ -315,6 +322,8 @@ class _Forest:
     def geometry(self, level: int) -> Geometry:
         """For a level that asks."""
         levels = self.shape[1]
+        if self.size.width == 1:
+            return replace(self._geometry, turns=self._chain[level], tiles=self._tiles[level])
         above = self._above[..., None, :]
         places = self._places[:, None]
         enter, leave = ((above < places).sum(-1), (above <= places).sum(-1))

@@ -234,4 +234,6 @@ def _loaded(executor: TorchExecutor, checkpoint: Checkpoint, draft: DraftFile) -
             values = draft.tensor(name)
         weights[name] = torch.from_numpy(np.array(values)).to(executor.device, executor.dtype)
     head.load_state_dict(weights, assign=True)
+    if executor.kernels is not None:
+        head.use(executor.kernels.parts)
     return head.requires_grad_(False)
