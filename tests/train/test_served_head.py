@@ -70,17 +70,23 @@ def test_what_was_learnt_by_heart_is_accepted(small):
 
 @pytest.mark.parametrize(
     "mistake",
-    ["features=1/2/2", "residual=normed", "feedback=normed", "the draft's cache is not rebuilt"],
+    ["features=1/2/2", "residual=normed", "feedback=normed", "no cache", "features of one node"],
 )
 def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
     """The mistakes that lose acceptance and nothing else. See the one before: rightly, > 0.98."""
     reading = mistake if "=" in mistake else None
-    if reading is None:
+    true_extend = cpu.CpuHead.extend
 
-        def forgetful(self, work):
-            return self._run(work, extend=True)  # And nothing is committed.
+    def forgetful(self, work):
+        return self._run(work, extend=True)  # And nothing is committed.
 
+    def starved(self, work):
+        return true_extend(self, replace(work, sources=np.zeros_like(work.sources)))
+
+    if mistake == "no cache":
         monkeypatch.setattr(cpu.CpuHead, "extend", forgetful)
+    if mistake == "features of one node":
+        monkeypatch.setattr(cpu.CpuHead, "extend", starved)
     histogram, accepted = served(small, small.draft, draft_reading=reading)
     print(histogram, accepted)
     assert accepted < 0.7
