@@ -36,19 +36,22 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
+    # All sets are read before the first is asked: what took minutes must not be lost.
+    chosen = {
+        name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
+    }
     config, attempts = probed(config, arguments.probe)
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
     # n-gram lookup shapes its own trees: one shape says all.
     headed = target.head is not None
-    shapes = (CHAIN, TREE) if headed else (Shape("lookup", 8, 8, 1),)
+    shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
     try:
         if target.config.speculation == "off":
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
         simulate = _simulation(target) if arguments.simulate else None
         with bars() as progress:
-            for name, path in sets.items():
-                prompts = tuple(spread(read_prompts(path), arguments.count))
+            for name, prompts in chosen.items():
                 for temperature in arguments.temperatures:
                     question = Question(
                         name, prompts, temperature, arguments.tokens, arguments.group
