@@ -36,8 +36,13 @@ FURTHER = 4
 """Levels of guesses beyond the first whose cost is compared with none."""
 PAIRS = 4
 """Steps with and without cached tokens that are compared."""
+LEAST = 3
+"""A count is timed at least so often, unless that takes three times SECONDS: a step that was
+interrupted must not decide what a guess costs beside 64 rows."""
+SMOOTH = 8
+"""Nodes from which on steps grow at least in proportion; below, kernels work in fours."""
 SECONDS = 0.5
-"""All counts get the same share of this, but at least one step each."""
+"""All counts get the same share of this."""
 
 
 def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
@@ -61,10 +66,37 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
     steady = 1000.0 * np.maximum.accumulate([median(times[nodes]) for nodes in counts])
     return StepCosts(
         nodes=tuple(counts),
-        verify_ms=tuple(steady.tolist()),
+        verify_ms=tuple(smoothed(counts, steady.tolist())),
         attend_ms=_attention_ms(executor),
         draft_ms=1000.0 * _time_guess(drafter, limits),
     )
+
+
+def smoothed(counts: list[int], ms: list[float]) -> list[float]:
+    """The times with what bulges upwards among large steps pressed flat.
+
+    From SMOOTH nodes on a further node costs as much as one before it or more, never less, and
+    noise only adds: so the times must be convex there, and the greatest such curve below them
+    is taken. One slow step of 32 nodes made a guess beside 64 rows look like a bargain.
+    """
+    hull: list[int] = []
+    for here in range(len(counts)):
+        if counts[here] < SMOOTH:
+            continue
+        while len(hull) >= 2 and _above(hull[-2], hull[-1], here, counts, ms):
+            hull.pop()
+        hull.append(here)
+    corners = [counts[i] for i in hull], [ms[i] for i in hull]
+    return [
+        time if count < SMOOTH else float(np.interp(count, *corners))
+        for count, time in zip(counts, ms, strict=True)
+    ]
+
+
+def _above(left: int, middle: int, right: int, counts: list[int], ms: list[float]) -> bool:
+    """Whether the middle one lies above the line from left to right."""
+    share = (counts[middle] - counts[left]) / (counts[right] - counts[left])
+    return ms[middle] > ms[left] + share * (ms[right] - ms[left])
 
 
 def _time_in_turns(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
@@ -75,9 +107,11 @@ def _time_in_turns(executor: Executor, possible: list[int]) -> dict[int, list[fl
         for nodes, step in steps.items():
             taken = times.get(nodes, [])
             everything = sum(map(sum, times.values()))
-            if taken and sum(taken) > SECONDS / len(steps):
+            if len(taken) >= LEAST and sum(taken) > SECONDS / len(steps):
                 continue
             if len(times) >= 2 and not taken and everything > SECONDS:
+                continue
+            if taken and everything > 3 * SECONDS:
                 continue
             times[nodes] = [*taken, _time_step(executor, step)]
     return times

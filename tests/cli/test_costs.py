@@ -7,7 +7,7 @@ from forerun.api import make_engine, open_target
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.costs import measure_costs, with_head
+from forerun.engine.costs import measure_costs, smoothed, with_head
 from forerun.engine.executor import ExecutorLimits
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
@@ -110,3 +110,14 @@ def test_the_toys_automatic_policy_is_fixed():
     with toy_target() as target:
         assert target.config.policy == "fixed"
         assert target.costs is None
+
+
+def test_a_slow_moment_makes_no_guess_a_bargain():
+    counts, clean = [1, 4, 5, 8, 16, 32, 64], [4.0, 5.2, 7.0, 10.1, 20.1, 39.5, 78.8]
+    assert smoothed(counts, clean) == pytest.approx(clean, rel=0.01)
+    slow = [*clean[:5], 65.0, 78.8]
+    pressed = smoothed(counts, slow)
+    assert pressed[:5] == pytest.approx(clean[:5]) and pressed[6] == clean[6]
+    assert pressed[5] == pytest.approx(39.67, abs=0.01)
+    assert smoothed([1, 2], [3.0, 9.0]) == [3.0, 9.0]
+    assert smoothed([8, 16], [9.0, 9.5]) == [9.0, 9.5]
