@@ -43,7 +43,9 @@ def test_the_table_is_the_default(target):
     assert target.table is not None and target.head is None
 
 
-@pytest.mark.parametrize(("temperature", "least"), [(0.0, 1.5), (0.8, 1.35)])
+@pytest.mark.parametrize(
+    ("temperature", "least"), [(0.0, 1.5), pytest.param(0.8, 1.35, marks=pytest.mark.slow)]
+)
 def test_tokens_per_step(target, temperature, least):
     with_table = length(target, temperature)
     alone = length(replace(target, table=None), temperature)
