@@ -82,12 +82,18 @@ def open_chosen(config: EngineConfig, arch: Architecture) -> Parts:
     if config.draft is None or config.speculation == "off":
         return Parts()
     folder, head, table = Path(config.draft), None, None
+    if not config.draft or not folder.is_dir():
+        raise ModelError(
+            f"--draft {config.draft!r} is no folder; name the one that holds the draft"
+        )
     tabled = (folder / TABLE).is_file()
     if tabled and config.speculation != "head":
         table = read_ngram_table(folder / TABLE, arch.vocab)
     if config.speculation == "ngram" and table is None:
         raise ModelError(f"{folder} holds no {TABLE}, which is what speculation ngram wants of it")
-    alone = tabled and config.speculation == "auto" and not (folder / "config.json").exists()
+    alone = tabled and not (folder / "config.json").exists()
+    if alone and config.speculation in ("head", "both"):
+        raise ModelError(f"{folder} holds an n-gram table and no head; use --speculation ngram")
     if config.speculation != "ngram" and not alone:
         head = open_draft(folder, arch, config.draft_reading)
         for warning in head.warnings:

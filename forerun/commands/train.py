@@ -35,6 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
     if prompts and not prompts.is_file():
         raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
     engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    if config.start_from and config.table_only:
+        raise ConfigError("--table-only trains no head; leave --start-from out")
     if config.start_from and arguments.draft_vocab:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:

@@ -33,7 +33,7 @@ what was measured at start-up may have been wrong."""
 
 WRONG = "off: the guesses of this text are wrong too often for what they cost"
 DEAR = "off: at this batch a guess costs as much as a token"
-NO_MATCH = "nothing: nothing like the present came before"
+NO_MATCH = "nothing: no continuation is likely enough"
 NOT_WORTH = "nothing: the guesses found cost more than they bring"
 PAYS = "guesses verified: they bring more than they cost"
 

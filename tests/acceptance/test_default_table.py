@@ -63,6 +63,26 @@ def test_none_means_no_draft_at_all(speculation):
         open_target(EngineConfig(kv_tokens=2048, draft="none", speculation=speculation))
 
 
+@pytest.mark.parametrize(
+    ("draft", "speculation", "message"),
+    [
+        ("", "auto", "is no folder"),
+        ("ngrams.safetensors", "ngram", "is no folder"),
+        (".", "head", "no head; use --speculation ngram"),
+        (".", "both", "no head; use --speculation ngram"),
+    ],
+)
+def test_a_table_alone_in_a_folder(tmp_path, monkeypatch, draft, speculation, message):
+    shipped = shipped_draft("smollm2-135m") / "ngrams.safetensors"
+    (tmp_path / "ngrams.safetensors").write_bytes(shipped.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        open_target(EngineConfig(kv_tokens=2048, draft=draft, speculation=speculation))
+    target = open_target(EngineConfig(kv_tokens=2048, draft="."))
+    assert target.config.speculation == "ngram" and target.table is not None
+    target.close()
+
+
 def test_a_folder_without_a_table(tmp_path):
     with pytest.raises(ModelError, match=r"holds no ngrams\.safetensors"):
         open_target(EngineConfig(kv_tokens=2048, draft=str(tmp_path), speculation="ngram"))
