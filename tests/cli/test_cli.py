@@ -119,7 +119,11 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["eval", *TOY, "--speculation", "off"], 2, "nothing to measure"),
         (["eval", *TOY, "--set", "a=/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["eval", *TOY, "--count", "999"], 2, "999 prompts were asked for"),
-        (["train", "--preset", "table", "--start-from", "/d"], 2, "--table-only trains no head"),
+        (
+            ["train", "--out", "/o", "--preset", "table", "--start-from", "/d"],
+            2,
+            "--table-only trains no head",
+        ),
         (["eval", *TOY, "--probe"], 2, "nothing to probe"),
         (["run", "Hi", "--probe", "--draft-reading", "theta=1"], 2, "leave --probe out"),
     ],
