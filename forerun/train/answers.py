@@ -48,10 +48,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One finished chat as token ids. wanted[i]: token i belongs to an answer."""
+    """One finished chat as token ids. wanted[i]: token i belongs to an answer.
+
+    number  of the chat, by when it was begun: chats finish in an order that time decides
+    """
 
     tokens: Ints
     wanted: np.ndarray
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,7 @@ class Writer:
         follow = self._random.random() < self.recipe.follow_up
         session = Session(
             writer=self,
+            number=key,
             messages=messages,
             temperature=0.0 if greedy else self.recipe.temperature,
             seed=int(self._random.integers(1 << 62)),
@@ -189,9 +194,15 @@ class Session:
     """One chat under way: write the user's turn if there is none, answer, perhaps once more."""
 
     def __init__(
-        self, writer: Writer, messages: Messages, temperature: float, seed: int, follow: bool
+        self,
+        writer: Writer,
+        number: int,
+        messages: Messages,
+        temperature: float,
+        seed: int,
+        follow: bool,
     ) -> None:
-        self._writer, self._messages = writer, list(messages)
+        self._writer, self._number, self._messages = writer, number, list(messages)
         self._temperature, self._seed, self._follow = temperature, seed, follow
         self._asked: Ask | None = None
         self._chat: Chat | None = None
@@ -246,7 +257,8 @@ class Session:
         self._over = not (follow and self._follow) or self.answered
         assert self._asked is not None
         tokens = np.concatenate([self._asked.prompt, ids]).astype(np.int32)
-        self._chat = Chat(tokens, np.arange(len(tokens)) >= len(self._asked.prompt))
+        wanted = np.arange(len(tokens)) >= len(self._asked.prompt)
+        self._chat = Chat(tokens, wanted, self._number)
         words = self._writer.tokenizer.decode(ids)
         self._messages.append({"role": "assistant", "content": words})
 

@@ -74,9 +74,12 @@ class Corpus:
 
 
 def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
-    """Store chats. At least one stays for training and, where there are two, one for judging."""
+    """Store chats as they were begun: the same answers make the same corpus, whichever came
+    first. At least one stays for training and, where there are two, one for judging.
+    """
     if not chats:
         raise ModelError("the target wrote no usable answer; nothing to train on")
+    chats = sorted(chats, key=lambda chat: chat.number)
     folder.mkdir(parents=True, exist_ok=True)
     held_out = min(max(held_out, 1), len(chats) - 1)
     starts = np.zeros(len(chats) + 1, np.int64)

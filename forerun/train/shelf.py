@@ -45,6 +45,7 @@ class Shelf:
             tokens=np.concatenate([chat.tokens for chat in fresh]),
             wanted=np.concatenate([chat.wanted for chat in fresh]),
             lengths=np.array([len(chat.tokens) for chat in fresh], np.int64),
+            numbers=np.array([chat.number for chat in fresh], np.int64),
             begun=np.array(self.begun, np.int64),
         )
         beside.replace(path)
@@ -58,11 +59,12 @@ class Shelf:
             with np.load(path, allow_pickle=False) as part:
                 ends = np.cumsum(part["lengths"])[:-1]
                 tokens, wanted = np.split(part["tokens"], ends), np.split(part["wanted"], ends)
+                numbers = part["numbers"].tolist()
                 self.begun = int(part["begun"])
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{path} cannot be read ({error}); remove it and start again"
             ) from None
-        self.chats += [Chat(t, w) for t, w in zip(tokens, wanted, strict=True)]
+        self.chats += map(Chat, tokens, wanted, numbers)
         self._parts += 1
         self._stored = len(self.chats)

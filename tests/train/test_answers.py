@@ -10,6 +10,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Chat, Recipe, Writer
+from forerun.train.corpus import write_chats
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.shelf import PART, Shelf
 
@@ -129,12 +130,40 @@ def test_shares_and_a_resumed_run_draws_on():
     assert not {ask.seed for _, ask in again.asks} & {ask.seed for _, ask in author.asks}
 
 
+class Prompt(Scripted):
+    """Answers one at a time, the first asked first."""
+
+    def finished(self):
+        self._open.reverse()
+        self._open, ready = self._open[:-1], self._open[-1:]
+        self._open.reverse()
+        return [(key, np.array(TOKENIZER.encode(text), np.int32)) for key, text in ready]
+
+
+def test_a_corpus_is_the_same_whichever_answer_came_first(tmp_path):
+    """Two are unusable and replaced by others."""
+
+    def answer(prompt):
+        return "" if "wrong" in prompt else f"You asked: {prompt[-40:]}"
+
+    asked = [f"{'wrong' if n in (1, 4) else 'right'} question {n * 7}" for n in range(12)]
+    corpora = []
+    for kind in (Scripted, Prompt):
+        turns = iter([[{"role": "user", "content": text}] for text in asked])
+        _, chats = write(kind(answer), turns, answers=9, follow_up=0)
+        corpora.append((chats, write_chats(tmp_path / kind.__name__, chats, 2)))
+    (some, one), (others, other) = corpora
+    assert [chat.number for chat in some] != [chat.number for chat in others]
+    for name in ("tokens", "wanted", "starts"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
 def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     random = np.random.default_rng(0)
 
     def chat():
         tokens = random.integers(0, 9, random.integers(2, 9)).astype(np.int32)
-        return Chat(tokens, tokens > 4)
+        return Chat(tokens, tokens > 4, int(random.integers(99)))
 
     shelf = Shelf(tmp_path / "answers")
     made = [chat() for _ in range(PART + 3)]
@@ -148,6 +177,7 @@ def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     for a, b in zip(made, again.chats, strict=True):
         assert np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.wanted, b.wanted)
+        assert a.number == b.number
     (tmp_path / "answers" / "part-00000.npz").write_bytes(b"torn")
     with pytest.raises(ModelError, match="remove it"):
         Shelf(tmp_path / "answers")
