@@ -149,7 +149,7 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     fault = target.fault if config.speculation == "off" else None
     guarded = GuardedDrafter(drafter, fault)
     policy = GuardedPolicy(policy, guarded)
-    options = EngineOptions(max_waiting=config.max_waiting)
+    options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
     grammars = TreeGrammars(target.memory.limits.vocab)
     if config.speculation != "off":
         policy = ForcedBudgets(policy, grammars, target.costs)

@@ -87,6 +87,11 @@ class EngineConfig:
     enable_torch_compile: bool = option(
         False, "let torch.compile write the kernels between the matrix products (torch executor)"
     )
+    overlap: bool = option(
+        False,
+        "plan the next step while this one runs (cuda, captured rounds, speculation off or head; "
+        "the text stays the same; not measured on a GPU yet)",
+    )
     threads: int | None = option(
         None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024
     )

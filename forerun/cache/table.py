@@ -77,9 +77,9 @@ class PageTable:
             self._chain.append(entry)
             self.pages[number] = entry.page
 
-    def rollback(self) -> None:
-        """Give back every page beyond the committed positions."""
-        needed = -(-self.length // self._index.page_size)
+    def rollback(self, growing: int = 0) -> None:
+        """Give back every page beyond the committed positions, and the `growing` next ones."""
+        needed = -(-(self.length + growing) // self._index.page_size)
         while len(self.pages) > needed:
             self._index.release(self.pages.pop())
 

@@ -43,6 +43,10 @@ class CombinedDrafter:
         grown = self._head.propose(left)
         return [a if yes else b for a, b, yes in zip(found, grown, sure, strict=True)]
 
+    def carry(self, plan: Plan) -> bool:
+        """Lookup needs the text, and a head that is not asked the features of every step."""
+        return False
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on to both."""
         left, self._left = self._left or plan, None

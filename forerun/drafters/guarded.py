@@ -42,6 +42,10 @@ class GuardedDrafter:
         """What the other drafter proposes, or an empty draft per row."""
         return self._attempt(lambda: self._inner.propose(plan), [NO_GUESSES] * plan.rows)
 
+    def carry(self, plan: Plan) -> bool:
+        """Pass on; no step is carried for a drafter that failed."""
+        return self._attempt(lambda: self._inner.carry(plan), False)
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on."""
         self._attempt(lambda: self._inner.observe(plan, trees, outcome), None)

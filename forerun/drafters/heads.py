@@ -11,18 +11,17 @@ Positions (EAGLE, section 4.1): the draft's position q pairs feature f_q with to
 predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from forerun.drafters.seat import LOST, Seat
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import CANDIDATES, Children, Grown, HeadDevice, HeadPass, Wish
+from forerun.engine.heads import CANDIDATES, Children, HeadDevice, HeadPass, Wish
 from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.draft import Growth, full_draft
+from forerun.spec.draft import Growth
 from forerun.spec.noise import gumbel_of
-from forerun.spec.sampling import Sampling
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
@@ -32,66 +31,8 @@ is one, and pages that later requests reuse should hold its entries."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind; kept in 16 bits, some 3 KB each for a small target. One that
 lags further is not drafted for any more."""
-_LOST = -1
 
 _NO_CHILDREN: tuple[Ints, Floats] = (np.zeros(0, np.int32), np.zeros(0, np.float32))
-
-
-@dataclass(slots=True)
-class _Seat:
-    """What the drafter knows of one slot.
-
-    tokens   all tokens decided when it was opened: what follows a prompt chunk
-    ready    tokens[:ready] have run through target and head; children belong to the last
-    children target ids and log-probabilities after the last extension, best first; None = none
-    idle     steps since guesses were asked for
-    behind   tokens that the head has not seen, and their features: kept for catching up
-    begin    position of the first of them; -1 = it lags too far
-    ahead    what the last step grew below the last of `ready`, and the row of it; None = nothing
-    """
-
-    tokens: Ints
-    prompt_len: int
-    sampling: Sampling
-    ready: int = 0
-    children: tuple[Ints, Floats] | None = None
-    idle: int = 0
-    behind: list[tuple[Ints, AnyArray]] = field(default_factory=list)
-    begin: int = 0
-    ahead: tuple[Grown, int] | None = None
-
-    @property
-    def current(self) -> bool:
-        """Whether the head has seen all that was decided."""
-        return not self.behind and self.begin != _LOST
-
-    @property
-    def lag(self) -> int:
-        """How many tokens the head is behind."""
-        return sum(len(tokens) for tokens, _ in self.behind)
-
-    def take(self, most: int) -> tuple[Ints, AnyArray]:
-        """The first `most` of the tokens behind, and their features, which are forgotten here."""
-        tokens = np.concatenate([part for part, _ in self.behind])
-        features = np.concatenate([part for _, part in self.behind])
-        self.begin += min(most, len(tokens))
-        self.idle = 0
-        self.behind = [(tokens[most:], features[most:])] if len(tokens) > most else []
-        return tokens[:most], features[:most]
-
-    def follow(self, ready: int, grown: Grown, row: int) -> None:
-        """The step has extended the head to `ready` and grown a tree there."""
-        self.ready, self.ahead = ready, (grown, row)
-        first = slice(grown.width)
-        self.children = (grown.tokens[row, first], grown.value[row, first])
-
-    def draft(self, depth: int, nodes: int) -> Draft | None:
-        """What was grown ahead, cut to this; None where it is not so deep."""
-        if self.ahead is None or self.ahead[0].levels < depth:
-            return None
-        grown, row = self.ahead
-        found = grown.tokens[row], grown.parents[row], grown.value[row]
-        return full_draft(grown.width, depth, nodes, *found)
 
 
 class HeadDrafter:
@@ -104,13 +45,13 @@ class HeadDrafter:
     def __init__(
         self, device: HeadDevice, target_ids: Ints, limits: ExecutorLimits, width: int, depth: int
     ) -> None:
-        self.traits = DrafterTraits("eagle3", depth, needs_features=True)
+        self.traits = DrafterTraits("eagle3", depth, needs_features=True, ahead=True)
         self._device, self._target_ids, self._width = device, target_ids, width
-        self._seats: list[_Seat | None] = [None] * limits.slots
+        self._seats: list[Seat | None] = [None] * limits.slots
 
     def begin(self, opening: Opening) -> None:
         """Remember the known tokens; features come with the steps."""
-        self._seats[opening.slot] = _Seat(opening.tokens, opening.prompt_len, opening.sampling)
+        self._seats[opening.slot] = Seat(opening.tokens, opening.prompt_len, opening.sampling)
 
     def end(self, slot: int) -> None:
         """Forget the slot."""
@@ -162,7 +103,7 @@ class HeadDrafter:
         self, plan: Plan, rows: list[int], chains: dict[int, tuple[AnyArray, AnyArray]]
     ) -> None:
         """Keep the features of what became permanent."""
-        rows = [row for row in rows if self._seat(plan, row).begin != _LOST]
+        rows = [row for row in rows if self._seat(plan, row).begin != LOST]
         if not rows:
             return
         nodes = np.concatenate([chains[row][0] for row in rows]).astype(np.int32)
@@ -174,7 +115,7 @@ class HeadDrafter:
             seat.behind.append((tokens, features[begin : begin + len(tokens)]))
             begin += len(tokens)
             if seat.lag > MOST_BEHIND:
-                seat.behind, seat.begin = [], _LOST
+                seat.behind, seat.begin = [], LOST
 
     def _catch_up(self, plan: Plan) -> None:
         """Extend the rows that are asked for guesses and lag behind, as many tokens at a time as
@@ -272,6 +213,16 @@ class HeadDrafter:
         self._wish(plan)
         return drafts
 
+    def carry(self, plan: Plan) -> bool:
+        """The running step grows the guesses where it follows every row; so shall the coming one.
+        Without a guess the features would be kept for later, on the host.
+        """
+        followed = bool(np.isin(plan.slots, self._device.following()).all())
+        if followed and plan.max_depth.any():
+            self._wish(plan)
+            return True
+        return False
+
     def _wish(self, plan: Plan) -> None:
         """Let the step do what would come after it, of rows that the head is not behind with.
 
@@ -358,7 +309,7 @@ class HeadDrafter:
         hot = any(self._seat(plan, row).sampling.temperature > 0 for row in rows)
         return max(CANDIDATES, self._width) if hot else self._width
 
-    def _best(self, seat: _Seat, found: Children, node: int, index: int) -> tuple[Ints, Floats]:
+    def _best(self, seat: Seat, found: Children, node: int, index: int) -> tuple[Ints, Floats]:
         """The `width` best children of the scored `node`, for the token at sequence index
         `index`: target ids and log-probabilities.
 
@@ -374,7 +325,7 @@ class HeadDrafter:
         order = np.argsort(-scores, kind="stable")[: self._width]
         return ids[order], scores[order]
 
-    def _seat(self, plan: Plan, row: int) -> _Seat:
+    def _seat(self, plan: Plan, row: int) -> Seat:
         seat = self._seats[int(plan.slots[row])]
         assert seat is not None, "a planned slot was begun"
         return seat

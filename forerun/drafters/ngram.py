@@ -229,6 +229,10 @@ class NgramDrafter:
                 drafts.append(NO_GUESSES)
         return drafts
 
+    def carry(self, plan: Plan) -> bool:
+        """Guesses need the text."""
+        return not plan.max_nodes.any()
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
         counts, emitted = outcome.n_tokens.tolist(), outcome.tokens.tolist()

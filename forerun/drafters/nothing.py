@@ -19,6 +19,10 @@ class NoDrafter:
         """An empty draft per row."""
         return [Draft()] * plan.rows
 
+    def carry(self, plan: Plan) -> bool:
+        """Nothing to propose, nothing to observe."""
+        return True
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Nothing to learn."""
 

@@ -40,6 +40,10 @@ class SelectedDrafter:
         self._drafting = self._begun - started
         return drafts
 
+    def carry(self, plan: Plan) -> bool:
+        """Pass on. All that is grown within the budget is verified."""
+        return self._inner.carry(plan)
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on, and let the policy learn. Steps with a prefill say nothing of decoding."""
         verified = perf_counter()
@@ -47,6 +51,11 @@ class SelectedDrafter:
         if any(plan.max_nodes.tolist()):
             self._learn(plan, outcome)
         self._ended = perf_counter()
+        self._time(plan, trees, outcome, verified)
+        # A carried step has no beginning of its own: it goes on where this one ends.
+        self._begun, self._drafting, self._pause = self._ended, 0.0, 0.0
+
+    def _time(self, plan: Plan, trees: TreeBatch, outcome: Outcome, verified: float) -> None:
         if max(map(len, plan.known)) > 1 or True in plan.constrained.tolist():
             return
         seconds = verified - self._begun

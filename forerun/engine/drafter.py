@@ -17,11 +17,13 @@ class DrafterTraits:
     name              shown in statistics
     max_depth         longest path it can propose
     needs_features    the target must hand over hidden states (EAGLE family)
+    ahead             its guesses for the next step can come of the running one, on the device
     """
 
     name: str
     max_depth: int
     needs_features: bool = False
+    ahead: bool = False
 
 
 class Drafter(Protocol):
@@ -39,6 +41,13 @@ class Drafter(Protocol):
         A row with max_nodes 0 gets an empty draft; where no row may guess, there may be no call
         at all, only `observe`. Changes nothing that a rejected guess
         would have to undo, or undoes it in `observe`.
+        """
+        ...
+
+    def carry(self, plan: Plan) -> bool:
+        """The coming step is a carried one: instead of `propose`, before the running step is
+        observed. False where guesses that the plan allows cannot come of the running step, or
+        where what `observe` needs of that would be gone: then it is planned anew, later.
         """
         ...
 

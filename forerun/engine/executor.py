@@ -1,7 +1,7 @@
 """The executor's handful of verbs. The engine owns time, the executor owns arrays."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.tree import NodeMasks, TreeBatch
@@ -75,4 +75,35 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release threads and memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CarryingExecutor(Executor, Protocol):
+    """An executor whose device can go on with the next step before anybody looks at this one.
+
+    A carried step is begun by `carry` instead of `verify`, while the one before it runs; it
+    advances the same sequences, or some of them, and the slots of both stay open until both are
+    over. Then `accept` and `commit` are called for the first, with what `verify` gave, and for the
+    second, with `trees` and the plan completed. No more than two steps run at a time.
+    """
+
+    def keep_state(self) -> bool:
+        """Keep on the device, from now on, what a next step needs. False where that cannot be."""
+        ...
+
+    def carries(self, scores: Scores) -> bool:
+        """Whether the step that was begun last may be carried on from: the device decides all of
+        it, and nothing else is to be read of it.
+        """
+        ...
+
+    def carry(self, plan: Plan) -> Scores | None:
+        """Begin a plan with `ends` (see Plan). None, and nothing has changed, where it must be
+        planned anew when the running step has been looked at.
+        """
+        ...
+
+    def trees(self, scores: Scores) -> TreeBatch:
+        """What a carried step ran. Waits until it is over."""
         ...

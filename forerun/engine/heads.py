@@ -121,6 +121,12 @@ class HeadDevice(Protocol):
         """What the target's last step did of the wish before it; None = nothing."""
         ...
 
+    def following(self) -> Ints:
+        """int32[.] slots for which the target's running step does what was wished; none are, where
+        no step runs on after `Executor.verify`.
+        """
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         ...

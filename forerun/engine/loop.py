@@ -38,11 +38,13 @@ class EngineOptions:
     max_waiting   sequences that may wait for a slot; a request that finds so many is refused
     max_choices   largest n of a request
     max_failures  steps in a row that may fail before the engine gives up
+    overlap       begin the next step before this one is looked at (overlap.py), where that can be
     """
 
     max_waiting: int = 1024
     max_choices: int = MAX_CHOICES
     max_failures: int = 3
+    overlap: bool = False
 
 
 class Engine:
@@ -65,7 +67,7 @@ class Engine:
         parts = Parts(executor, drafter, policy, tokenizer, grammars)
         self._parts = parts
         self._options = options
-        self._turns = Turns(parts, options.max_failures, self._ended)
+        self._turns = Turns(parts, options.max_failures, self._ended, options.overlap)
         self._checked = False
         self._orders = count()
         # Shared with other threads, under the lock of `_changed`:
@@ -191,7 +193,7 @@ class Engine:
                 # With nothing to do for a moment, one turn is a check; then sleep for good.
                 patience = None if self._checked else QUIET
                 self._changed.wait_for(
-                    lambda: self._news or self._turns.live or self._stopping, patience
+                    lambda: self._news or self._turns.busy or self._stopping, patience
                 )
                 if self._stopping:
                     break

@@ -35,6 +35,10 @@ class Plan:
     page_table  int32[B,W]  page of position p is page_table[b, p // page_size]; -1 = none;
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
+    ends        int32[B]    None, but of a step that carries on from the running one before that is
+                            looked at: positions that a row may take up in the end. Only the
+                            device knows such a row then: kv_len is the most that it can be, known
+                            stands for one token, and its guesses are what the device has grown
     """
 
     slots: Ints
@@ -45,6 +49,7 @@ class Plan:
     max_depth: Ints
     page_table: Ints
     constrained: Bools
+    ends: Ints | None = None
 
     @property
     def rows(self) -> int:

@@ -1,7 +1,7 @@
 """Who runs in the next step, on which tokens, with how many guesses. Bookkeeping only."""
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,12 +34,16 @@ class Schedule:
 
 @dataclass(slots=True)
 class _Row:
-    """One row of a plan while it takes shape."""
+    """One row of a plan while it takes shape.
+
+    ahead  positions by which the running step, not looked at yet, may be further than the sequence
+    """
 
     sequence: Sequence
     known: int
     nodes: int = 0
     depth: int = 0
+    ahead: int = 0
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -75,6 +79,7 @@ class Scheduler:
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, ahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []
         # Of the last step with decoding rows: the rows, and what the policy allowed each.
         self._granted: tuple[list[_Row], list[Budget]] = ([], [])
         # Every running row needs a node in every step.
@@ -91,12 +96,23 @@ class Scheduler:
         sequence.attach(self.index)
         insort(self.waiting, sequence, key=lambda s: s.order)
 
-    def remove(self, sequence: Sequence) -> int | None:
-        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any."""
+    def remove(self, sequence: Sequence, held: bool = False) -> int | None:
+        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any.
+
+        held: a step runs that it has a part in; it is `leaving` until `release`.
+        """
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return None
         self.running.remove(sequence)
+        if held:
+            self.leaving.append(sequence)
+            return None
+        return self._vacate(sequence)
+
+    def release(self, sequence: Sequence) -> int:
+        """The last step of a leaving sequence is over: as `remove`."""
+        self.leaving.remove(sequence)
         return self._vacate(sequence)
 
     def plan(self) -> Schedule | None:
@@ -116,6 +132,29 @@ class Scheduler:
             opened=opened,
             closed=closed,
         )
+
+    def plan_ahead(self, before: Schedule) -> Schedule | None:
+        """Plan the step after one that runs and was not looked at: its rows once more, but those
+        that end there whatever comes. None where that outcome must be known first.
+
+        Pages are reserved for the longest that the running step can become; where they run out,
+        nobody is preempted for that.
+        """
+        rows = [
+            _Row(sequence, 1, ahead=1 + depth)
+            for sequence, depth in zip(before.rows, before.plan.max_depth.tolist(), strict=True)
+            if not sequence.over
+        ]
+        waits = self.waiting and (self._slots or self.leaving)
+        if waits or len(rows) != len(self.running):
+            return None  # Somebody could join, or is not in the running step.
+        rows = [row for row in rows if row.sequence.remaining > 1]
+        if not rows or not all(row.sequence.table.reserve(row.ahead + 1) for row in rows):
+            return None
+        self._grant(rows, self.limits.max_nodes - len(rows))
+        ends = np.array([row.sequence.end for row in rows], np.int32)
+        rows_of = tuple(row.sequence for row in rows)
+        return Schedule(replace(self._plan(rows), ends=ends), rows_of, (), ())
 
     # --- pages and slots ---------------------------------------------------------------
 
@@ -216,34 +255,39 @@ class Scheduler:
     ) -> list[_Row]:
         """Rows of one known token each, with guesses for at most `room` nodes in all."""
         fresh = {sequence.slot for sequence in opened}
-        old = [sequence for sequence in decoding if sequence.slot not in fresh]
+        rows = [_Row(sequence, 1) for sequence in decoding if sequence.slot not in fresh]
+        self._grant(rows, room)
+        return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
+
+    def _grant(self, rows: list[_Row], room: int) -> None:
+        """Let rows have guesses for at most `room` nodes in all, and pages for them."""
         budgets = self.policy.budgets(
-            np.array([s.slot for s in old], np.int32),
-            np.array([s.table.length for s in old], np.int32),
+            np.array([row.sequence.slot for row in rows], np.int32),
+            np.array([row.sequence.table.length + row.ahead for row in rows], np.int32),
         )
-        rows = [_Row(sequence, 1) for sequence in old]
         asking: list[_Row] = []
         for row, budget in zip(rows, budgets, strict=True):
             wanted = row.sequence.request.speculation.enabled
             row.sequence.tally.reason = budget.reason if wanted else UNWANTED
             if budget.nodes:
-                row.nodes, row.depth = _wish(row.sequence, budget.nodes, budget.depth)
+                row.nodes, row.depth = _wish(row, budget.nodes, budget.depth)
                 asking.append(row)
         given = share_out([row.nodes for row in asking], room)
         for row, nodes in zip(asking, given, strict=True):
-            row.depth = self._reserve_guesses(row.sequence, min(row.depth, nodes))
+            row.depth = self._reserve_guesses(row, min(row.depth, nodes))
             row.nodes = nodes if row.depth else 0
         if rows:
             self._granted = (rows, budgets)
-        return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
 
-    def _reserve_guesses(self, sequence: Sequence, depth: int) -> int:
+    def _reserve_guesses(self, row: _Row, depth: int) -> int:
         """Pages for paths of up to `depth` guesses; how deep they may be. Preempts nobody."""
-        table = sequence.table
+        table = row.sequence.table
         within = table.reserved + self.index.available * self.index.page_size
-        depth = min(depth, within - table.length - 1)
+        depth = min(depth, within - table.length - row.ahead - 1)
         if depth > 0:
-            table.reserve(1 + depth)
+            # Ahead, the end of the text may be nearer than all that.
+            last = row.sequence.end + 1 - table.length
+            table.reserve(min(row.ahead + 1 + depth, last))
         return max(depth, 0)
 
     def _plan(self, rows: list[_Row]) -> Plan:
@@ -253,7 +297,7 @@ class Scheduler:
         facts = [
             (
                 row.sequence.slot,
-                row.sequence.table.length,
+                row.sequence.table.length + row.ahead,
                 row.nodes,
                 row.depth,
                 row.known == row.sequence.pending,
@@ -288,7 +332,7 @@ class Scheduler:
         """Prove that no page and no slot leaked. Raises AssertionError with what is wrong."""
         self.index.check()
         held: dict[int, int] = {}
-        for sequence in self.running + self.waiting:
+        for sequence in self.running + self.leaving + self.waiting:
             sequence.check()
             for page in sequence.table.pages:
                 held[page] = held.get(page, 0) + 1
@@ -296,7 +340,7 @@ class Scheduler:
         for page, count in held.items():
             assert pool.references(page) == count, f"page {page} has a holder too many"
         assert pool.held == len(held), "a page leaked: it is held, but in no table"
-        taken = [s.slot for s in self.running if s.slot is not None]
+        taken = [s.slot for s in self.running + self.leaving if s.slot is not None]
         assert sorted(self._slots + taken) == list(range(self._slot_count)), "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
         for queue in (self.waiting, self.running):
@@ -334,13 +378,13 @@ def _granted(row: _Row, budget: Budget) -> Budget:
     return Budget(row.nodes, row.depth, less)
 
 
-def _wish(sequence: Sequence, nodes: int, depth: int) -> tuple[int, int]:
+def _wish(row: _Row, nodes: int, depth: int) -> tuple[int, int]:
     """Guesses and levels the policy would spend, within what the request and its end allow."""
-    wishes = sequence.request.speculation
+    wishes = row.sequence.request.speculation
     if not wishes.enabled:
         return 0, 0
-    # The target adds a token of its own, so a path may leave room for one.
-    depth = min(depth, sequence.remaining - 1)
+    # The target adds a token of its own, so a path may leave room for one; a running step, too.
+    depth = min(depth, row.sequence.remaining - 1 - (row.ahead > 0))
     if wishes.max_nodes is not None:
         nodes = min(nodes, wishes.max_nodes)
     if wishes.max_depth is not None:

@@ -48,6 +48,8 @@ class Sequence:
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
+    `over` says that its end was told: what it still holds, a running step needs.
+
     Everything else is a property. A preempted sequence loses slot and pages, nothing more:
     when it resumes, prompt and output so far are its known tokens.
     """
@@ -62,6 +64,7 @@ class Sequence:
         self.sink = sink
         self.stream = stream
         self.slot: int | None = None
+        self.over = False
         self.table: PageTable
         self.prompt_len = self.total = len(request.prompt)
         # One more than asked, because a step emits a token even where none is wanted.
@@ -109,6 +112,11 @@ class Sequence:
     def remaining(self) -> int:
         """Output tokens still allowed."""
         return self.request.stopping.max_tokens - (self.total - self.prompt_len)
+
+    @property
+    def end(self) -> int:
+        """Keys and values that the text can have in the end: its last token never runs."""
+        return self.total + self.remaining - 1
 
     @property
     def reuses_prefix(self) -> bool:

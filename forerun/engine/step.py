@@ -2,9 +2,9 @@
 
 from forerun.constrain.grammars import Grammars
 from forerun.engine.drafter import Drafter
-from forerun.engine.executor import Executor
+from forerun.engine.executor import Executor, Scores
 from forerun.engine.plan import Outcome, Plan
-from forerun.spec.tree import batch
+from forerun.spec.tree import TreeBatch, batch
 
 
 def step(plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars) -> Outcome:
@@ -15,9 +15,28 @@ def step(plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars) -> 
     accept   keep one root-to-node path per tree, plus one token of the target's own
     commit   make the kept keys and values permanent, forget the rest
     """
+    trees, scores = begin(plan, device, drafter, grammars)
+    return finish(plan, trees, scores, device, drafter, grammars)
+
+
+def begin(
+    plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars
+) -> tuple[TreeBatch, Scores]:
+    """Draft and verify. A device that works by itself may still be at it afterwards."""
     drafts = grammars.guide(plan.slots, drafter.propose(plan), plan.max_nodes, plan.max_depth)
     trees = batch(plan.known, drafts)
-    scores = device.verify(plan, trees)
+    return trees, device.verify(plan, trees)
+
+
+def finish(
+    plan: Plan,
+    trees: TreeBatch,
+    scores: Scores,
+    device: Executor,
+    drafter: Drafter,
+    grammars: Grammars,
+) -> Outcome:
+    """Accept and commit; waits for the device."""
     masks = grammars.masks(plan.slots, trees)
     accepted = device.accept(plan, trees, scores, masks)
     outcome = device.commit(plan, trees, scores, accepted)

@@ -79,6 +79,13 @@ class TimedDrafter:
         self._seconds["draft"] += perf_counter() - begun
         return result
 
+    def carry(self, plan: Plan) -> bool:
+        """Pass on and count."""
+        begun = perf_counter()
+        result = self._inner.carry(plan)
+        self._seconds["draft"] += perf_counter() - begun
+        return result
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on and count."""
         begun = perf_counter()

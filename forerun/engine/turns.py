@@ -10,12 +10,13 @@ from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor
 from forerun.engine.metrics import Metrics
 from forerun.engine.output import Ending, Kept, complete, delta, keep
-from forerun.engine.plan import Outcome, TokenLogprobs
+from forerun.engine.overlap import Overlap, Running, carrying
+from forerun.engine.plan import Outcome, Plan, TokenLogprobs
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.seats import Seats
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import step
+from forerun.engine.step import begin, finish
 from forerun.engine.stopwatch import TimedDrafter, TimedExecutor
 from forerun.errors import EngineError
 from forerun.spec.policy import Policy
@@ -41,9 +42,16 @@ class Turns:
 
     max_failures  steps in a row that may fail; one more and `turn` raises EngineError
     ended         called when the last choice of a request has ended
+    overlap       let the next step begin before this one is looked at, where the executor can
     """
 
-    def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        max_failures: int,
+        ended: Callable[[RequestId], None],
+        overlap: bool = False,
+    ) -> None:
         self.metrics = Metrics()
         self.scheduler = Scheduler(
             parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
@@ -58,6 +66,14 @@ class Turns:
         self._max_failures = max_failures
         self._ended = ended
         self._failures = 0
+        self._finished = 0.0
+        carrier = carrying(parts.executor) if overlap else None
+        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics.seconds)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is to be advanced, or a step runs that was not looked at."""
+        return bool(self.live) or self._overlap.running is not None
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
@@ -70,27 +86,29 @@ class Turns:
 
         What fails for one request ends that request. Raises where the engine itself is broken.
         """
+        if self._overlap.running is not None:
+            self._finish(self._overlap.advance())
+            return True
         start = monotonic()
         schedule = self.scheduler.plan()
         if schedule is None:
             return False
-        if not self._seat(schedule):
-            return True
-        outcome = self._step(schedule)
-        if outcome is not None:
-            self._look(schedule, outcome)
-            nodes = sum(map(len, schedule.plan.known)) + sum(outcome.n_guesses.tolist())
-            self.metrics.step(nodes, monotonic() - start)
+        if self._seat(schedule):
+            running = self._begin(schedule, start)
+            if running is not None and not self._overlap.keeps(running):
+                self._finish(running)
         return True
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError."""
         self.scheduler.check()
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert self._seats.taken == {s.slot for s in running}, "a slot is open to nobody"
+        leaving = self.scheduler.leaving
+        assert self._seats.taken == {s.slot for s in running + leaving}, "a slot is open to nobody"
+        assert all(self._overlap.growing(s) for s in leaving), "nothing runs that it waits for"
         live = {id(s) for sequences in self.live.values() for s in sequences}
         assert live == {id(s) for s in running + waiting}, "a sequence is lost"
-        if not live:
+        if not live and not leaving:
             assert self.scheduler.index.pool.held == 0, "pages are held by nobody"
 
     def end(self, request: RequestId, ending: Ending) -> None:
@@ -100,13 +118,16 @@ class Turns:
                 self._report(sequence, Kept((), sequence.stream.finish(), ending))
 
     def end_all(self, ending: Ending) -> None:
-        """End every request."""
+        """End every request. Nothing runs any more afterwards."""
         for request in tuple(self.live):
             self.end(request, ending)
+        self._overlap.drop()
+        self._release()
 
     def abandon(self, ending: Ending) -> None:
         """End everything without speaking to executor and drafter: they cannot be trusted."""
         self._seats.abandon()
+        self._overlap.forget()
         self.end_all(ending)
 
     def _seat(self, schedule: Schedule) -> bool:
@@ -126,33 +147,65 @@ class Turns:
                 sound = False
         return sound
 
-    def _step(self, schedule: Schedule) -> Outcome | None:
-        """Run the step; where it fails, end the requests it was for, and no others."""
+    def _begin(self, schedule: Schedule, since: float) -> Running | None:
+        """Begin the planned step; where that fails, end the requests it was for, and no others."""
         try:
-            outcome = step(schedule.plan, self._executor, self._drafter, self._grammars)
+            trees, scores = begin(schedule.plan, self._executor, self._drafter, self._grammars)
+        except Exception as error:
+            log.exception("a step could not be begun")
+            self._fail(schedule, error)
+            return None
+        return Running(schedule, schedule.plan, trees, scores, since)
+
+    def _finish(self, running: Running) -> None:
+        """Wait for a step and look at what came of it."""
+        try:
+            outcome = self._wait(running)
         except Exception as error:
             log.exception("a step failed")
-            self.metrics.failed_steps += 1
-            self._failures += 1
-            for sequence in schedule.rows:
-                self.end(sequence.request.id, _failed(error))
-            if self._failures >= self._max_failures:
-                message = f"{self._failures} steps in a row failed, the last with: {error}"
-                raise EngineError(message) from error
-            return None
+            self._overlap.drop()  # It carried on from what is not there.
+            self._fail(running.schedule, error)
+            self._release()
+            return
         self._failures = 0
-        return outcome
+        self._overlap.complete(running, outcome)
+        self._look(running, outcome)
+        self._release()
+        nodes = sum(map(len, running.plan.known)) + sum(outcome.n_guesses.tolist())
+        begun, self._finished = max(running.since, self._finished), monotonic()
+        self.metrics.step(nodes, self._finished - begun)
 
-    def _look(self, schedule: Schedule, outcome: Outcome) -> None:
+    def _wait(self, running: Running) -> Outcome:
+        trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
+        return finish(running.plan, trees, running.scores, self._executor, *others)
+
+    def _fail(self, schedule: Schedule, error: Exception) -> None:
+        """A step failed: end the requests it was for. Raises where that happens again and again."""
+        self.metrics.failed_steps += 1
+        self._failures += 1
+        for sequence in schedule.rows:
+            self.end(sequence.request.id, _failed(error))
+        if self._failures >= self._max_failures:
+            message = f"{self._failures} steps in a row failed, the last with: {error}"
+            raise EngineError(message) from error
+
+    def _release(self) -> None:
+        """Take slots and pages from the sequences that are over and in no running step."""
+        for sequence in tuple(self.scheduler.leaving):
+            if not self._overlap.growing(sequence):
+                self._seats.close(self.scheduler.release(sequence))
+
+    def _look(self, running: Running, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
+        rows, plan = running.schedule.rows, running.plan
         for slot, message in self._grammars.errors().items():
-            for sequence in schedule.rows:
+            for sequence in rows:
                 if sequence.slot == slot:
                     self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
-        said, committed = outcome.said(), outcome.committed(schedule.plan)
-        for row, sequence in enumerate(schedule.rows):
-            if sequence.slot is None:
-                continue  # Ended by an earlier row of the same request.
+        said, committed = outcome.said(), outcome.committed(plan)
+        for row, sequence in enumerate(rows):
+            if sequence.over:
+                continue  # Ended by an earlier row of the same request, or before this step was.
             if not outcome.finite[row]:
                 message = "The model's output was not finite, or nothing was allowed to follow."
                 self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
@@ -161,13 +214,14 @@ class Turns:
                 sequence.echo(outcome.prompt_logprobs[row])
             sequence.append(said[row])
             sequence.table.commit(committed[row], sequence.tokens)
-            if schedule.plan.samples[row]:
-                self._settle(schedule, row, outcome, said[row])
+            if plan.samples[row]:
+                self._settle(sequence, plan, row, outcome, said[row])
 
-    def _settle(self, schedule: Schedule, row: int, outcome: Outcome, tokens: list[int]) -> None:
+    def _settle(
+        self, sequence: Sequence, plan: Plan, row: int, outcome: Outcome, tokens: list[int]
+    ) -> None:
         """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
-        sequence, plan = schedule.rows[row], schedule.plan
-        sequence.table.rollback()
+        sequence.table.rollback(self._overlap.growing(sequence))
         guesses, accepted = int(outcome.n_guesses[row]), len(tokens) - 1
         self.metrics.row(guesses, accepted)
         sequence.tally.add(guesses, accepted)
@@ -219,7 +273,8 @@ class Turns:
         metrics.duration.add(monotonic() - sequence.submitted)
         metrics.prompt_tokens += sequence.prompt_len
         metrics.cached_tokens += sequence.cached_tokens or 0
-        slot = self.scheduler.remove(sequence)
+        sequence.over = True
+        slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
         self.live[request].remove(sequence)
         if slot is not None:
             self._seats.close(slot)

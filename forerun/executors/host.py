@@ -171,6 +171,10 @@ class HostSampler:
         self._reports.discard(slot)
         self._echoes.discard(slot)
 
+    def reports(self, slots: Ints) -> bool:
+        """Whether log-probabilities are asked for in one of these slots."""
+        return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
+
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
         """int32[n] flat nodes, ascending, whose logits `accept` may ask for."""
         if trees.lone and not self._echoes:

@@ -10,11 +10,12 @@ from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.facts import Size
+from forerun.executors.torch.fill import turns
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import put
 from forerun.executors.torch.layers import PLAIN
-from forerun.executors.torch.rounds import MOST_NODES, _turns, walk
+from forerun.executors.torch.rounds import MOST_NODES, walk
 from forerun.spec.accept import NOTHING, accept_row
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft, batch
@@ -191,7 +192,7 @@ def test_the_walk_is_the_rule(rows, seed):
     facts["turns"] = np.stack([np.tile(np.arange(16), 4) + 32, np.tile(np.arange(16), 4) + 33])
     facts["tokens"][place] = tokens
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
-    facts["turns"][:, place] = _turns(trees, row)
+    facts["turns"][:, place] = turns(trees, row)
     facts["count"] = np.zeros(4, np.int32)
     facts["count"][: len(rows)] = np.diff(trees.start)
     facts["decided"] = np.zeros(4, np.int32)

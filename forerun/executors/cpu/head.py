@@ -200,6 +200,10 @@ class CpuHead:
         """None."""
         return None
 
+    def following(self) -> Ints:
+        """Nobody."""
+        return np.zeros(0, np.int32)
+
     def _run(self, work: HeadPass, extend: bool) -> Children:
         if len(work.scored) > len(self._logits):
             self._logits = np.empty((len(work.scored), self.vocab), np.float32)

@@ -118,6 +118,10 @@ class CpuNgramDrafter:
                 )
                 begin = end
 
+    def carry(self, plan: Plan) -> bool:
+        """Guesses need the text."""
+        return not plan.max_nodes.any()
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Write down what was emitted, for when guesses are asked for."""
         counts, emitted = outcome.n_tokens.tolist(), outcome.tokens.tolist()

@@ -96,8 +96,9 @@ class _Below:
 class Drafting:
     """The head's part of a round.
 
-    wish   counts for the next step alone
-    grown  what came of the last one
+    wish       counts for the next step alone
+    grown      what came of the last one that was read
+    following  int32[.] slots that the last one that was launched follows
     """
 
     def __init__(self, arrays: HeadArrays, kernels: Kernels, max_nodes: int) -> None:
@@ -107,10 +108,12 @@ class Drafting:
         self._forests: dict[Size, _Forest] = {}
         self.wish: Wish | None = None
         self.grown: Grown | None = None
+        self.following: Ints = np.zeros(0, np.int32)
 
     def take(self) -> Wish | None:
         """The wish for the step that begins now; what the last one grew is forgotten."""
         wish, self.wish, self.grown = self.wish, None, None
+        self.following = self.following[:0]
         return wish
 
     def fits(self, size: Size) -> bool:

@@ -17,12 +17,13 @@ from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.drafting import Drafting
+from forerun.executors.torch.flight import Flight
 from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.graphs import recorder
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
-from forerun.executors.torch.rounds import Round, Rounds
+from forerun.executors.torch.rounds import Rounds
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
@@ -50,13 +51,14 @@ class Scores:
     logits  float32[n,V] of the n scored nodes, on the device
     row_of  int32[M] a flat node's row in `logits`; -1 = not scored
     plain   the nodes whose choice the device makes
-    round   what a captured round has done already; None after an eager step
+    round   the captured round that does it all, perhaps still running; None after an eager step.
+            Of one that carries on from another, row_of and plain are empty
     """
 
     logits: Tensor
     row_of: Ints
-    plain: PlainNodes
-    round: Round | None = None
+    plain: PlainNodes | None
+    round: Flight | None = None
 
 
 class TorchExecutor:
@@ -155,11 +157,41 @@ class TorchExecutor:
             self._rounds.follow(drafting)
         return self._rounds is not None
 
+    def keep_state(self) -> bool:
+        """Let rounds carry on from each other. False where there are none."""
+        if self._rounds is not None:
+            self._rounds.keep_state()
+        return self._rounds is not None
+
+    def carries(self, scores: Scores) -> bool:
+        """Whether the device decides every row of this step, and no report needs its logits."""
+        flight = scores.round
+        if flight is None or not flight.decided.all():
+            return False
+        return not self._sampler.reports(flight.slots)
+
+    @torch.inference_mode()
+    def carry(self, plan: Plan) -> Scores | None:
+        """Begin a step on what the running round leaves. Raises EngineError for a bad plan."""
+        self._alive()
+        rounds = self._rounds
+        if rounds is None:
+            return None
+        flight = rounds.carry_on(plan, self._sampler.choosing, rounds.take())
+        return None if flight is None else Scores(flight.logits, flight.slots[:0], None, flight)
+
+    @torch.inference_mode()
+    def trees(self, scores: Scores) -> TreeBatch:
+        """What a carried step ran. Waits for it."""
+        assert scores.round is not None
+        return scores.round.trees()
+
     @torch.inference_mode()
     def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
         """Score every node of every tree in one forward pass.
 
-        Writes scratch; a captured round has also accepted, and written, what it could decide.
+        Writes scratch; a captured round also accepts, and writes, what it can decide, and may
+        still be doing so: `accept` waits for it.
         """
         decoder, cache = self._alive()
         count = len(trees.tokens)
@@ -216,15 +248,15 @@ class TorchExecutor:
 
     def _round(self, rounds: Rounds, plan: Plan, trees: TreeBatch) -> Scores | None:
         """The step as a captured round; None where it cannot be one."""
-        wish = rounds.drafting.take() if rounds.drafting is not None else None
+        wish = rounds.take()
         size = rounds.size_of(plan, trees, wish)
         if size is None:
             return None
         plain = self._sampler.plain(plan, trees)
-        found = rounds.run(size, plan, trees, plain, wish)
-        if found.features is not None:
-            self._tapped, self._place = found.features, found.place
-        return Scores(found.logits, found.place, plain, found)
+        flight = rounds.launch(size, plan, trees, plain, wish)
+        if flight.features is not None:
+            self._tapped, self._place = flight.features, flight.places()
+        return Scores(flight.logits, flight.places(), plain, flight)
 
     @torch.inference_mode()
     def accept(
@@ -233,20 +265,23 @@ class TorchExecutor:
         """Keep one path per tree. The target's choices are made on the device where they can
         be; only where they cannot, and for reports, do logits cross to the host.
         """
-        plain = scores.plain
-        if scores.round is None and len(plain.nodes):
+        plain, flight = scores.plain, scores.round
+        if flight is None and plain is not None and len(plain.nodes):
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
         logits: list[Floats] = []
 
         def of_node(node: int) -> Floats:
+            if flight is not None and self._rounds is not None and self._rounds.last != flight:
+                # Another round has its place. Only a row without finite logits asks then.
+                return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
                 logits.append(scores.logits.cpu().numpy())
-            return logits[0][scores.row_of[node]]
+            return logits[0][(flight.places() if flight else scores.row_of)[node]]
 
         try:
-            choice = scores.round.choices if scores.round is not None else None
+            choice = flight.choices() if flight is not None else None
             return self._sampler.accept(plan, trees, of_node, masks, choice)
         finally:
             self._choices = {}
@@ -272,7 +307,7 @@ class TorchExecutor:
                 for row, path in zip(rows, paths, strict=True)
             ]
             nodes = np.concatenate(paths)
-            place = scores.round.place[nodes] if scores.round is not None else nodes
+            place = scores.round.places()[nodes] if scores.round is not None else nodes
             cache.commit(place, np.concatenate(slots))
         return self._sampler.outcome(plan, trees, accepted)
 

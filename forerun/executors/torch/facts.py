@@ -1,5 +1,10 @@
-"""What a captured round reads and writes: tensors whose places never change, one set per size."""
+"""What a captured round reads and writes: tensors whose places never change, one set per size.
 
+On the device there is one set. The host has two, used in turn: it fills one while a round that
+was filled from the other still runs.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +15,9 @@ from forerun.executors.torch.geometry import tile_nodes, tiles_of
 from forerun.spec.accept import NOTHING
 from forerun.spec.draft import full_size
 from forerun.types import AnyArray
+
+NODE_FACTS = 4
+"""Numbers of a node in a record: its choice, token, parent and depth."""
 
 
 class Size(NamedTuple):
@@ -33,67 +41,103 @@ class Size(NamedTuple):
         return full_size(self.width, self.levels)
 
 
-class Facts:
-    """What one size's program reads, in one tensor that the host overwrites with one copy.
-
-    All int32, each part contiguous. Of rows, [R]: kv_len, count (nodes), low and high halves of
-    the seed, output position of the root, temperature's bits, decided, and home, where the
-    drafting keeps a row's state; -1 = it does not follow the row. Of nodes, [R*N]: tokens,
-    parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
+class Room(NamedTuple):
+    """What all sizes have in common: places of a page table's row, slots of sequences, heads that
+    share a key/value head.
     """
 
-    def __init__(self, size: Size, width: int, device: torch.device) -> None:
-        rows, total = size.rows, size.total
-        of_rows = ("kv_len", "count", "low", "high", "position", "heat", "decided", "home")
-        shapes: dict[str, tuple[int, ...]] = {
-            **dict.fromkeys(of_rows, (rows,)),
-            **dict.fromkeys(("tokens", "parents", "depth"), (total,)),
-            "turns": (2, total),
-            "table": (rows, width),
-        }
-        count = sum(int(np.prod(shape)) for shape in shapes.values())
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(count, dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(count, dtype=torch.int32, device=device)
-        self._nodes = size.nodes
-        self.host: dict[str, AnyArray] = {}
-        self.there: dict[str, Tensor] = {}
-        begin = 0
-        for name, shape in shapes.items():
-            end = begin + int(np.prod(shape))
-            self.host[name] = self._host[begin:end].view(shape).numpy()
-            self.there[name] = self._device[begin:end].view(shape)
-            begin = end
+    width: int
+    slots: int
+    share: int
+
+
+def _shapes(size: Size, room: Room) -> dict[str, tuple[int, ...]]:
+    """The facts, all int32, in the order in which they lie behind each other.
+
+    Of rows, [R]:
+        kv_len, count (nodes), position (of the root's output), low and high halves of the seed,
+        heat (the temperature's bits), decided
+        home            where the drafting keeps a row's state; -1 = it does not follow the row
+        slot            where the round leaves what the next one needs (carry.py)
+        ahead           1: begin with what stands there, instead of with kv_len, count, position
+                        and the facts of nodes
+        most, deep, ends  of such a row: guesses and levels at most, positions it may take up
+    Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
+    """
+    known = "kv_len", "count", "position", "low", "high", "heat", "decided", "home"
+    return {
+        **dict.fromkeys((*known, "slot", "ahead", "most", "deep", "ends"), (size.rows,)),
+        **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
+        "turns": (2, size.total),
+        "table": (size.rows, room.width),
+    }
+
+
+def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    counts = [int(np.prod(shape)) for shape in shapes.values()]
+    parts = whole.split(counts)
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
+class Side:
+    """One of the host's two sets.
+
+    facts   what `Sized.there` will be
+    result  what `Sized.record` was
+    wait    returns when the round that last used this set is over
+    """
+
+    def __init__(self, size: Size, room: Room, counts: tuple[int, int], pinned: bool) -> None:
+        self.whole, self.result = (
+            torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for count in counts
+        )
+        views = _views(self.whole, _shapes(size, room))
+        self.facts: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
+        self.wait: Callable[[], None] = lambda: None
+        self._nodes, self._slots = size.nodes, room.slots
 
     def blank(self) -> None:
         """Rows without a node; what stands in their places sees itself alone."""
-        host = self.host
-        for name in ("kv_len", "count", "heat", "decided", "tokens", "depth", "table"):
-            host[name][...] = 0
-        host["parents"][:] = NOTHING
-        host["home"][:] = -1
-        host["turns"][0] = np.tile(np.arange(self._nodes), len(host["count"])) + 2 * self._nodes
-        host["turns"][1] = host["turns"][0] + 1
-
-    def send(self) -> None:
-        """Copy to the device; the host may not write again before the round's result is here."""
-        self._device.copy_(self._host, non_blocking=True)
+        facts, nodes = self.facts, self._nodes
+        for name, values in facts.items():
+            if name not in ("parents", "home", "slot", "turns"):
+                values[...] = 0
+        facts["parents"][:] = NOTHING
+        facts["home"][:] = -1
+        facts["slot"][:] = self._slots
+        facts["turns"][0] = np.tile(np.arange(nodes), len(facts["count"])) + 2 * nodes
+        facts["turns"][1] = facts["turns"][0] + 1
 
 
 class Sized:
     """The fixed tensors of one size.
 
-    record  int32[R*N + 3*R*K] what comes back, in one copy: the choices of nodes, then tokens,
-            parents and values' bits of the trees
+    record  int32[4*R*N + 3*R*K] what comes back, in one copy: the choices of nodes; where rounds
+            carry on from each other, tokens, parents and depth of nodes; tokens, parents and
+            values' bits of the trees that were grown
     """
 
-    def __init__(self, size: Size, width: int, share: int, device: torch.device) -> None:
-        self.facts = Facts(size, width, device)
+    def __init__(self, size: Size, room: Room, device: torch.device) -> None:
+        shapes = _shapes(size, room)
+        count = sum(int(np.prod(shape)) for shape in shapes.values())
+        returned = NODE_FACTS * size.total + 3 * size.rows * size.guesses
+        self.whole = torch.zeros(count, dtype=torch.int32, device=device)
+        self.there = _views(self.whole, shapes)
+        self.record = torch.zeros(returned, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._sides = [Side(size, room, (count, returned), pinned) for _ in range(2)]
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
-        self.tile = tile_nodes(size.nodes, share)
+        self.tile = tile_nodes(size.nodes, room.share)
         self.start = torch.from_numpy(start).to(device)
         self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(device)
         self.row = torch.arange(size.total, device=device) // size.nodes
-        count = size.total + 3 * size.rows * size.guesses
-        self.record = torch.zeros(count, dtype=torch.int32, device=device)
-        self.result = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def side(self) -> Side:
+        """The host's other set, blank; waits for the round that used it last, which is over."""
+        self._sides.reverse()
+        side = self._sides[0]
+        side.wait()
+        side.blank()
+        return side

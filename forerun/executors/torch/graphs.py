@@ -17,6 +17,10 @@ Size = TypeVar("Size")
 class Recorder(Protocol):
     """What captures. `CudaRecorder` on a GPU; tests have one that records calls."""
 
+    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin `work`, after all that was begun before; returns what waits until it is done."""
+        ...
+
     def warm(self, work: Callable[[], None]) -> None:
         """Run `work` for real, so that libraries set themselves up outside of a capture."""
         ...
@@ -29,8 +33,16 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs that share one memory pool: they never run at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
+        """On the current stream, with an event behind it."""
+        work()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
         """Run on a side stream, as a capture will."""
@@ -50,7 +62,7 @@ class CudaRecorder:
 
 def recorder(device: torch.device) -> Recorder | None:
     """What captures on this device; None where nothing does."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class Programs(Generic[Size]):

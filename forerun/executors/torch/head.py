@@ -23,6 +23,8 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.types import AnyArray, Floats, Ints
 
+_NOBODY: Ints = np.zeros(0, np.int32)
+
 
 class TorchHead:
     """HeadDevice in torch, on the device and in the dtype of its target.
@@ -128,6 +130,10 @@ class TorchHead:
     def grown(self) -> Grown | None:
         """What the last round did."""
         return self._drafting.grown if self._drafting is not None else None
+
+    def following(self) -> Ints:
+        """Those of the last round that was launched."""
+        return self._drafting.following if self._drafting is not None else _NOBODY
 
     def _forward(
         self, work: HeadPass, hidden: Tensor, position: Ints, chains: list[list[tuple[Slots, Ints]]]

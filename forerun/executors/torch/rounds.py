@@ -8,6 +8,9 @@ row has been found and its keys and values moved into pages.
     host    plan -> facts                                                 record -> Outcome
     device           '-> forward -> choose -> walk -> move pages (-> draft) --'
 
+Nothing waits until the record is wanted (flight.py). Where rounds keep state (carry.py), another
+one may be launched before that: it takes up on the device what this one leaves there.
+
 Where a draft head wished for it (drafting.py), the same program extends the head by what was
 accepted and grows the next trees, which come back in the same copy.
 
@@ -16,8 +19,7 @@ the host decides and commits them from the logits, as in an eager step. A row th
 begin with exactly one known token, which is a prompt's, makes the whole step an eager one.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -27,19 +29,22 @@ from torch import Tensor
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.heads import Wish
 from forerun.engine.plan import Plan
-from forerun.errors import EngineError
-from forerun.executors.host import PlainNodes
+from forerun.executors.host import Choosing, PlainNodes
 from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.carry import Carry
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.drafting import Decided, Drafting
-from forerun.executors.torch.facts import Facts, Size, Sized
-from forerun.executors.torch.geometry import Geometry, intervals
+from forerun.executors.torch.facts import NODE_FACTS, Room, Side, Size, Sized
+from forerun.executors.torch.fill import check_pages, fill, fill_ahead
+from forerun.executors.torch.flight import Flight
+from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.graphs import Programs, Recorder
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
 from forerun.spec.accept import NOTHING
+from forerun.spec.draft import full_size
 from forerun.spec.tree import TreeBatch
-from forerun.types import AnyArray, Bools, Ints
+from forerun.types import Bools, Ints
 
 MOST_NODES = 64
 """Nodes of a row, at most, in a captured round."""
@@ -49,24 +54,6 @@ COMMON = (1, 2, 4, 8)
 
 CAPTURE_SECONDS = 20.0
 """No further one is begun then after this long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one replay found.
-
-    place    int32[M]  a flat node's number in scratch, logits and features
-    decided  bool[B]   rows whose accepted path the device has committed
-    choices  int32[M]  of flat nodes on an accepted path of a decided row; NOTHING elsewhere
-    logits   float32[R*N,V] on the device, until the next round
-    features [R*N,F*H] likewise; None where nothing is tapped
-    """
-
-    place: Ints
-    decided: Bools
-    choices: Ints
-    logits: Tensor
-    features: Tensor | None
 
 
 class Rounds:
@@ -88,10 +75,14 @@ class Rounds:
     ) -> None:
         self._decoder, self._cache, self._limits = decoder, cache, limits
         self._kernels = kernels
-        self._share = decoder.arch.heads // decoder.arch.kv_heads
-        self._width = -(-limits.context // limits.page_size)
+        self._room = Room(
+            width=-(-limits.context // limits.page_size),
+            slots=limits.slots,
+            share=decoder.arch.heads // decoder.arch.kv_heads,
+        )
         self._device = cache.device
         self._sized: dict[Size, Sized] = {}
+        self._records = records
         self._programs = Programs(self._work, records)
         self._logits = torch.zeros(limits.max_nodes, limits.vocab, device=self._device)
         self.taps: tuple[int, ...] = ()
@@ -99,7 +90,10 @@ class Rounds:
         self._features: Tensor | None = None
         self.capture_seconds = 0.0
         self.count, self.seconds = 0, 0.0
+        self._read = 0.0
         self._warm = False
+        self._carry: Carry | None = None
+        self.last: Flight | None = None
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -119,6 +113,17 @@ class Rounds:
         """Do this at the end of rounds that a wish came before."""
         self.drafting = drafting
 
+    def take(self) -> Wish | None:
+        """What a draft head wishes for the step that begins now."""
+        return self.drafting.take() if self.drafting is not None else None
+
+    def keep_state(self) -> None:
+        """Let rounds leave what the next one needs; what was captured is forgotten."""
+        if self._carry is None:
+            self._carry = Carry(self._limits.slots, self._device)
+            self._programs.forget()
+            self._warm = False
+
     def _capture_common(self, first: Size) -> None:
         """Capture the sizes that are likely to come up, the first round's and the smallest first,
         within CAPTURE_SECONDS.
@@ -130,10 +135,8 @@ class Rounds:
             if perf_counter() - began > CAPTURE_SECONDS:
                 break
             if self._fits(size) and size not in self.captured:
-                self._of(size).facts.blank()
                 for _ in range(2):
-                    self._of(size).facts.send()
-                    self._programs.run(size)
+                    self._go(size, self._of(size).side())()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.capture_seconds = perf_counter() - began
@@ -145,7 +148,11 @@ class Rounds:
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        size = Size(_power(plan.rows), _power(int(np.diff(trees.start).max())))
+        return self._size(plan, int(np.diff(trees.start).max()), wish)
+
+    def _size(self, plan: Plan, nodes: int, wish: Wish | None) -> Size | None:
+        """The smallest size for rows of so many nodes."""
+        size = Size(_power(plan.rows), _power(nodes))
         if size.nodes > MOST_NODES or not self._fits(size):
             return None
         if wish is None or self.drafting is None or not np.isin(plan.slots, wish.slots).any():
@@ -153,38 +160,96 @@ class Rounds:
         larger = size._replace(levels=wish.levels, width=wish.width)
         return larger if self.drafting.fits(larger) else size
 
-    def run(
+    def launch(
         self, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes, wish: Wish | None = None
-    ) -> Round:
-        """One round. Waits for its result, and for nothing before that."""
+    ) -> Flight:
+        """Begin a round of which the host knows everything. Waits for nothing."""
+        check_pages(plan, trees, self._limits.page_size)
+        self._prepare(size)
+        side = self._of(size).side()
+        place, decided = fill(side.facts, size, plan, trees, plain)
+        return self._begin(size, side, plan, (decided, place), wish)
+
+    def carry_on(self, plan: Plan, choosing: Choosing, wish: Wish | None) -> Flight | None:
+        """Begin a carried plan: see forerun.engine.plan. None where no round can."""
+        before = self.last
+        if self._carry is None or before is None or plan.ends is None:
+            return None
+        grown = before.size.levels, before.size.width
+        depth = np.minimum(plan.max_depth, grown[0]).tolist()
+        most = [
+            min(nodes, full_size(grown[1], levels))
+            for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
+        ]
+        size = self._size(plan, 1 + max(most), wish)
+        # Room for deeper trees would be another's room.
+        if size is None or (wish is not None and not size.levels) or self._carry.lacks(size):
+            return None
+        check_pages(plan, None, self._limits.page_size)
+        self._prepare(size)
+        side = self._of(size).side()
+        fill_ahead(side.facts, plan, choosing, np.array(most))
+        return self._begin(size, side, plan, (np.ones(plan.rows, np.bool_), None), wish)
+
+    def _prepare(self, size: Size) -> None:
+        """Have everything that a round of this size writes, and what is likely to come captured."""
+        if self._carry is not None and self._carry.grow(size):
+            self._programs.forget()
         if not self._warm:
             self._capture_common(size)
-        sized = self._of(size)
-        row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
-        place = row * size.nodes + np.arange(len(row)) - trees.start[row]
-        decided = np.isin(trees.start[:-1], plain.nodes)
-        self._fill(sized.facts, plan, trees, plain, (row, place, decided))
-        followed = np.zeros(plan.rows, np.bool_)
+
+    def _begin(
+        self,
+        size: Size,
+        side: Side,
+        plan: Plan,
+        known: tuple[Bools, Ints | None],
+        wish: Wish | None,
+    ) -> Flight:
+        """Launch what `side` is filled with. known: decided rows; places, if they are known."""
+        decided, place = known
+        count = plan.rows
+        side.facts["slot"][:count] = plan.slots
+        followed = np.zeros(count, np.bool_)
         if wish is not None and size.levels:
             followed = decided & np.isin(plan.slots, wish.slots)
-            sized.facts.host["home"][: plan.rows][followed] = plan.slots[followed]
-        sent = perf_counter()
-        sized.facts.send()
-        self._programs.run(size)
-        sized.result.copy_(sized.record, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - sent
-        record = sized.result.numpy()
-        if self.drafting is not None and size.levels:
-            self.drafting.done(size, followed, record[size.total :])
-        return Round(
-            place=place.astype(np.int32),
+            side.facts["home"][:count][followed] = plan.slots[followed]
+        if self.drafting is not None:
+            self.drafting.following = plan.slots[followed]
+        begun = perf_counter()
+
+        def over(record: Ints) -> None:
+            now = perf_counter()
+            self.count += 1
+            self.seconds += now - max(begun, self._read)
+            self._read = now
+            if self.drafting is not None and size.levels:
+                self.drafting.done(size, followed, record[NODE_FACTS * size.total :])
+
+        self.last = Flight(
+            size=size,
+            slots=plan.slots,
             decided=decided,
-            choices=record[place],
+            place=place,
+            result=side.result,
+            wait=self._go(size, side),
+            over=over,
             logits=self._logits[: size.total],
             features=self._features,
         )
+        return self.last
+
+    def _go(self, size: Size, side: Side) -> Callable[[], None]:
+        """Launch one replay; returns what waits for it."""
+        sized = self._of(size)
+
+        def work() -> None:
+            sized.whole.copy_(side.whole, non_blocking=True)
+            self._programs.run(size)
+            side.result.copy_(sized.record, non_blocking=True)
+
+        side.wait = self._records.launch(work)
+        return side.wait
 
     def _fits(self, size: Size) -> bool:
         most = self._limits.max_nodes
@@ -192,54 +257,16 @@ class Rounds:
 
     def _of(self, size: Size) -> Sized:
         if size not in self._sized:
-            self._sized[size] = Sized(size, self._width, self._share, self._device)
-            self._sized[size].facts.blank()
+            self._sized[size] = Sized(size, self._room, self._device)
         return self._sized[size]
-
-    # --- the host's half -----------------------------------------------------------------
-
-    def _fill(
-        self,
-        facts: Facts,
-        plan: Plan,
-        trees: TreeBatch,
-        plain: PlainNodes,
-        where: tuple[AnyArray, AnyArray, AnyArray],
-    ) -> None:
-        """Write the plan into the facts. where: row and place of every node, decided rows."""
-        row, place, decided = where
-        count, host = plan.rows, facts.host
-        self._check_pages(plan, trees, row)
-        facts.blank()
-        host["kv_len"][:count] = plan.kv_len
-        host["count"][:count] = np.diff(trees.start)
-        host["decided"][:count] = decided
-        roots = np.searchsorted(plain.nodes, trees.start[:-1][decided])
-        seeds = plain.seeds[roots]
-        chosen = np.flatnonzero(decided)
-        host["low"][chosen] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-        host["high"][chosen] = (seeds >> 32).astype(np.uint32).view(np.int32)
-        host["position"][chosen] = plain.positions[roots]
-        host["heat"].view(np.float32)[chosen] = plain.temperatures[roots]
-        host["table"][:count, : plan.page_table.shape[1]] = np.maximum(plan.page_table, 0)
-        host["tokens"][place] = trees.tokens
-        host["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
-        host["depth"][place] = trees.depth
-        host["turns"][:, place] = _turns(trees, row)
-
-    def _check_pages(self, plan: Plan, trees: TreeBatch, row: AnyArray) -> None:
-        """Raise EngineError where a node's position has no page."""
-        page = (plan.kv_len[row] + trees.depth) // self._limits.page_size
-        inside = page < plan.page_table.shape[1]
-        if not inside.all() or (plan.page_table[row, page] < 0).any():
-            raise EngineError("a plan's position has no page: the page table is too short")
 
     # --- the device's half: launches only, no shape and no branch depends on a value -------
 
     def _work(self, size: Size) -> None:
         sized, decoder, cache = self._of(size), self._decoder, self._cache
-        facts = sized.facts.there
-        total = size.total
+        facts, total = sized.there, size.total
+        if self._carry is not None:
+            facts = self._carry.enter(size, facts)
         geometry = Geometry(
             start=sized.start,
             kv_len=facts["kv_len"],
@@ -276,9 +303,14 @@ class Rounds:
         # What is not kept is copied onto itself.
         scratch = cache.scratch_begin + torch.arange(total, device=self._device)
         cache.move(scratch, torch.where(kept.flatten(), slot, scratch))
+        grown = sized.record[NODE_FACTS * total :]
         if self.drafting is not None and self._features is not None and size.levels:
             decided = Decided(facts, geometry, noise, choices, kept, position, slot)
-            sized.record[total:] = self.drafting.work(size, decided, self._features[:total])
+            grown.copy_(self.drafting.work(size, decided, self._features[:total]))
+        if self._carry is not None:
+            self._carry.leave(size, facts, choices, kept, grown)
+            ran = torch.cat([facts[name] for name in ("tokens", "parents", "depth")])
+            sized.record[total : NODE_FACTS * total] = ran
 
 
 def walk(choices: Tensor, facts: dict[str, Tensor], size: Size) -> Tensor:
@@ -301,17 +333,6 @@ def walk(choices: Tensor, facts: dict[str, Tensor], size: Size) -> Tensor:
     right &= (order < facts["count"][:, None]) & (facts["decided"][:, None] > 0)
     above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     return ~(above & ~right[:, None]).any(-1)
-
-
-def _turns(trees: TreeBatch, row: AnyArray) -> AnyArray:
-    """int32[2,M]: enter and leave of every flat node."""
-    counts = np.diff(trees.start)
-    if np.array_equal(trees.parents[trees.depth > 0], np.flatnonzero(trees.depth > 0) - 1):
-        return np.stack([trees.depth, counts[row]])
-    spans = [
-        intervals(trees.parents[begin:end] - begin) for begin, end in pairwise(trees.start.tolist())
-    ]
-    return np.concatenate(spans, axis=1)
 
 
 def _power(count: int) -> int:

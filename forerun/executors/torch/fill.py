@@ -1,0 +1,91 @@
+"""Writing a plan into the facts of a captured round: the host's half, in NumPy."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from forerun.engine.plan import Plan
+from forerun.errors import EngineError
+from forerun.executors.host import Choosing, PlainNodes
+from forerun.executors.torch.facts import Size
+from forerun.executors.torch.geometry import intervals
+from forerun.spec.tree import TreeBatch
+from forerun.types import AnyArray, Bools, Ints
+
+Facts = dict[str, AnyArray]
+"""See facts.py; blank before anything is written."""
+
+
+def fill(
+    facts: Facts, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes
+) -> tuple[Ints, Bools]:
+    """Write a step of which the host knows everything. Returns the place of every flat node, and
+    bool[B] which rows the device decides.
+    """
+    count = plan.rows
+    row = np.repeat(np.arange(count), np.diff(trees.start))
+    place = row * size.nodes + np.arange(len(row)) - trees.start[row]
+    decided = np.isin(trees.start[:-1], plain.nodes)
+    facts["kv_len"][:count] = plan.kv_len
+    facts["count"][:count] = np.diff(trees.start)
+    facts["decided"][:count] = decided
+    roots = np.searchsorted(plain.nodes, trees.start[:-1][decided])
+    chosen = np.flatnonzero(decided)
+    _put_choosing(facts, chosen, plain.seeds[roots], plain.temperatures[roots])
+    facts["position"][chosen] = plain.positions[roots]
+    _put_pages(facts, plan)
+    facts["tokens"][place] = trees.tokens
+    facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
+    facts["depth"][place] = trees.depth
+    facts["turns"][:, place] = turns(trees, row)
+    return place.astype(np.int32), decided
+
+
+def fill_ahead(facts: Facts, plan: Plan, choosing: Choosing, most: AnyArray) -> None:
+    """Write a carried plan: bounds, and what a sequence never changes. most int[B] guesses."""
+    assert plan.ends is not None
+    rows = np.arange(plan.rows)
+    for name in ("ahead", "decided"):
+        facts[name][rows] = 1
+    facts["most"][rows], facts["deep"][rows], facts["ends"][rows] = most, plan.max_depth, plan.ends
+    _put_choosing(facts, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
+    _put_pages(facts, plan)
+
+
+def check_pages(plan: Plan, trees: TreeBatch | None, page_size: int) -> None:
+    """Raise EngineError where a position has no page. trees None: a carried plan."""
+    if trees is not None:
+        row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
+        position = plan.kv_len[row] + trees.depth
+    else:
+        assert plan.ends is not None
+        row = np.arange(plan.rows)
+        deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
+        position = np.maximum(plan.kv_len, deepest)
+    page = position // page_size
+    inside = page < plan.page_table.shape[1]
+    if not inside.all() or (plan.page_table[row, page] < 0).any():
+        raise EngineError("a plan's position has no page: the page table is too short")
+
+
+def _put_choosing(facts: Facts, rows: AnyArray, seeds: AnyArray, temperatures: AnyArray) -> None:
+    """How these rows choose: seeds uint64, temperatures float32."""
+    facts["low"][rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    facts["high"][rows] = (seeds >> 32).astype(np.uint32).view(np.int32)
+    facts["heat"].view(np.float32)[rows] = temperatures
+
+
+def _put_pages(facts: Facts, plan: Plan) -> None:
+    width = plan.page_table.shape[1]
+    facts["table"][: plan.rows, :width] = np.maximum(plan.page_table, 0)
+
+
+def turns(trees: TreeBatch, row: AnyArray) -> AnyArray:
+    """int32[2,M]: enter and leave (geometry.py) of every flat node; row int[M] its row."""
+    counts = np.diff(trees.start)
+    if np.array_equal(trees.parents[trees.depth > 0], np.flatnonzero(trees.depth > 0) - 1):
+        return np.stack([trees.depth, counts[row]])
+    spans = [
+        intervals(trees.parents[begin:end] - begin) for begin, end in pairwise(trees.start.tolist())
+    ]
+    return np.concatenate(spans, axis=1)
