@@ -60,7 +60,8 @@ class Stats:
     finished           sequences by how they ended
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
     output_tokens      tokens reported to clients
-    steps, nodes       steps, and known tokens plus guesses that they ran
+    steps, nodes       steps, and known tokens plus guesses that they ran; `carried` of the steps
+                       were begun before the one before was looked at (overlap.py)
     drafts             rows that carried guesses; guesses and accepted count theirs
     accepted_at        accepted_at[i] drafts had their guess at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
@@ -76,6 +77,7 @@ class Stats:
     cached_tokens: int
     output_tokens: int
     steps: int
+    carried: int
     failed_steps: int
     nodes: int
     drafts: int
@@ -97,7 +99,7 @@ class Metrics:
     def __init__(self) -> None:
         self.finished = dict.fromkeys(Finish, 0)
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.steps = self.failed_steps = self.nodes = 0
+        self.steps = self.carried = self.failed_steps = self.nodes = 0
         self.drafts = self.guesses = self.accepted = 0
         self.accepted_at: list[int] = []
         self.preemptions = 0
@@ -143,6 +145,7 @@ class Metrics:
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
             steps=self.steps,
+            carried=self.carried,
             failed_steps=self.failed_steps,
             nodes=self.nodes,
             drafts=self.drafts,

@@ -23,6 +23,7 @@ import numpy as np
 
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import CarryingExecutor, Executor, Scores
+from forerun.engine.metrics import Metrics
 from forerun.engine.plan import Outcome, Plan
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
@@ -51,9 +52,8 @@ class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
     executor  None: there is no overlap, every step is looked at when it has begun
-    seconds   where waiting is counted
+    metrics   count carried steps, and the seconds of waiting for them
     running   the step that has begun and was not looked at; None between other steps
-    carried   how many steps were begun before the one before them was looked at
     """
 
     def __init__(
@@ -61,12 +61,11 @@ class Overlap:
         executor: CarryingExecutor | None,
         drafter: Drafter,
         scheduler: Scheduler,
-        seconds: dict[str, float],
+        metrics: Metrics,
     ) -> None:
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
-        self._seconds = seconds
+        self._metrics = metrics
         self.running: Running | None = None
-        self.carried = 0
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
 
@@ -103,7 +102,7 @@ class Overlap:
         assert self._executor is not None
         begun = perf_counter()
         trees = self._executor.trees(running.scores)
-        self._seconds["verify"] += perf_counter() - begun
+        self._metrics.seconds["verify"] += perf_counter() - begun
         return trees
 
     def growing(self, sequence: Sequence) -> int:
@@ -144,7 +143,7 @@ class Overlap:
         scores = self._executor.carry(schedule_ahead.plan)
         if scores is None:
             return None
-        self.carried += 1
+        self._metrics.carried += 1
         return Running(schedule_ahead, schedule_ahead.plan, None, scores, since)
 
 

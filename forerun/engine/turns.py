@@ -68,7 +68,7 @@ class Turns:
         self._failures = 0
         self._finished = 0.0
         carrier = carrying(parts.executor) if overlap else None
-        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics.seconds)
+        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics)
 
     @property
     def busy(self) -> bool:
