@@ -95,6 +95,10 @@ class ToyExecutor:
         self, plan: Plan, trees: TreeBatch, scores: ToyScores, accepted: HostAccepted
     ) -> Outcome:
         """Write the accepted paths, and nothing else, into pages."""
+        self._write(plan, trees, accepted)
+        return self._sampler.outcome(plan, trees, accepted)
+
+    def _write(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> None:
         size = self.limits.page_size
         for row, path in enumerate(accepted.paths):
             positions = plan.kv_len[row] + trees.depth[path]
@@ -103,7 +107,6 @@ class ToyExecutor:
                 raise EngineError(f"row {row}: no page was reserved for a position it keeps")
             self._keys[pages, positions % size] = positions
             self._values[pages, positions % size] = trees.tokens[path]
-        return self._sampler.outcome(plan, trees, accepted)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""

@@ -47,6 +47,10 @@ class _Informed:
         """At most `nodes` guesses, no deeper than `future` is long."""
         raise NotImplementedError
 
+    def carry(self, plan: Plan) -> bool:
+        """Whether CarryingToy asks for the guesses, when it comes to them."""
+        return self.traits.ahead or not plan.max_nodes.any()
+
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
         for row, slot in enumerate(plan.slots.tolist()):

@@ -17,6 +17,7 @@ from forerun.spec.accept import choose
 from forerun.spec.policy import FixedPolicy
 from forerun.spec.sampling import History, Sampling, process
 from forerun.text.tokenizer import Tokenizer
+from tests.engine.carrying import CarryingToy
 from tests.engine.drafters import AdversaryDrafter, ErraticDrafter, OracleDrafter
 
 VOCAB, ENDS = 259, (257, 258)
@@ -84,13 +85,14 @@ def drafter(name: str, slots: int):
 
 def make(name="none", nodes=4, depth=4, executor=None, policy=None, **shape) -> Engine:
     """An engine on the toy, not started. shape: see `limits`; options: max_waiting, ..."""
-    names = ("max_waiting", "max_choices", "max_failures")
+    names = ("max_waiting", "max_choices", "max_failures", "overlap")
     options = EngineOptions(**{key: shape.pop(key) for key in names if key in shape})
     executor = executor or ToyExecutor(limits(**shape))
     policy = policy or (FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0))
-    return Engine(
-        executor, drafter(name, executor.limits.slots), policy, TOKENIZER, NoGrammars(), options
-    )
+    guesser = drafter(name, executor.limits.slots)
+    if isinstance(executor, CarryingToy):
+        executor.guided_by(guesser)
+    return Engine(executor, guesser, policy, TOKENIZER, NoGrammars(), options)
 
 
 def ask(id="r", prompt="Hello", max_tokens=16, **changes) -> Request:

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forerun.engine.request import Finish, Speculation
-from tests.engine.toys import Ear, ask, make, reference
+from tests.engine.carrying import CarryingToy
+from tests.engine.toys import Ear, ask, limits, make, reference
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -35,10 +36,15 @@ class EngineMachine(RuleBasedStateMachine):
         shape=SHAPES,
         room=st.integers(24, 60),
         name=st.sampled_from(["none", "ngram", "oracle", "adversary", "erratic"]),
+        overlap=st.booleans(),
     )
-    def build(self, shape, room, name):
+    def build(self, shape, room, name, overlap):
         pages = -(-room // shape["page_size"])
-        self.engine = make(name, pages=pages, **shape)
+        executor = None
+        if overlap:
+            sizes = {key: shape[key] for key in ("page_size", "slots", "max_nodes")}
+            executor = CarryingToy(limits(pages=pages, **sizes))
+        self.engine = make(name, pages=pages, executor=executor, overlap=overlap, **shape)
         self.ear = Ear()
         self.asked = {}
 

@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from forerun.api import make_engine
 from forerun.completion import make_request
 from forerun.drafters.heads import HeadDrafter
+from forerun.engine.request import Finish
 from forerun.executors.torch import executor, rounds
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS, mixed
+from tests.parity.test_torch_drafting import KERNELS
 from tests.parity.test_torch_head import Target, learn, opened
 
 OFF = {"speculation": "off"}
@@ -130,11 +132,106 @@ def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, 
     assert (sum(accepted) > 0) == (shape is not OFF)
 
 
+def crowd(texts):
+    """More requests than slots, of other lengths each; two cannot be decided on the device."""
+    kinds = {3: {"repetition_penalty": 1.2}, 8: {"logprobs": 2}}
+    return [
+        make_request(
+            text[: 12 + n], max_tokens=9 + 5 * (n % 4), ignore_eos=True,
+            temperature=0.8 * (n % 2), seed=n, **kinds.get(n, {}),
+        )
+        for n, text in enumerate(texts)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pause", [0, 3])
 @pytest.mark.parametrize("shape", [OFF, SHAPES[2], SHAPES[4]])
-def test_requests_that_come_and_go(slow, eager, learned, shape):
+def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     """Also rows with penalties and reports, prompts between rounds, and waiting for a slot."""
-    requests = mixed(np.concatenate([learned[1]] * 2)[:14])
-    expected, _ = answered(eager, requests, False, pause=2, **shape)
-    found, stats = answered(slow[0], requests, True, pause=2, **shape)
+    requests = crowd(np.concatenate([learned[1], learned[1][:2]]))
+    expected, _ = answered(eager, requests, False, pause, **shape)
+    found, stats = answered(slow[0], requests, True, pause, **shape)
     assert tokens(found) == tokens(expected)
-    assert stats.carried > 5
+    reports = [[r.token for news in said[8] for r in news.logprobs] for said in (found, expected)]
+    assert reports[0] == reports[1] == tokens(found)[8]
+    assert stats.carried > 0.15 * stats.steps
+
+
+def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypatch):
+    """In every step but the first round and the last, and two are never read in the wrong order."""
+    target, tape = slow
+    events, made = [], target.executor
+    for name, short in (("verify", "begin"), ("carry", "carry"), ("accept", "look")):
+        call = getattr(made, name)
+
+        def noted(*args, call=call, short=short):
+            undone = tape.launched - tape.done
+            result = call(*args)
+            events.append((short, undone, tape.launched - tape.done))
+            return result
+
+        monkeypatch.setattr(made, name, noted)
+    _, stats = answered(target, asked(learned[1], 0.0, [20]), True, **SHAPES[2])
+    names = [name for name, *_ in events]
+    first = names.index("carry") - 1
+    # The prompt, then one round that the host fills in, then nothing but carried ones.
+    assert names[:first] == ["begin", "look"]
+    carried = names.count("carry")
+    assert names[first : first + 1 + 2 * carried] == ["begin"] + ["carry", "look"] * carried
+    assert stats.carried == carried > 3
+    # When a step is carried, the one before has not been done; then both have not.
+    assert {event[1:] for event in events if event[0] == "carry"} == {(1, 2)}
+    assert tape.launched == tape.done
+
+
+def test_without_the_option_nothing_is_carried(slow, eager, learned):
+    requests = asked(learned[1], 0.8)
+    found, stats = answered(slow[0], requests, False, **SHAPES[2])
+    assert stats.carried == 0
+    assert tokens(found) == tokens(answered(eager, requests, False, **SHAPES[2])[0])
+
+
+def test_an_executor_without_rounds_is_looked_at_step_by_step(eager, learned):
+    _, stats = answered(eager, asked(learned[1], 0.0), True, **SHAPES[2])
+    assert stats.carried == 0
+
+
+def test_stop_tokens_end_where_they_should(slow, eager, learned):
+    """The step that runs on when a text has ended is dropped, and its pages are used again."""
+    plain = asked(learned[1], 0.0, [40] * 3)
+    said = tokens(answered(eager, plain, False, **OFF)[0])
+    requests = [
+        replace(request, stopping=replace(request.stopping, stop_tokens=(text[5 + 2 * n],)))
+        for n, (request, text) in enumerate(zip(plain, said, strict=True))
+    ]
+    expected, _ = answered(eager, requests, False, **SHAPES[2])
+    found, stats = answered(slow[0], requests, True, **SHAPES[2])
+    assert tokens(found) == tokens(expected)
+    assert [heard[-1].finish for heard in found] == [Finish.STOP] * 3
+    assert stats.carried > 2
+
+
+def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
+    """Its logits are gone when that is noticed: the next round has run over them."""
+    target, _ = slow
+    rounds_of = target.executor._rounds
+    choose = rounds_of._kernels.choose
+    requests = asked(learned[1], 0.0, (30, 30, 30))
+    expected = tokens(answered(target, requests, True, **OFF)[0])
+
+    def spoiled(logits, noise):
+        # A row whose root is at output position 9 has no choice there.
+        return torch.where((noise.positions == 9) & (noise.seeds == 1), -1, choose(logits, noise))
+
+    monkeypatch.setattr(rounds_of, "_kernels", replace(rounds_of._kernels, choose=spoiled))
+    rounds_of._programs.forget()
+    try:
+        found, stats = answered(target, requests, True, **OFF)
+    finally:
+        monkeypatch.undo()
+        rounds_of._programs.forget()
+    said = tokens(found)
+    assert said[0] == expected[0] and said[2] == expected[2]
+    assert said[1] == expected[1][:9]
+    assert found[1][-1].finish == Finish.ERROR and "not finite" in found[1][-1].error
+    assert stats.carried > 10
