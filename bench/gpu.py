@@ -1,6 +1,7 @@
 """What the torch executor costs on a device, against what its memory would allow.
 
     python bench/gpu.py [model] [--device cuda] [--out bench/results/gpu.json] [--quick]
+                        [--sections plain,served]
 
 plain    one token for each of B sequences: whole steps (draft nothing, verify, accept, commit)
          against the floor, the weights' bytes over the copy bandwidth measured first
@@ -10,6 +11,7 @@ served   the engine end to end, speculation off and on: tokens per second of wal
          the share of it outside of captured rounds (prompts, which are eager, included)
 leak     bytes that so many rounds leave behind, on the device and in the process
 author   dense generation, as `forerun train` uses it
+overlap  served with overlap over served without, in turns; only where it is named (--sections)
 
 Every section is measured by itself: where one fails, its error stands in the table and the rest
 goes on. Prints a table last and writes JSON with the machine's stamp.
@@ -24,6 +26,7 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,8 +44,6 @@ from forerun.bench.sized import (
 from forerun.bench.workload import read_prompts
 from forerun.catalog import Model, open_model, shipped_draft
 from forerun.completion import complete, make_request
-from forerun.engine.loop import Engine
-from forerun.engine.request import Request
 from forerun.llm import LLM
 from forerun.machine import stamp
 from forerun.models.shapes import SHAPES
@@ -126,38 +127,71 @@ def measure_nodes(model: Model, device: torch.device, size: Size) -> dict[str, A
 def measure_served(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
     """Tokens per second of wall time through the engine, greedy: one stream, then all."""
     found: dict[str, Any] = {}
-    prompts = read_prompts()[: size.prompts]
     for name, how in _speculations(model).items():
-        with LLM(
-            str(model.path),
-            executor="torch",
-            device=str(device),
-            max_sequences=max(size.prompts, 2),
-            context=1024,
-            **how,
-        ) as llm:
+        with _llm(model, device, size, how) as llm:
             for at_once in (1, size.prompts):
-                requests = [
-                    make_request(
-                        llm.loaded.chat.encode(list(prompt.messages)),
-                        llm.loaded.tokenizer.eos_ids,
-                        max_tokens=size.tokens,
-                    )
-                    for prompt in prompts[: 4 if at_once == 1 else None]
-                ]
-                made: list[Any] = []
-                start = time.perf_counter()
-                outside = host_share(
-                    llm.loaded.target.executor,
-                    partial(_serve, llm.loaded.engine, requests, at_once, made),
-                )
-                rate = sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start)
                 where = f"{name}, {at_once} at once"
+                made: list[Any] = []
+                serving = partial(_serve, llm, size, at_once, made)
+                start = time.perf_counter()
+                outside = host_share(llm.loaded.target.executor, serving)
+                rate = sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start)
                 found[f"{where}, tokens/s"] = rate
                 found[f"{where}, tokens per step"] = _mean_length(made)
                 if outside is not None:
                     found[f"{where}, host %"] = 100 * outside
     return found
+
+
+def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
+    """Overlap and none side by side, with nothing that guesses from the text: the median ratio of
+    TURNS turns, the share of steps that were begun early, and how many texts are not the same.
+    """
+    found: dict[str, Any] = {}
+    for name, how in _speculations(model).items():
+        if how["speculation"] == "ngram":
+            continue
+        with (
+            _llm(model, device, size, how) as without,
+            _llm(model, device, size, how | {"overlap": True}) as with_it,
+        ):
+            for at_once in (1, size.prompts):
+                where = f"{name}, {at_once} at once"
+                found |= {
+                    f"{where}, {what}": value
+                    for what, value in _compare(without, with_it, size, at_once).items()
+                }
+    return found
+
+
+def _compare(without: LLM, with_it: LLM, size: Size, at_once: int) -> dict[str, float]:
+    """Both serve the same, in turns; the first turn warms up and does not count."""
+    rates: dict[LLM, list[float]] = {without: [], with_it: []}
+    said: dict[LLM, list[Any]] = {}
+    before = with_it.loaded.engine.stats()
+    for _ in range(TURNS + 1):
+        for llm, seen in rates.items():
+            made: list[Any] = []
+            start = time.perf_counter()
+            _serve(llm, size, at_once, made)
+            seen.append(sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start))
+            said[llm] = [choice.tokens for choice in made]
+    after = with_it.loaded.engine.stats()
+    pairs = list(zip(rates[with_it][1:], rates[without][1:], strict=True))
+    parted = [one != two for one, two in zip(said[without], said[with_it], strict=True)]
+    return {
+        "ratio": median(mine / other for mine, other in pairs),
+        "tokens/s": median(mine for mine, _ in pairs),
+        "carried %": 100 * (after.carried - before.carried) / max(1, after.steps - before.steps),
+        "texts that differ": sum(parted),
+    }
+
+
+def _llm(model: Model, device: torch.device, size: Size, how: dict[str, Any]) -> LLM:
+    rows = max(size.prompts, 2)
+    where = {"executor": "torch", "device": str(device), "max_sequences": rows, "context": 1024}
+    # Two may be loaded at a time, and memory is filled with pages otherwise.
+    return LLM(str(model.path), kv_tokens=rows * 1024, **where, **how)
 
 
 def _speculations(model: Model) -> dict[str, dict[str, Any]]:
@@ -174,9 +208,20 @@ def _speculations(model: Model) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _serve(engine: Engine, requests: list[Request], at_once: int, made: list[Any]) -> None:
-    """Fill `made` with the requests' answers."""
-    made += [choice for (choice,) in complete(engine, requests, at_once)]
+def _serve(llm: LLM, size: Size, at_once: int, made: list[Any]) -> None:
+    """Fill `made` with answers to all prompts at once, or to four, one by one."""
+    loaded = llm.loaded
+    assert loaded.chat is not None
+    prompts = read_prompts()[: size.prompts]
+    requests = [
+        make_request(
+            loaded.chat.encode(list(prompt.messages)),
+            loaded.tokenizer.eos_ids,
+            max_tokens=size.tokens,
+        )
+        for prompt in prompts[: 4 if at_once == 1 else None]
+    ]
+    made += [choice for (choice,) in complete(loaded.engine, requests, at_once)]
 
 
 def _mean_length(answers: list[Any]) -> float:
@@ -239,7 +284,12 @@ SECTIONS = {
     "served": measure_served,
     "leak": measure_leak,
     "author": measure_author,
+    "overlap": measure_overlap,
 }
+USUAL = [name for name in SECTIONS if name != "overlap"]
+
+TURNS = 3
+"""Comparisons of overlap with none, after one that warms up."""
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -255,6 +305,8 @@ def rows_of(report: dict[str, Any]) -> list[tuple[str, str]]:
     """The table: (what, value)."""
     table: list[tuple[str, str]] = []
     for section in SECTIONS:
+        if section not in report:
+            continue
         found = report[section]
         if "error" in found:
             table.append((section, f"FAILED: {found['error']}"))
@@ -282,11 +334,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
+    parser.add_argument("--sections", default=",".join(USUAL), help="what is measured")
     options = parser.parse_args()
+    sections = {name: SECTIONS[name] for name in options.sections.split(",")}
     device, size = torch.device(options.device), QUICK if options.quick else FULL
     model = open_model(options.model)
     report: dict[str, Any] = {"machine": device_facts(device), "model": model.name}
-    for name, section in SECTIONS.items():
+    for name, section in sections.items():
         start = time.perf_counter()
         try:
             report[name] = section(model, device, size)
@@ -300,7 +354,7 @@ def main() -> int:
     say(json.dumps(report["machine"]))
     for what, value in rows_of(report):
         say(f"{what:44} {value}")
-    return int(any("error" in report[name] for name in SECTIONS))
+    return int(any("error" in report[name] for name in sections))
 
 
 if __name__ == "__main__":

@@ -134,8 +134,10 @@ class Overlap:
         """Begin the step after `before`; None where that must be looked at first."""
         assert self._executor is not None
         traits, schedule = self._drafter.traits, before.schedule
-        if not traits.ahead and (traits.needs_features or schedule.plan.max_nodes.any()):
-            return None  # Guesses from the text: then there will be some again.
+        # Mostly the next step guesses if this one does, and a policy should be asked once.
+        guesses = schedule.plan.max_nodes.any()
+        if (guesses and not traits.ahead) or (traits.needs_features and not guesses):
+            return None
         since = monotonic()
         schedule_ahead = self._scheduler.plan_ahead(schedule)
         if schedule_ahead is None or not self._drafter.carry(schedule_ahead.plan):

@@ -37,8 +37,11 @@ class EngineMachine(RuleBasedStateMachine):
         room=st.integers(24, 60),
         name=st.sampled_from(["none", "ngram", "oracle", "adversary", "erratic"]),
         overlap=st.booleans(),
+        alone=st.sampled_from([True, True, False]),
     )
-    def build(self, shape, room, name, overlap):
+    def build(self, shape, room, name, overlap, alone):
+        # Nothing is carried beside a row that the host must decide: mostly have none then.
+        self.alone = overlap and alone
         pages = -(-room // shape["page_size"])
         executor = None
         if overlap:
@@ -60,6 +63,8 @@ class EngineMachine(RuleBasedStateMachine):
         ),
     )
     def submit(self, prompt, max_tokens, n, stop, include_stop, sampling, speculation):
+        if self.alone:
+            sampling = {key: sampling[key] for key in ("temperature", "seed")}
         request = ask(
             str(len(self.asked)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
             speculation=speculation, **sampling,

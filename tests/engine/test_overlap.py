@@ -1,0 +1,288 @@
+"""Steps that begin before the one before them was looked at: order, endings, failures."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.drafters.guarded import GuardedDrafter
+from forerun.drafters.selected import SelectedDrafter
+from forerun.engine.overlap import completed
+from forerun.engine.plan import Outcome, Plan
+from forerun.engine.request import Finish
+from forerun.spec.costs import StepCosts
+from forerun.spec.policy import AdaptivePolicy, Budget, FixedPolicy
+from tests.engine.carrying import CarryingToy
+from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
+
+GUESSERS = ["none", "oracle", "adversary", "erratic"]
+
+
+def overlapped(name="erratic", fails=(), nodes=4, depth=4, **shape):
+    toy = CarryingToy(limits(**shape), fails)
+    return make(name, nodes, depth, executor=toy, overlap=True), toy
+
+
+def hot(id, prompt="Hello", max_tokens=20, **changes):
+    return ask(id, prompt, max_tokens, temperature=0.8, seed=5, **changes)
+
+
+@pytest.mark.parametrize("name", GUESSERS)
+def test_texts_are_the_reference(name):
+    engine, _ = overlapped(name)
+    requests = [ask("a", "ab", 30), hot("b"), hot("c", "Hello, world", 9), ask("d", "xyz", 14)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert engine.stats().carried > 5
+
+
+@pytest.mark.parametrize("name", GUESSERS)
+def test_the_next_step_begins_before_this_one_is_looked_at(name):
+    engine, toy = overlapped(name)
+    run(engine, hot("a", max_tokens=30))
+    place = {event: index for index, event in enumerate(toy.events)}
+    carried = [number for what, number in toy.events if what == "carry"]
+    assert len(carried) == engine.stats().carried > 3
+    for number in carried:
+        assert place["carry", number] < place["look", number - 1] < place["look", number]
+        assert place["carry", number] < place["do", number - 1] < place["do", number]
+    # The prompt, then a round of which the host knows all; from there on every one is carried.
+    assert carried == list(range(2, carried[-1] + 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"frequency_penalty": 0.5}, {"logprobs": 1}, {"top_k": 4}, {"min_tokens": 5}],
+)
+def test_what_the_device_does_not_decide_alone_is_looked_at_first(changes):
+    engine, _ = overlapped()
+    request = hot("a", **changes)
+    run(engine, request).expect(request)
+    assert engine.stats().carried == 0
+
+
+def test_guesses_from_the_text_are_looked_at_first_but_plain_steps_are_not():
+    engine, _ = overlapped("ngram")
+    run(engine, hot("a"))
+    assert engine.stats().carried == 0
+    engine, _ = overlapped("ngram", nodes=0, depth=0)
+    run(engine, hot("a"))
+    assert engine.stats().carried > 10
+
+
+def test_without_the_option_every_step_is_looked_at_first():
+    toy = CarryingToy(limits())
+    run(make("erratic", executor=toy), hot("a"))
+    assert "carry" not in {what for what, _ in toy.events}
+
+
+def test_a_toy_that_cannot_carry_runs_as_ever():
+    engine = make("erratic", overlap=True)
+    request = hot("a")
+    run(engine, request).expect(request)
+    assert engine.stats().carried == 0
+
+
+def test_a_prompt_that_comes_meanwhile_is_taken_in_and_found_again():
+    engine, _ = overlapped(pages=40)
+    ear, first, second = Ear(), hot("a", max_tokens=60), hot("b", "Hello, world, again", 12)
+    engine.submit(first, ear)
+    for _ in range(6):
+        engine.step_once()
+    engine.submit(second, ear)
+    finish(engine)
+    third = hot("c", "Hello, world, again and more", 12)
+    engine.submit(third, ear)
+    finish(engine)
+    for request in (first, second, third):
+        ear.expect(request)
+    assert ear.of("c")[0].cached_tokens > 0
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_an_abort_at_any_time_leaves_the_others_alone(steps):
+    engine, _ = overlapped()
+    ear, gone, stays = Ear(), hot("a", max_tokens=40), hot("b", "other", 25)
+    for request in (gone, stays):
+        engine.submit(request, ear)
+    for _ in range(steps):
+        engine.step_once()
+        engine.check()
+    engine.abort("a")
+    finish(engine)
+    ear.expect(stays)
+    assert ear.last("a").finish == Finish.ABORT
+    assert ear.tokens("a") == reference(gone)[0][: len(ear.tokens("a"))]
+
+
+def test_siblings_end_together_where_their_sink_fails():
+    engine, _ = overlapped(slots=6)
+    stays, heard = hot("b", "other", 25), []
+
+    def deaf(delta):
+        heard.append(delta)
+        raise RuntimeError("nobody listens")
+
+    ear = Ear()
+    engine.submit(stays, ear)
+    engine.submit(hot("a", n=3), deaf)
+    finish(engine)
+    ear.expect(stays)
+    assert len(heard) == 1
+
+
+def test_a_carried_step_that_cannot_begin_is_begun_again_later():
+    engine, toy = overlapped(fails=[("carry", 3), ("carry", 7)])
+    requests = [hot("a", max_tokens=40), ask("b", "other", 33)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert engine.stats().failed_steps == 0 and ("begin", 4) in toy.events
+    assert engine.stats().carried > 3
+
+
+@pytest.mark.parametrize("what", ["do", "look"])
+@pytest.mark.parametrize("number", [1, 2, 3, 5])
+def test_a_step_that_fails_ends_its_own_requests(what, number):
+    engine, _ = overlapped(fails=[(what, number)])
+    ear = Ear()
+    broken = [hot("a", max_tokens=60), ask("b", "other", 50)]
+    for request in broken:
+        engine.submit(request, ear)
+    finish(engine)
+    for request in broken:
+        last = ear.last(request.id)
+        assert last.finish == Finish.ERROR and f"step {number} fails" in last.error
+        told = ear.tokens(request.id)
+        assert told == reference(request)[0][: len(told)]
+    assert engine.alive and engine.stats().failed_steps == 1
+    after = hot("c", max_tokens=30)
+    engine.submit(after, ear)
+    finish(engine)
+    ear.expect(after)
+
+
+def test_steps_that_fail_again_and_again_end_the_engine():
+    engine, _ = overlapped(fails=[("look", number) for number in range(1, 40)])
+    ear = Ear()
+    for id in "abc":
+        engine.submit(hot(id, max_tokens=60), ear)
+        while engine.step_once():
+            pass
+    assert [ear.last(id).finish for id in "abc"] == [Finish.ERROR] * 3
+    assert not engine.alive
+    engine.check()
+
+
+def test_shutdown_with_a_step_running_leaves_slots_closed():
+    engine, toy = overlapped()
+    ear = Ear()
+    engine.submit(hot("a", max_tokens=60), ear)
+    for _ in range(5):
+        engine.step_once()
+    engine.shutdown()
+    engine.check()
+    assert ear.last("a").finish == Finish.ABORT
+    again = make("none", executor=toy, overlap=True)
+    request = hot("b")
+    run(again, request).expect(request)
+
+
+def test_the_thread_sleeps_only_when_nothing_runs():
+    engine, _ = overlapped()
+    ear, requests = Ear(), [hot(str(n), max_tokens=5 + 3 * n) for n in range(7)]
+    engine.start()
+    try:
+        for request in requests:
+            engine.submit(request, ear)
+        assert engine.drain(30)
+    finally:
+        engine.shutdown()
+    for request in requests:
+        ear.expect(request)
+    engine.check()
+
+
+def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
+    engine, toy = overlapped("oracle")
+    inner = toy._drafter
+    guarded = GuardedDrafter(inner)
+    engine._turns._overlap._drafter._inner = guarded
+    engine._turns._drafter._inner = guarded
+
+    def broken(plan):
+        raise RuntimeError("no more")
+
+    inner.carry = broken
+    request = hot("a", max_tokens=30)
+    run(engine, request).expect(request)
+    assert guarded.fault is not None and engine.stats().carried == 0
+
+
+class Counting(FixedPolicy):
+    """No guesses but in every seventh step; counts how often it is asked."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        object.__setattr__(self, "asked", 0)
+
+    def budgets(self, slots, kv_len):
+        if len(slots):
+            object.__setattr__(self, "asked", self.asked + 1)
+        return (
+            super().budgets(slots, kv_len)
+            if self.asked % 7 == 0
+            else [Budget(0, 0, "")] * len(slots)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "features"), [("oracle", True), ("oracle", False), ("ngram", False)]
+)
+def test_a_policy_is_asked_once_for_most_steps(name, features):
+    """A plan that cannot be carried is thrown away, and its budget with it: rarely."""
+    toy, policy = CarryingToy(limits()), Counting()
+    engine = make(name, executor=toy, overlap=True, policy=policy)
+    toy._drafter.traits = replace(toy._drafter.traits, needs_features=features)
+    engine._turns._drafter.traits = toy._drafter.traits
+    request = hot("a", max_tokens=120)
+    run(engine, request).expect(request)
+    stats = engine.stats()
+    assert stats.steps - 2 <= policy.asked <= 1.2 * stats.steps
+    assert (stats.carried > stats.steps / 2) == (not features)
+
+
+def test_adaptive_guessing_sees_every_step():
+    costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
+    policy, toy = AdaptivePolicy(costs, 4, 4), CarryingToy(limits())
+    engine = make("oracle", executor=toy, overlap=True, policy=policy)
+    selected = SelectedDrafter(toy._drafter, policy)
+    engine._turns._drafter._inner = selected
+    requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    stats = engine.stats()
+    assert stats.carried > stats.steps / 3
+    assert stats.acceptance_length > 2 and policy.describe()["acceptance"] > 0.7
+
+
+def test_a_plan_is_completed_by_the_outcome_before():
+    def plan(slots, kv_len, **changes):
+        many = np.ones(len(slots), np.int32)
+        known = tuple(np.array([7], np.int32) for _ in slots)
+        facts = (many == 1, many, many, np.zeros((len(slots), 2), np.int32), many == 0)
+        return Plan(np.array(slots), np.array(kv_len), known, *facts, **changes)
+
+    before = plan([4, 2, 9], [10, 20, 30])
+    outcome = Outcome(
+        n_tokens=np.array([2, 0, 1], np.int32),
+        tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
+        n_guesses=np.array([1, 1, 0], np.int32),
+        finite=np.array([True, False, True]),
+    )
+    made = completed(plan([9, 4, 2], [32, 12, 22], ends=np.full(3, 99)), before, outcome)
+    assert made.kv_len.tolist() == [31, 12, 20]
+    assert [known.tolist() for known in made.known] == [[8], [6], [7]]
+    assert made.ends is None
