@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.engine.plan import Plan
+from forerun.executors.host import Choosing
 from forerun.executors.torch.carry import Carry
-from forerun.executors.torch.facts import Room, Size, Sized
-from forerun.executors.torch.fill import turns
+from forerun.executors.torch.facts import Record, Room, Size, Sized
+from forerun.executors.torch.fill import fill_ahead, turns
 from forerun.spec.accept import NOTHING
 from forerun.spec.draft import full_draft, full_size
 from forerun.spec.tree import NO_GUESSES, batch
@@ -36,29 +38,34 @@ def there(array):
 
 def left(carry, size, slots, rows):
     """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
-    facts = {name: torch.zeros(size.rows, dtype=torch.int32) for name in ("kv_len", "position")}
-    facts["slot"] = torch.full((size.rows,), SLOTS)
-    facts["home"] = torch.full((size.rows,), -1)
-    facts["depth"] = torch.zeros(size.total, dtype=torch.int32)
+    sized = Sized(size, Room(3, SLOTS, 2), torch.device("cpu"))
+    facts = sized.side().facts
     choices = torch.full((size.total,), NOTHING, dtype=torch.int32)
     kept = torch.zeros(size.rows, size.nodes, dtype=torch.bool)
+    record = Record.of(size, sized.record)
     grown = np.zeros((3, size.rows, size.guesses), np.int32)
     for row, (slot, (kv_len, position, token, tree)) in enumerate(zip(slots, rows, strict=True)):
         facts["kv_len"][row], facts["position"][row] = kv_len - 1, position - 1
         facts["slot"][row] = facts["home"][row] = slot
         choices[row * size.nodes], kept[row, 0] = token, True
         grown[:, row] = tree[0], tree[1], tree[2].view(np.int32)
+    record.grown.copy_(there(grown.reshape(-1)))
+    sized.whole.copy_(sized._sides[0].whole)
     with Watch():
-        carry.leave(size, facts, choices, kept, there(grown.reshape(-1)))
+        carry.leave(size, sized.there, choices, kept, record)
 
 
 def entered(carry, size, slots, bounds):
     """The facts of a round whose rows go on from these slots; bounds: (most, deep, ends)."""
-    sized = Sized(size, Room(3, SLOTS, 2), torch.device("cpu"))
+    sized = Sized(size, Room(90, SLOTS, 2), torch.device("cpu"))
     facts = sized.side().facts
-    for row, (slot, bound) in enumerate(zip(slots, bounds, strict=True)):
-        facts["slot"][row], facts["ahead"][row] = slot, 1
-        facts["most"][row], facts["deep"][row], facts["ends"][row] = bound
+    many = len(slots)
+    most, deep, ends = np.array(bounds, np.int32).T
+    choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
+    nothing = np.zeros(many, np.int32)
+    plan = Plan(np.array(slots), nothing, (), nothing, most, deep, nothing[:, None], nothing, ends)
+    fill_ahead(facts, size, plan, choosing, most)
+    facts["slot"][:many] = slots
     sized.whole.copy_(sized._sides[0].whole)
     with Watch():
         found = carry.enter(size, sized.there)

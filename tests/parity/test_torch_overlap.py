@@ -144,8 +144,7 @@ def crowd(texts):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("pause", [0, 3])
-@pytest.mark.parametrize("shape", [OFF, SHAPES[2], SHAPES[4]])
+@pytest.mark.parametrize(("shape", "pause"), [(OFF, 0), (SHAPES[2], 3), (SHAPES[4], 0)])
 def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     """Also rows with penalties and reports, prompts between rounds, and waiting for a slot."""
     requests = crowd(np.concatenate([learned[1], learned[1][:2]]))

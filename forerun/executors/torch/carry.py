@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.facts import Size
+from forerun.executors.torch.facts import Record, Size
 from forerun.spec.accept import NOTHING
 from forerun.spec.draft import full_size
 
@@ -29,10 +29,8 @@ class Carry:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._rows = slots + 1
-        self._state = {
-            name: torch.zeros(self._rows, dtype=torch.int32, device=device)
-            for name in ("kv_len", "position", "token")
-        }
+        # Of a row: kv_len, output position, last token.
+        self._state = torch.zeros(self._rows, 3, dtype=torch.int32, device=device)
         self._device = device
         self.width = self.levels = 0
         self._make_room(0, 0)
@@ -68,42 +66,59 @@ class Carry:
     # --- launches only ---------------------------------------------------------------------
 
     def enter(self, size: Size, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The facts, with those of rows that are ahead from their slots."""
-        slot, ahead = given["slot"].long(), given["ahead"] > 0
-        state = {name: values[slot] for name, values in self._state.items()}
-        depth = torch.minimum(given["deep"], given["ends"] - state["kv_len"] - 1)
-        if size.nodes == 1 or self.width == 0:
-            nodes = _chains(size, torch.ones_like(state["token"]), state["token"], None)
-        elif self.width == 1:
-            nodes = self._chain(size, slot, state["token"], given["most"], depth)
-        else:
-            nodes = self._tree(size, slot, state["token"], given["most"], depth)
-        found = dict(given)
-        for name, own in {**state, "count": nodes.pop("count")}.items():
-            if name in found:
-                found[name] = torch.where(ahead, own.int(), given[name])
+        """The facts, with those of rows that are ahead from their slots.
+
+        What the host has filled in of such rows is right for chains; few launches are left.
+        """
+        ahead = given["ahead"] > 0
+        state = self._state.index_select(0, given["slot"]).T
+        where = torch.where(ahead, state[:2], given["where"])
+        found = {**given, "where": where, "kv_len": where[0], "position": where[1]}
+        if size.nodes == 1:
+            return {**found, "tokens": torch.where(ahead, state[2], given["tokens"])}
+        if self.width == 0:
+            return found  # Nothing is ever grown: who is ahead is alone.
+        depth = torch.minimum(given["deep"], given["last"] - where[0])
+        make = self._chain if self.width == 1 else self._tree
+        nodes = make(size, given["slot"], state[2], given["most"], depth)
         for name, own in nodes.items():
-            given_there = given[name].view(own.shape)
-            mixed = torch.where(ahead[:, None], own.int(), given_there)
-            found[name] = mixed.view(given[name].shape)
+            there = given[name].view(own.shape)
+            which = ahead if own.dim() == 1 else ahead[:, None]
+            found[name] = torch.where(which, own, there).view(given[name].shape)
         return found
 
     def _chain(
         self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
     ) -> dict[str, Tensor]:
         """What `_tree` gives of chains: their best nodes are the first."""
-        most = torch.minimum(most, depth).clamp_max(size.nodes - 1)
-        real = (self._value[slot] > -torch.inf) & (self._index < most[:, None])
-        count = 1 + real.sum(1)
-        guesses = self._tokens[slot][:, : size.nodes - 1]
-        guesses = F.pad(guesses, (0, size.nodes - 1 - guesses.shape[1]))
-        return _chains(size, count, token, guesses)
+        grown = (self._value.index_select(0, slot) > -torch.inf).sum(1, dtype=torch.int32)
+        guesses = torch.minimum(torch.minimum(most, depth), grown).clamp(0, size.nodes - 1)
+        count = guesses + 1
+        tokens = self._tokens.index_select(0, slot)[:, : size.nodes - 1]
+        tokens = torch.cat([token[:, None], tokens], 1)
+        return {
+            "count": count,
+            "tokens": F.pad(tokens, (0, size.nodes - tokens.shape[1])),
+            # What is no node stands where the last one does: there is a page.
+            "depth": torch.minimum(self._places(size), guesses[:, None]),
+            "turns": self._chain_turns(size, count),
+        }
+
+    def _places(self, size: Size) -> Tensor:
+        return torch.arange(size.nodes, dtype=torch.int32, device=self._device)
+
+    def _chain_turns(self, size: Size, count: Tensor) -> Tensor:
+        """[2,R,N]: the first `count` see what is before them, what is no node itself alone."""
+        places = self._places(size)
+        leave = torch.maximum(count[:, None], places + 1)
+        return torch.stack([places.expand_as(leave), leave])
 
     def _tree(
         self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
     ) -> dict[str, Tensor]:
         """The best nodes of the slots' trees, as forerun.spec.draft.Growth.draft keeps them."""
-        value, parents = self._value[slot], self._parents[slot].long()
+        value = self._value.index_select(0, slot)
+        parents = self._parents.index_select(0, slot).long()
         real = (value > -torch.inf) & (self._level <= depth[:, None])
         value = torch.where(real, value, -torch.inf)
         order = value.sort(dim=1, descending=True, stable=True).indices
@@ -122,63 +137,51 @@ class Carry:
         nothing = torch.full_like(place[:, 0], NOTHING)
         count = 1 + place[:, -1]
         found = {
-            "count": count,
-            "tokens": sent(self._tokens[slot], token, 0),
-            "parents": sent(above, nothing, NOTHING),
-            "depth": sent(self._level.expand_as(place), torch.zeros_like(count), 0),
+            "count": count.int(),
+            "tokens": sent(self._tokens.index_select(0, slot), token, 0),
+            "parents": sent(above, nothing, NOTHING).int(),
+            "depth": sent(self._level.expand_as(place), torch.zeros_like(count), 0).int(),
         }
         deepest = min(size.nodes - 1, self.levels)
         return found | {"turns": _turns(size, found["parents"], count, deepest)}
 
     def leave(
-        self, size: Size, facts: dict[str, Tensor], choices: Tensor, kept: Tensor, grown: Tensor
+        self,
+        size: Size,
+        facts: dict[str, Tensor],
+        choices: Tensor,
+        kept: Tensor,
+        record: Record,
     ) -> None:
-        """Keep what came of the rows: kept bool[R,N] of the accepted paths, choices of all nodes
-        [R*N], and the trees that were grown below, int32[3*R*K] as in a record.
+        """Keep what came of the rows, and write into the record what ran: choices [R*N] of all
+        nodes, kept bool[R,N] of those on accepted paths.
         """
         slot = facts["slot"].long()
-        count = kept.sum(1, dtype=torch.int32)
-        depth = facts["depth"].view_as(kept) + 1
-        last = (kept * depth).argmax(1, keepdim=True)
-        token = choices.view_as(kept).gather(1, last)[:, 0].clamp_min(0)
-        moved = {
-            "kv_len": facts["kv_len"] + count,
-            "position": facts["position"] + count,
-            "token": token.int(),
-        }
-        for name, values in moved.items():
-            self._state[name].index_copy_(0, slot, values)
-        room = self._value.shape[1]
-        if not room:
-            return
-        value = self._value.new_full((size.rows, room), -torch.inf)
+        record.tokens.copy_(facts["tokens"])
+        if size.nodes == 1:
+            count, token = kept[:, 0].int(), choices
+        else:
+            record.parents.copy_(facts["parents"])
+            record.count.copy_(facts["count"])
+            count = kept.sum(1, dtype=torch.int32)
+            last = (kept * (facts["depth"].view_as(kept) + 1)).argmax(1, keepdim=True)
+            token = choices.view_as(kept).gather(1, last)[:, 0]
+        moved = torch.cat([facts["where"] + count, token.clamp_min(0)[None].int()])
+        self._state.index_copy_(0, slot, moved.T)
+        if self.width:
+            self._leave_trees(size, slot, facts["home"] >= 0, record.grown)
+
+    def _leave_trees(self, size: Size, slot: Tensor, follows: Tensor, grown: Tensor) -> None:
+        """Keep what was grown below rows that are followed; nothing below others."""
+        value = self._value.new_full((size.rows, self._value.shape[1]), -torch.inf)
         if size.levels:
             tokens, parents, bits = grown.view(3, size.rows, size.guesses)
-            follows = facts["home"][:, None] >= 0
-            value[:, : size.guesses] = torch.where(
-                follows, bits.contiguous().view(torch.float32), -torch.inf
-            )
+            values = bits.view(torch.float32)
+            value[:, : size.guesses] = torch.where(follows[:, None], values, -torch.inf)
             self._tokens[:, : size.guesses].index_copy_(0, slot, tokens)
-            self._parents[:, : size.guesses].index_copy_(0, slot, parents)
+            if self.width > 1:
+                self._parents[:, : size.guesses].index_copy_(0, slot, parents)
         self._value.index_copy_(0, slot, value)
-
-
-def _chains(size: Size, count: Tensor, token: Tensor, guesses: Tensor | None) -> dict[str, Tensor]:
-    """Facts of nodes of chains: `count` [R] of them, a root and its guesses [R,N-1]."""
-    places = torch.arange(size.nodes, device=count.device).expand(size.rows, -1)
-    tokens = token[:, None] if guesses is None else torch.cat([token[:, None], guesses], 1)
-    real = places < count[:, None]
-    if size.nodes > 1 and guesses is None:
-        tokens = tokens.expand(-1, size.nodes)
-    enter = torch.where(real, places, 2 * size.nodes + places)
-    leave = torch.where(real, count[:, None], enter + 1)
-    return {
-        "count": count,
-        "tokens": torch.where(real, tokens, 0),
-        "parents": torch.where(real, places - 1, NOTHING),
-        "depth": torch.where(real, places, 0),
-        "turns": torch.stack([enter, leave]),
-    }
 
 
 def _turns(size: Size, parents: Tensor, count: Tensor, deepest: int) -> Tensor:

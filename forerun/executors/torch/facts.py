@@ -5,7 +5,7 @@ was filled from the other still runs.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,9 +15,6 @@ from forerun.executors.torch.geometry import tile_nodes, tiles_of
 from forerun.spec.accept import NOTHING
 from forerun.spec.draft import full_size
 from forerun.types import AnyArray
-
-NODE_FACTS = 4
-"""Numbers of a node in a record: its choice, token, parent and depth."""
 
 
 class Size(NamedTuple):
@@ -41,6 +38,26 @@ class Size(NamedTuple):
         return full_size(self.width, self.levels)
 
 
+class Record(NamedTuple):
+    """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
+    their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
+    parents and values' bits of the trees that were grown, [3*R*K].
+    """
+
+    choices: Any
+    tokens: Any
+    parents: Any
+    count: Any
+    grown: Any
+
+    @classmethod
+    def of(cls, size: Size, whole: Any) -> "Record":
+        """Views of a tensor or an array."""
+        ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
+        bounds = zip([0, *ends], [*ends, len(whole)], strict=True)
+        return cls(*(whole[begin:end] for begin, end in bounds))
+
+
 class Room(NamedTuple):
     """What all sizes have in common: places of a page table's row, slots of sequences, heads that
     share a key/value head.
@@ -55,18 +72,18 @@ def _shapes(size: Size, room: Room) -> dict[str, tuple[int, ...]]:
     """The facts, all int32, in the order in which they lie behind each other.
 
     Of rows, [R]:
-        kv_len, count (nodes), position (of the root's output), low and high halves of the seed,
-        heat (the temperature's bits), decided
+        where [2,R]     kv_len and position (of the root's output); also under these names
+        count (nodes), low and high halves of the seed, heat (the temperature's bits), decided
         home            where the drafting keeps a row's state; -1 = it does not follow the row
         slot            where the round leaves what the next one needs (carry.py)
-        ahead           1: begin with what stands there, instead of with kv_len, count, position
-                        and the facts of nodes
-        most, deep, ends  of such a row: guesses and levels at most, positions it may take up
+        ahead           1: begin with what stands there. Of such a row the host knows:
+        most, deep, last  guesses and levels at most, and the last position that a guess may take
     Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
     """
-    known = "kv_len", "count", "position", "low", "high", "heat", "decided", "home"
+    of_rows = "count", "low", "high", "heat", "decided", "home"
     return {
-        **dict.fromkeys((*known, "slot", "ahead", "most", "deep", "ends"), (size.rows,)),
+        "where": (2, size.rows),
+        **dict.fromkeys((*of_rows, "slot", "ahead", "most", "deep", "last"), (size.rows,)),
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
         "turns": (2, size.total),
         "table": (size.rows, room.width),
@@ -75,10 +92,9 @@ def _shapes(size: Size, room: Room) -> dict[str, tuple[int, ...]]:
 
 def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     counts = [int(np.prod(shape)) for shape in shapes.values()]
-    parts = whole.split(counts)
-    return {
-        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
-    }
+    parts = zip(shapes.items(), whole.split(counts), strict=True)
+    views = {name: part.view(shape) for (name, shape), part in parts}
+    return views | {"kv_len": views["where"][0], "position": views["where"][1]}
 
 
 class Side:
@@ -114,15 +130,13 @@ class Side:
 class Sized:
     """The fixed tensors of one size.
 
-    record  int32[4*R*N + 3*R*K] what comes back, in one copy: the choices of nodes; where rounds
-            carry on from each other, tokens, parents and depth of nodes; tokens, parents and
-            values' bits of the trees that were grown
+    record  int32[3*R*N + R + 3*R*K] what comes back, in one copy, see `Record`
     """
 
     def __init__(self, size: Size, room: Room, device: torch.device) -> None:
         shapes = _shapes(size, room)
         count = sum(int(np.prod(shape)) for shape in shapes.values())
-        returned = NODE_FACTS * size.total + 3 * size.rows * size.guesses
+        returned = 3 * size.total + size.rows + 3 * size.rows * size.guesses
         self.whole = torch.zeros(count, dtype=torch.int32, device=device)
         self.there = _views(self.whole, shapes)
         self.record = torch.zeros(returned, dtype=torch.int32, device=device)

@@ -41,15 +41,21 @@ def fill(
     return place.astype(np.int32), decided
 
 
-def fill_ahead(facts: Facts, plan: Plan, choosing: Choosing, most: AnyArray) -> None:
-    """Write a carried plan: bounds, and what a sequence never changes. most int[B] guesses."""
+def fill_ahead(facts: Facts, size: Size, plan: Plan, choosing: Choosing, most: AnyArray) -> None:
+    """Write a carried plan: bounds, and what a sequence never changes. most int[B] guesses.
+
+    Of nodes, what stands there in a chain of any length; of trees the device knows better.
+    """
     assert plan.ends is not None
-    rows = np.arange(plan.rows)
-    for name in ("ahead", "decided"):
-        facts[name][rows] = 1
-    facts["most"][rows], facts["deep"][rows], facts["ends"][rows] = most, plan.max_depth, plan.ends
+    rows, places = np.arange(plan.rows), np.arange(size.nodes)
+    facts["ahead"][rows] = facts["decided"][rows] = facts["count"][rows] = 1
+    facts["most"][rows], facts["deep"][rows] = most, plan.max_depth
+    facts["last"][rows] = plan.ends - 1
     _put_choosing(facts, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
     _put_pages(facts, plan)
+    facts["parents"].reshape(-1, size.nodes)[rows] = places - 1
+    facts["turns"].reshape(2, -1, size.nodes)[0, rows] = places
+    facts["turns"].reshape(2, -1, size.nodes)[1, rows] = 1
 
 
 def check_pages(plan: Plan, trees: TreeBatch | None, page_size: int) -> None:

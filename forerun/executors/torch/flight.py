@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from forerun.executors.torch.facts import NODE_FACTS, Size
+from forerun.executors.torch.facts import Record, Size
 from forerun.spec.tree import TreeBatch
-from forerun.types import AnyArray, Bools, Ints
+from forerun.types import Bools, Ints
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Flight:
 
     def choices(self) -> Ints:
         """int32[M] of flat nodes on an accepted path of a decided row; NOTHING elsewhere."""
-        choices: Ints = self.record()[self.places()]
+        choices: Ints = Record.of(self.size, self.record()).choices[self.places()]
         return choices
 
     def places(self) -> Ints:
@@ -59,20 +59,18 @@ class Flight:
 
     def trees(self) -> TreeBatch:
         """What ran in a round that carried on from another; sets `place`."""
-        total, rows = self.size.total, len(self.slots)
-        parts = self.record()[total : NODE_FACTS * total].reshape(3, -1, self.size.nodes)
-        tokens, parents, depth = parts[:, :rows]
-        real = parents >= 0
-        real[:, 0] = True
-        counts = real.sum(1)
-        start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        row, node = np.nonzero(real)
-        self.place = (row * self.size.nodes + node).astype(np.int32)
-        below: AnyArray = parents[real]
-        return TreeBatch(
-            tokens=tokens[real],
-            parents=np.where(below < 0, -1, below + start[row]).astype(np.int32),
-            start=start,
-            known=np.ones(rows, np.int32),
-            depth=depth[real],
-        )
+        rows, nodes = len(self.slots), self.size.nodes
+        record = Record.of(self.size, self.record())
+        counts = record.count[:rows] if nodes > 1 else np.ones(rows, np.int32)
+        row, node = np.nonzero(np.arange(nodes) < counts[:, None])
+        self.place = place = (row * nodes + node).astype(np.int32)
+        start = np.append(0, np.cumsum(counts)).astype(np.int32)
+        parents = np.where(node > 0, record.parents[place] + start[row], -1).astype(np.int32)
+        depth = np.zeros(len(place), np.int32)
+        for _ in range(int(counts.max()) - 1):  # A level each, at least.
+            deeper = np.where(parents >= 0, depth[parents] + 1, 0)
+            if (deeper == depth).all():
+                break
+            depth = deeper.astype(np.int32)
+        known = np.ones(rows, np.int32)
+        return TreeBatch(record.tokens[place], parents, start, known, depth)

@@ -34,7 +34,7 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.carry import Carry
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.drafting import Decided, Drafting
-from forerun.executors.torch.facts import NODE_FACTS, Room, Side, Size, Sized
+from forerun.executors.torch.facts import Record, Room, Side, Size, Sized
 from forerun.executors.torch.fill import check_pages, fill, fill_ahead
 from forerun.executors.torch.flight import Flight
 from forerun.executors.torch.geometry import Geometry
@@ -188,7 +188,7 @@ class Rounds:
         check_pages(plan, None, self._limits.page_size)
         self._prepare(size)
         side = self._of(size).side()
-        fill_ahead(side.facts, plan, choosing, np.array(most))
+        fill_ahead(side.facts, size, plan, choosing, np.array(most))
         return self._begin(size, side, plan, (np.ones(plan.rows, np.bool_), None), wish)
 
     def _prepare(self, size: Size) -> None:
@@ -224,7 +224,7 @@ class Rounds:
             self.seconds += now - max(begun, self._read)
             self._read = now
             if self.drafting is not None and size.levels:
-                self.drafting.done(size, followed, record[NODE_FACTS * size.total :])
+                self.drafting.done(size, followed, Record.of(size, record).grown)
 
         self.last = Flight(
             size=size,
@@ -297,20 +297,18 @@ class Rounds:
         )
         choices = self._kernels.choose(logits, noise.at(sized.row, facts["depth"]))
         kept = walk(choices, facts, size)
-        sized.record[:total] = torch.where(kept.flatten(), choices, NOTHING)
+        record = Record.of(size, sized.record)
+        record.choices[:] = torch.where(kept.flatten(), choices, NOTHING)
         page = facts["table"][sized.row, position // cache.page_size].long()
         slot = page * cache.page_size + position % cache.page_size
         # What is not kept is copied onto itself.
         scratch = cache.scratch_begin + torch.arange(total, device=self._device)
         cache.move(scratch, torch.where(kept.flatten(), slot, scratch))
-        grown = sized.record[NODE_FACTS * total :]
         if self.drafting is not None and self._features is not None and size.levels:
             decided = Decided(facts, geometry, noise, choices, kept, position, slot)
-            grown.copy_(self.drafting.work(size, decided, self._features[:total]))
+            record.grown.copy_(self.drafting.work(size, decided, self._features[:total]))
         if self._carry is not None:
-            self._carry.leave(size, facts, choices, kept, grown)
-            ran = torch.cat([facts[name] for name in ("tokens", "parents", "depth")])
-            sized.record[total : NODE_FACTS * total] = ran
+            self._carry.leave(size, facts, choices, kept, record)
 
 
 def walk(choices: Tensor, facts: dict[str, Tensor], size: Size) -> Tensor:
