@@ -29,6 +29,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:spec_decode_num_accepted_tokens", "Guesses accepted.", lambda s: s.accepted),
     ("forerun:steps", "Steps of the engine.", lambda s: s.steps),
     ("forerun:failed_steps", "Steps that raised an error.", lambda s: s.failed_steps),
+    ("forerun:carried_steps", "Steps begun before the last was looked at.", lambda s: s.carried),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in a slot.", lambda s: s.load.running),

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from forerun import draft_choice
 from forerun.api import make_engine
 from forerun.completion import make_request
 from forerun.drafters.heads import HeadDrafter
 from forerun.engine.request import Finish
-from forerun.executors.torch import executor, rounds
+from forerun.executors.torch import carry, executor, rounds
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS
+from tests.parity.test_torch_drafting import KERNELS, Uneven
 from tests.parity.test_torch_head import Target, learn, opened
 
 OFF = {"speculation": "off"}
@@ -154,6 +155,20 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     reports = [[r.token for news in said[8] for r in news.logprobs] for said in (found, expected)]
     assert reports[0] == reports[1] == tokens(found)[8]
     assert stats.carried > 0.15 * stats.steps
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
+    """None at all now and then, and deeper ones than there is room for: looked at first."""
+    monkeypatch.setattr(carry, "LEVELS", 1)
+    requests = asked(learned[1], 0.8, (60, 45, 50))
+    expected, _ = answered(eager, requests, False, **OFF)
+    slow[0].executor._rounds._carry = None  # Room is made anew.
+    monkeypatch.setattr(draft_choice, "FixedPolicy", lambda *_: Uneven())
+    found, stats = answered(slow[0], requests, True, **SHAPES[2] | {"draft_width": width})
+    assert tokens(found) == tokens(expected)
+    assert slow[0].executor._rounds._carry.levels == 5
+    assert stats.carried > 5 and stats.accepted > 5
 
 
 def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypatch):
