@@ -28,7 +28,7 @@ $(TOOLS): $(READY)
 	@touch $@
 
 demo: setup
-	$(BIN)/forerun run "Explain in three sentences why the sky is blue." --max-tokens 128 --compare
+	$(BIN)/forerun run "Write a Python function that tells whether a number is prime, and explain it." --max-tokens 192 --compare
 
 serve: setup
 	$(BIN)/forerun serve
