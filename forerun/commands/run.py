@@ -118,6 +118,7 @@ def summary(
         report["plain_tokens_per_second_reckoned"] = reckoned
     if twins:
         speeds = [(a.speed, b.speed) for a, b in twins if a.speed and b.speed]
+        report["rounds"] = speeds
         report["plain_tokens_per_second"] = median(a for a, _ in speeds) if speeds else None
         report["again_tokens_per_second"] = median(b for _, b in speeds) if speeds else None
         report["speedup"] = median(b / a for a, b in speeds) if speeds else None
