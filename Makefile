@@ -34,7 +34,7 @@ serve: setup
 	$(BIN)/forerun serve
 
 test: check
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
