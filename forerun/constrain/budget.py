@@ -40,6 +40,8 @@ class ForcedBudgets:
     def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """The inner policy's budgets, raised to what the grammar says."""
         budgets = self._policy.budgets(slots, kv_len)
+        if not self._grammars.held:
+            return budgets
         least = least_chance(self._costs, len(slots))
         chains = [self._grammars.ahead(slot, least) for slot in slots.tolist()]
         for row, ahead in enumerate(worthwhile(chains, self._costs)):

@@ -55,6 +55,11 @@ class TreeGrammars:
                 guided[row] = guide(walker, drafts[row], *room)
         return guided
 
+    @property
+    def held(self) -> bool:
+        """Whether a grammar holds any slot."""
+        return bool(self._walkers)
+
     def ahead(self, slot: int, least: float = LIKELY) -> list[float]:
         """The probabilities of what is certain to follow or likely, one token after the other,
         down to `least`; empty where no grammar holds the slot.

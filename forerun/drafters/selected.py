@@ -70,10 +70,11 @@ class SelectedDrafter:
             tokens=sum(outcome.n_tokens.tolist()),
             ms=1000.0 * seconds,
             drafting_ms=1000.0 * (self._drafting + self._ended - verified),
+            looked=any(plan.max_nodes.tolist()),
         )
 
     def _learn(self, plan: Plan, outcome: Outcome) -> None:
-        for slot, tokens in zip(plan.slots.tolist(), outcome.said(), strict=True):
+        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
             if tokens:
                 self._policy.learn(slot, tokens)
 

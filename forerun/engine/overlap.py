@@ -163,7 +163,7 @@ def completed(plan: Plan, before: Plan, outcome: Outcome) -> Plan:
     """
     place = {slot: row for row, slot in enumerate(before.slots.tolist())}
     rows = [place[slot] for slot in plan.slots.tolist()]
-    said = outcome.said()
+    said = outcome.said
     last = [said[row][-1:] for row in rows]
     return replace(
         plan,

@@ -202,7 +202,7 @@ class Turns:
             for sequence in rows:
                 if sequence.slot == slot:
                     self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
-        said, committed = outcome.said(), outcome.committed(plan)
+        said, committed = outcome.said, outcome.committed(plan)
         for row, sequence in enumerate(rows):
             if sequence.over:
                 continue  # Ended by an earlier row of the same request, or before this step was.

@@ -63,7 +63,9 @@ def entered(carry, size, slots, bounds):
     most, deep, ends = np.array(bounds, np.int32).T
     choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
     nothing = np.zeros(many, np.int32)
-    plan = Plan(np.array(slots), nothing, (), nothing, most, deep, nothing[:, None], nothing, ends)
+    plan = Plan(
+        np.array(slots), nothing, (), nothing, most, deep, nothing[:, None], nothing, ends=ends
+    )
     fill_ahead(facts, size, plan, choosing, most)
     facts["slot"][:many] = slots
     sized.whole.copy_(sized._sides[0].whole)
