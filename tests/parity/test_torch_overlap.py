@@ -161,7 +161,7 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
     monkeypatch.setattr(carry, "LEVELS", 1)
-    requests = asked(learned[1], 0.8, (60, 45, 50))
+    requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor._rounds._carry = None  # Room is made anew.
     monkeypatch.setattr(draft_choice, "FixedPolicy", lambda *_: Uneven())
