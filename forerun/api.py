@@ -150,9 +150,9 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     guarded = GuardedDrafter(drafter, fault)
     policy = GuardedPolicy(policy, guarded)
     options = EngineOptions(max_waiting=config.max_waiting)
-    grammars = TreeGrammars(target.memory.limits.vocab)
+    grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
     if config.speculation != "off":
-        policy = ForcedBudgets(policy, grammars, target.costs)
+        policy = ForcedBudgets(policy, grammars)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
 
