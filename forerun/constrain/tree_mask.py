@@ -71,6 +71,11 @@ class TreeGrammars:
         self._share.made(len(slots), others + sum(counts))
         return guided
 
+    def mask(self, slot: int) -> bytes | None:
+        """Bits of what may follow next; None where everything may."""
+        walker = self._walkers.get(slot)
+        return walker.mask(()) if walker is not None else None
+
     def room(self, slots: Ints) -> list[int]:
         """How many nodes are worth giving to each row for what is certain to follow there or
         likely; none where no grammar holds the slot.
