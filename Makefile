@@ -28,13 +28,13 @@ $(TOOLS): $(READY)
 	@touch $@
 
 demo: setup
-	$(BIN)/forerun run "Explain in three sentences why the sky is blue." --max-tokens 128 --compare
+	$(BIN)/forerun run "Write a Python function that tells whether a number is prime, and explain it." --max-tokens 192 --compare
 
 serve: setup
 	$(BIN)/forerun serve
 
 test: check
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"

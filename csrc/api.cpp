@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 10; }
+int forerun_abi() { return 11; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -217,9 +217,10 @@ int forerun_ngram_end(Ngrams* ngrams, int slot) {
 
 // How many guesses there are in `out`, or -1; see Ngrams::propose.
 int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,
-                          int32_t* out) {
+                          int32_t* out, double least) {
     int total = 0;
-    const int code = guarded([&] { return ngrams->propose(message, length, rows, out, total); });
+    const int code =
+        guarded([&] { return ngrams->propose(message, length, rows, least, out, total); });
     return code ? code : total;
 }
 

@@ -69,8 +69,9 @@ std::string Ngrams::end(int slot) {
     return "";
 }
 
-std::string Ngrams::propose(const int32_t* message, int length, int rows, int32_t* out,
-                            int& total) {
+std::string Ngrams::propose(const int32_t* message, int length, int rows, double least,
+                            int32_t* out, int& total) {
+    least_ = std::max(least, rules_.least);
     tokens_.clear();
     parents_.clear();
     scores_.clear();
@@ -152,7 +153,7 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         }
         const double heard = rules_.sure * above.score * weight / (2.0 * total_);
         const double share = heard + above.score * rules_.doubt * usual / total_;
-        if (share < rules_.least) return;
+        if (share < least_) return;
         const int32_t count = (int32_t)voters_.size() - first;
         heap_.push_back({share, above.level + 1, number, token, parent, first, count});
         std::push_heap(heap_.begin(), heap_.end());

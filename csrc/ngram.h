@@ -67,8 +67,10 @@ public:
     // For each of `rows` rows, `message` (`length` numbers) says: slot, guesses at most, their
     // depth at most, how many tokens the sequence has got, and these tokens.
     // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total] and
-    // float scores[total]. It must have room for all the guesses that are asked for.
-    std::string propose(const int32_t* message, int length, int rows, int32_t* out, int& total);
+    // float scores[total]. It must have room for all the guesses that are asked for. Guesses with
+    // a score below `least`, or below the rules', are left out.
+    std::string propose(const int32_t* message, int length, int rows, double least, int32_t* out,
+                        int& total);
 
 private:
     struct Text {
@@ -99,6 +101,7 @@ private:
     std::vector<float> scores_;
     size_t first_ = 0;  // guess of the row among all rows'
     double total_ = 0;  // weight of all votes
+    double least_ = 0;
     std::vector<Voter> voters_, agreeing_;
     std::vector<Usual> usual_;
     std::vector<int32_t> tail_;

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,9 @@ from forerun.types import Ints
 
 FEWEST = 8
 """A speed over fewer tokens than these would say nothing."""
+
+ROUNDS = 3
+"""How often --compare answers on each side: one answer takes a second, and machines hiccup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
             **asdict(ask),
         )
         answer = answered(loaded, request, show=not arguments.json)
-        twins = compared(loaded, request) if arguments.compare else None
+        twins = compared(loaded, request) if arguments.compare else []
         report = summary(answer, twins, loaded.target.costs)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
@@ -85,18 +89,17 @@ def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
     return Timed(completion, first, perf_counter() - started - first, first_tokens)
 
 
-def compared(loaded: Loaded, request: Request) -> tuple[Timed, Timed]:
-    """The answer again, without speculation and with it.
+def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
+    """The answer ROUNDS times again, without speculation and with it in turns.
 
     Both are measured: the answer that was shown came first, when the machine was still cold.
     """
-    off = Speculation(enabled=False, stats=True)
-    plain = answered(loaded, replace(request, speculation=off))
-    return plain, answered(loaded, request)
+    plain = replace(request, speculation=Speculation(enabled=False, stats=True))
+    return [(answered(loaded, plain), answered(loaded, request)) for _ in range(ROUNDS)]
 
 
 def summary(
-    answer: Timed, twins: tuple[Timed, Timed] | None, costs: StepCosts | None
+    answer: Timed, twins: list[tuple[Timed, Timed]], costs: StepCosts | None
 ) -> dict[str, Any]:
     """The numbers of one answer, beside plain decoding: measured with its twins where there are
     any, else reckoned from the step costs measured at start-up.
@@ -110,15 +113,17 @@ def summary(
         "tokens_per_step": acceptance_length([done.stats]),
         "speculation": asdict(done.stats) if done.stats else None,
     }
-    if twins is None and costs is not None:
+    if not twins and costs is not None:
         reckoned = 1000.0 / costs.verify_ms[0]
         report["plain_tokens_per_second_reckoned"] = reckoned
-    if twins is not None:
-        plain, again = twins
-        report["plain_tokens_per_second"] = plain.speed
-        report["again_tokens_per_second"] = again.speed
-        report["speedup"] = again.speed / plain.speed if again.speed and plain.speed else None
-        report["same_text"] = all(twin.completion.tokens == done.tokens for twin in twins)
+    if twins:
+        speeds = [(a.speed, b.speed) for a, b in twins if a.speed and b.speed]
+        report["rounds"] = speeds
+        report["plain_tokens_per_second"] = median(a for a, _ in speeds) if speeds else None
+        report["again_tokens_per_second"] = median(b for _, b in speeds) if speeds else None
+        report["speedup"] = median(b / a for a, b in speeds) if speeds else None
+        tokens = [twin.completion.tokens for pair in twins for twin in pair]
+        report["same_text"] = all(same == done.tokens for same in tokens)
     return report
 
 
@@ -133,8 +138,9 @@ def sentence(report: dict[str, Any]) -> str:
     ]
     if report.get("speedup"):
         parts.append(
-            f"again without speculation {report['plain_tokens_per_second']:.1f} tokens/s, with it "
-            f"{report['again_tokens_per_second']:.1f}: {report['speedup']:.2f} times as fast"
+            f"{ROUNDS} times again without speculation {report['plain_tokens_per_second']:.1f} "
+            f"tokens/s, with it {report['again_tokens_per_second']:.1f}: "
+            f"{report['speedup']:.2f} times as fast (medians)"
         )
     if speed is not None and "plain_tokens_per_second_reckoned" in report:
         reckoned = report["plain_tokens_per_second_reckoned"]

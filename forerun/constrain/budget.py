@@ -29,6 +29,8 @@ class ForcedBudgets:
     def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """The inner policy's budgets, raised to what the grammar says."""
         budgets = self._policy.budgets(slots, kv_len)
+        if not self._grammars.held:
+            return budgets
         for row, ahead in enumerate(self._grammars.room(slots)):
             self._ahead[int(slots[row])] = ahead
             nodes, depth = budgets[row].nodes, budgets[row].depth

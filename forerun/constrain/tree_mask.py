@@ -71,6 +71,11 @@ class TreeGrammars:
         self._share.made(len(slots), others + sum(counts))
         return guided
 
+    @property
+    def held(self) -> bool:
+        """Whether a grammar holds any slot."""
+        return bool(self._walkers)
+
     def mask(self, slot: int) -> bytes | None:
         """Bits of what may follow next; None where everything may."""
         walker = self._walkers.get(slot)
@@ -81,8 +86,6 @@ class TreeGrammars:
         likely; none where no grammar holds the slot.
         """
         walkers = [self._walkers.get(slot) for slot in slots.tolist()]
-        if not any(walkers):
-            return [0] * len(walkers)
         least = self._share.least(len(walkers))
         scores = [
             [guess.score for guess in walker.ahead(least)] if walker else [] for walker in walkers

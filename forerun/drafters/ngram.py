@@ -223,7 +223,7 @@ class NgramDrafter:
         ):
             text = self._text(slot)
             if nodes and depth:
-                growth = _Growth(text.tokens, self._least, self._table)
+                growth = _Growth(text.tokens, max(self._least, plan.least), self._table)
                 drafts.append(growth.draft(text.places(), nodes, depth))
             else:
                 drafts.append(NO_GUESSES)
@@ -231,9 +231,8 @@ class NgramDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
-        counts, emitted = outcome.n_tokens.tolist(), outcome.tokens.tolist()
-        for slot, count, tokens in zip(plan.slots.tolist(), counts, emitted, strict=True):
-            self._text(slot).tokens.extend(tokens[:count])
+        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
+            self._text(slot).tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
         """Forget the sequence."""

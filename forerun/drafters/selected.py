@@ -44,7 +44,8 @@ class SelectedDrafter:
         """Pass on, and let the policy learn. Steps with a prefill say nothing of decoding."""
         verified = perf_counter()
         self._inner.observe(plan, trees, outcome)
-        if any(plan.max_nodes.tolist()):
+        looked = any(plan.max_nodes.tolist())
+        if looked:
             self._learn(plan, outcome)
         self._ended = perf_counter()
         if max(map(len, plan.known)) > 1 or True in plan.constrained.tolist():
@@ -61,10 +62,11 @@ class SelectedDrafter:
             tokens=sum(outcome.n_tokens.tolist()),
             ms=1000.0 * seconds,
             drafting_ms=1000.0 * (self._drafting + self._ended - verified),
+            looked=looked,
         )
 
     def _learn(self, plan: Plan, outcome: Outcome) -> None:
-        for slot, tokens in zip(plan.slots.tolist(), outcome.said(), strict=True):
+        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
             if tokens:
                 self._policy.learn(slot, tokens)
 

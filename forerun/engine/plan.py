@@ -1,6 +1,7 @@
 """What crosses between the engine and an executor: small NumPy ints in, one packed copy out."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from forerun.spec.sampling import Sampling
 from forerun.types import Bools, Ints
@@ -35,6 +36,7 @@ class Plan:
     page_table  int32[B,W]  page of position p is page_table[b, p // page_size]; -1 = none;
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
+    least       guesses less likely than this are not worth proposing: none would be verified
     """
 
     slots: Ints
@@ -45,6 +47,7 @@ class Plan:
     max_depth: Ints
     page_table: Ints
     constrained: Bools
+    least: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -64,7 +67,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """What a step decided. The only thing copied from device to host.
 
@@ -87,6 +90,7 @@ class Outcome:
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
 
+    @cached_property
     def said(self) -> list[list[int]]:
         """The emitted tokens of every row, unpadded."""
         counts = self.n_tokens.tolist()

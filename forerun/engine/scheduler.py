@@ -40,6 +40,7 @@ class _Row:
     known: int
     nodes: int = 0
     depth: int = 0
+    least: float = 0.0
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -228,6 +229,7 @@ class Scheduler:
             row.sequence.tally.reason = budget.reason if wanted else UNWANTED
             if budget.nodes:
                 row.nodes, row.depth = _wish(row.sequence, budget.nodes, budget.depth)
+                row.least = budget.least
                 asking.append(row)
         given = share_out([row.nodes for row in asking], room)
         for row, nodes in zip(asking, given, strict=True):
@@ -271,6 +273,7 @@ class Scheduler:
             max_depth=depth,
             page_table=page_rows(sequences),
             constrained=constrained.astype(np.bool_),
+            least=min((row.least for row in rows if row.nodes), default=0.0),
         )
 
     def load(self, entering: int) -> Load:

@@ -149,7 +149,7 @@ class Turns:
             for sequence in schedule.rows:
                 if sequence.slot == slot:
                     self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
-        said, committed = outcome.said(), outcome.committed(schedule.plan)
+        said, committed = outcome.said, outcome.committed(schedule.plan)
         for row, sequence in enumerate(schedule.rows):
             if sequence.slot is None:
                 continue  # Ended by an earlier row of the same request.

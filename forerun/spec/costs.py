@@ -90,9 +90,9 @@ class LiveCosts:
         share = (nodes - counts[below]) / (counts[above] - counts[below]) if above > below else 1.0
         return below, above, share
 
-    def learn(self, nodes: int, cached: int, ms: float) -> None:
-        """A step of so many nodes took so long. See `step_ms` for the arguments."""
-        error = log(max(ms, 1e-6) / max(self.step_ms_of(nodes, cached), 1e-6))
+    def learn(self, nodes: int, ms: float, believed: float) -> None:
+        """A step of so many nodes, of which `step_ms_of` says `believed`, took so long."""
+        error = log(max(ms, 1e-6) / max(believed, 1e-6))
         self._steps += 1
         if self._steps > 1:
             error = max(-CLIP, min(CLIP, error))

@@ -15,6 +15,10 @@ SHARE = 0.015
 """Credit that every step adds, in plain steps."""
 MOST = 8.0
 """Credit at most: what was won long ago must not be lost at leisure."""
+HOPE = 0.1
+"""What guessing is believed to win per step before it was tried, in plain steps."""
+LATELY = 0.05
+"""Share of what is believed of it that comes from the last step with guesses or a look for some."""
 HICCUP = 1.5
 """A step that took longer than this times what is believed of it was interrupted by something
 else; no more is put down to its guesses."""
@@ -26,6 +30,8 @@ class Ledger:
     """What steps cost on this machine now, and what guessing has won or lost.
 
     resting  speculation has used up its credit: no guesses in the coming step
+    won      plain steps won so far
+    lately   won per step that guesses were looked for in, a mean of the last few of these
     """
 
     def __init__(self, measured: StepCosts) -> None:
@@ -33,10 +39,18 @@ class Ledger:
         self.resting = False
         self.rests = 0
         self.won = 0.0
+        self.lately = HOPE
         self._credit = START
 
     def ran(
-        self, rows: int, nodes: int, cached: int, tokens: int, ms: float, drafting_ms: float
+        self,
+        rows: int,
+        nodes: int,
+        cached: int,
+        tokens: int,
+        ms: float,
+        drafting_ms: float,
+        looked: bool = True,
     ) -> None:
         """A step without prefill is over.
 
@@ -44,11 +58,18 @@ class Ledger:
         cached       cached tokens that the nodes see, summed over the nodes
         tokens       that came out
         ms           the whole step but for drafting; drafting_ms: that
+        looked       whether some row was allowed guesses
         """
-        plain = self.costs.step_ms_of(rows, cached * rows // nodes)
-        spent = min(ms, HICCUP * self.costs.step_ms_of(nodes, cached)) if nodes > rows else plain
-        self.costs.learn(nodes, cached, ms)
-        self._settle(tokens / rows - (spent + drafting_ms) / plain)
+        believed = self.costs.step_ms_of(nodes, cached)
+        plain = spent = believed
+        if nodes > rows:
+            plain = self.costs.step_ms_of(rows, cached * rows // nodes)
+            spent = min(ms, HICCUP * believed)
+        self.costs.learn(nodes, ms, believed)
+        gain = tokens / rows - (spent + drafting_ms) / plain
+        if looked:
+            self.lately += LATELY * (gain - self.lately)
+        self._settle(gain)
 
     def _settle(self, gain: float) -> None:
         """`gain` plain steps were won (< 0: lost) in the last step."""
@@ -66,6 +87,7 @@ class Ledger:
             "step_ms": self.costs.describe(),
             "slowdown": round(self.costs.slowdown, 2),
             "plain_steps_saved": round(self.won, 1),
+            "saved_per_step_lately": round(self.lately, 3),
             "resting": self.resting,
             "rests": self.rests,
         }

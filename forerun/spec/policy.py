@@ -35,11 +35,13 @@ class Budget:
 
     nodes   guesses at most
     depth   longest path of guesses
+    least   guesses less likely than this would not be verified
     """
 
     nodes: int
     depth: int
     reason: str
+    least: float = 0.0
 
 
 class Policy(Protocol):

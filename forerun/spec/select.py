@@ -21,15 +21,23 @@ LOOK = 16
 """A row whose guesses do not pay is asked for them every so many steps, only to be compared
 with what came; that costs the drafter's microseconds and no verification."""
 
+SPARING = 4
+"""While guessing does not pay, it is looked for in every so manyth step only: looking costs some
+microseconds a row, which is 3 % of a step of four rows on two cores."""
+
 PRICED = 16
 """The price of a guess is reckoned every so many steps."""
 
 ASKED = "the drafter is asked; guesses that pay are verified"
 PROBING = "off, but measuring what a guess costs now"
+SELDOM = "off: lately guesses won less than looking for them cost; one step in four looks"
+PROBED = "off: this step measures, with others, what a guess costs now"
 LOOKING = "off, but looking whether the text has become easier"
-PROBE = 64
-"""After so many steps without a guess worth verifying, sequences with good ones verify one each:
-what was measured at start-up may have been wrong."""
+PROBE = 128
+"""After so many steps without a guess worth verifying, some sequences with good ones verify one
+each: what was measured at start-up may have been wrong."""
+PROBES = 8
+"""So many rows at most: beside 64 rows, 64 guesses would cost a step of their own."""
 
 WRONG = "off: the guesses of this text are wrong too often for what they cost"
 DEAR = "off: at this batch a guess costs as much as a token"
@@ -77,9 +85,18 @@ class SelectivePolicy:
             self.chosen[RESTING] += len(slots)
             return [Budget(0, 0, RESTING)] * len(slots)
         self._idle += 1
+        if self._probing:
+            return self._probes(slots)
+        if self.ledger.lately < 0.0 and self._idle % SPARING:
+            self.chosen[SELDOM] += len(slots)
+            return [Budget(0, 0, SELDOM)] * len(slots)
         self._age += 1
         if self._age > PRICED or len(slots) != self._priced:
             self._price, self._priced, self._age = self._least_price(kv_len), len(slots), 0
+        if self._price >= 1.0:
+            self.chosen[DEAR] += len(slots)
+            facts = (round(self._price, 2), round(self.ranking.shared, 2))
+            return [_budget(0, 0, DEAR, facts)] * len(slots)
         return [self._ask(slot, self._price) for slot in slots.tolist()]
 
     def select(self, slots: Ints, kv_len: Ints, drafts: list[Draft]) -> list[Draft]:
@@ -124,19 +141,29 @@ class SelectivePolicy:
         each = (ms[1:] / ms[0] - 1.0) / more[1:]
         return float(rows * (each.min() + self.ledger.costs.measured.draft_ms / ms[0]))
 
+    def _probes(self, slots: Ints) -> list[Budget]:
+        """One guess each for a few rows with good ones; nothing else is verified."""
+        budgets, left = [], PROBES
+        for slot in slots.tolist():
+            trust = self.ranking.trust(slot)
+            facts = (round(self._price, 2), round(trust, 2))
+            if left and trust > 0.5:
+                left -= 1
+                budgets.append(_budget(1, 1, PROBING, facts))
+            else:
+                budgets.append(_budget(0, 0, PROBED, facts))
+        return budgets
+
     def _ask(self, slot: int, price: float) -> Budget:
         """All that is allowed, or nothing where even a sure guess would not pay."""
         trust = self.ranking.trust(slot)
         facts = (round(price, 2), round(trust, 2))
-        if self._probing and trust > 0.5:
-            return _budget(1, 1, PROBING, facts)
         if trust > price:
             return _budget(self._nodes, self._depth, ASKED, facts)
-        reason = DEAR if price >= 1.0 else WRONG
         self._wait[slot] -= 1
-        if self._wait[slot] >= 0 or price >= 1.0:
-            self.chosen[reason] += 1
-            return _budget(0, 0, reason, facts)
+        if self._wait[slot] >= 0:
+            self.chosen[WRONG] += 1
+            return _budget(0, 0, WRONG, facts)
         self._wait[slot] = LOOK
         return _budget(1, 1, LOOKING, facts)
 
@@ -146,4 +173,5 @@ def _budget(nodes: int, depth: int, reason: str, facts: tuple[float, float]) -> 
     """facts: what a guess costs, in tokens, and the trust in the drafter."""
     price, trust = facts
     words = f"a guess costs {price:.2f} tokens and the drafter is trusted to {100 * trust:.0f} %"
-    return Budget(nodes, depth, f"{words}: {reason}")
+    # Where the least that a guess can cost is known, one that promises less is not looked at.
+    return Budget(nodes, depth, f"{words}: {reason}", least=0.0 if reason == PROBING else price)

@@ -33,7 +33,14 @@ def test_the_default_model_comes_with_a_draft(target):
     assert target.config.speculation == "head" and target.head is not None
 
 
-@pytest.mark.parametrize(("shape", "temperature"), [(CHAIN, 0.0), (TREE, 0.0), (CHAIN, 0.8)])
+@pytest.mark.parametrize(
+    ("shape", "temperature"),
+    [
+        (CHAIN, 0.0),
+        pytest.param(TREE, 0.0, marks=pytest.mark.slow),
+        pytest.param(CHAIN, 0.8, marks=pytest.mark.slow),
+    ],
+)
 def test_acceptance_length(target, shape, temperature):
     question = Question("built-in", tuple(spread(read_prompts(), 16)), temperature, 64, 8)
     (found,) = ask(target, target.config, question, [shape], lambda *_: None)

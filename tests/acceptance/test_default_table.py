@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 SHAPE = Shape("n-grams", 8, 8, 1)
+SMALL = EngineConfig(kv_tokens=2048, policy="fixed")
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +56,12 @@ def test_tokens_per_step(target, temperature, least):
 
 @pytest.mark.parametrize("speculation", ["head", "both"])
 def test_none_means_no_draft_at_all(speculation):
-    target = open_target(EngineConfig(kv_tokens=2048, draft="none"))
+    target = open_target(replace(SMALL, draft="none"))
     assert target.table is None and target.config.draft is None
     assert target.config.speculation == "ngram"
     target.close()
     with pytest.raises(ConfigError, match="no draft is named"):
-        open_target(EngineConfig(kv_tokens=2048, draft="none", speculation=speculation))
+        open_target(replace(SMALL, draft="none", speculation=speculation))
 
 
 @pytest.mark.parametrize(
@@ -72,21 +73,26 @@ def test_none_means_no_draft_at_all(speculation):
         (".", "both", "no head; use --speculation ngram"),
     ],
 )
-def test_a_table_alone_in_a_folder(tmp_path, monkeypatch, draft, speculation, message):
+def test_a_table_alone_has_no_head(tmp_path, monkeypatch, draft, speculation, message):
     shipped = shipped_draft("smollm2-135m") / "ngrams.safetensors"
     (tmp_path / "ngrams.safetensors").write_bytes(shipped.read_bytes())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=message):
-        open_target(EngineConfig(kv_tokens=2048, draft=draft, speculation=speculation))
-    target = open_target(EngineConfig(kv_tokens=2048, draft="."))
+        open_target(replace(SMALL, draft=draft, speculation=speculation))
+
+
+def test_a_table_alone_in_a_folder(tmp_path):
+    shipped = shipped_draft("smollm2-135m") / "ngrams.safetensors"
+    (tmp_path / "ngrams.safetensors").write_bytes(shipped.read_bytes())
+    target = open_target(replace(SMALL, draft=str(tmp_path)))
     assert target.config.speculation == "ngram" and target.table is not None
     target.close()
 
 
 def test_a_folder_without_a_table(tmp_path):
     with pytest.raises(ModelError, match=r"holds no ngrams\.safetensors"):
-        open_target(EngineConfig(kv_tokens=2048, draft=str(tmp_path), speculation="ngram"))
-    config = EngineConfig(kv_tokens=2048, draft=str(tmp_path), draft_on_error="disable")
+        open_target(replace(SMALL, draft=str(tmp_path), speculation="ngram"))
+    config = replace(SMALL, draft=str(tmp_path), draft_on_error="disable")
     with pytest.warns(UserWarning, match="speculation is off"):
         target = open_target(config)
     assert target.config.speculation == "off" and target.fault is not None

@@ -32,6 +32,7 @@ def test_speed_up_is_tokens_over_time():
     assert all(gain == {"guesses": 0.0, "speed_up": 1.0} for gain in dear.values())
 
 
+@pytest.mark.slow
 def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
     monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(executor, "recorder", lambda device: Tape())

@@ -223,6 +223,8 @@ def test_what_is_forced_teaches_the_policy_nothing():
             seen.append((slot, guesses, accepted))
 
     class Forced:
+        held = True
+
         def room(self, slots):
             return [0, 3]
 

@@ -26,7 +26,7 @@ def opening(slot, tokens):
     return Opening(slot, np.array(tokens, np.int32), len(tokens), GREEDY)
 
 
-def plan_of(slots, nodes, depths):
+def plan_of(slots, nodes, depths, least=0.0):
     rows = len(slots)
     return Plan(
         slots=np.array(slots, np.int32),
@@ -37,6 +37,7 @@ def plan_of(slots, nodes, depths):
         max_depth=np.array(depths, np.int32),
         page_table=np.zeros((rows, 1), np.int32),
         constrained=np.zeros(rows, np.bool_),
+        least=least,
     )
 
 
@@ -68,15 +69,16 @@ class Twins:
             drafter.end(slot)
         self.open.discard(slot)
 
-    def step(self, slots, nodes, depths, emitted):
+    def step(self, slots, nodes, depths, emitted, least=0.0):
         """Returns how many guesses there were."""
-        plan = plan_of(slots, nodes, depths)
+        plan = plan_of(slots, nodes, depths, least)
         slow, fast = (drafter.propose(plan) for drafter in self.both)
         assert len(slow) == len(fast) == len(slots)
         for one, other in zip(slow, fast, strict=True):
             for name in ("tokens", "parents", "score"):
                 mine, twins = getattr(one, name), getattr(other, name)
                 assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
+            assert (one.score >= least - 1e-6).all()
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
         for drafter in self.both:
             drafter.observe(plan, trees, outcome)
@@ -107,7 +109,8 @@ def test_any_course_of_events(data, least, tabled):
         slots = data.draw(st.lists(st.sampled_from(sorted(twins.open)), min_size=1, unique=True))
         limits = [data.draw(LIMITS) for _ in slots]
         emitted = [data.draw(st.lists(st.integers(0, 3), max_size=6)) for _ in slots]
-        twins.step(slots, [one[0] for one in limits], [one[1] for one in limits], emitted)
+        nodes, depths = zip(*limits, strict=True)
+        twins.step(slots, nodes, depths, emitted, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])))
 
 
 def texts(random, kind, length):
@@ -198,7 +201,7 @@ def test_the_core_checks_what_it_is_told(message, fault):
     drafter.begin(opening(0, [1, 2, 1]))
     numbers, out = array("i", message), np.empty(64, np.int32)
     code = library.forerun_ngram_propose(
-        drafter._index, numbers.buffer_info()[0], len(numbers), 1, out.ctypes.data
+        drafter._index, numbers.buffer_info()[0], len(numbers), 1, out.ctypes.data, 0.0
     )
     assert code == -1 and fault in library.forerun_error().decode()
     assert library.forerun_ngram_end(drafter._index, 1) == -1

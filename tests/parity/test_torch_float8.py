@@ -122,16 +122,26 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
     assert bool(made.describe()["captured"]) == taped
 
 
-@pytest.mark.model
-def test_the_memory_plan_knows_float8_pages():
+def test_the_memory_plan_knows_float8_pages(tmp_path):
+    hf = tiny.model("llama")
+    folder, size = str(tiny.save_folder(hf, tmp_path)), hf.config.head_dim
     plans = []
     for kv_dtype in ("same", "float8"):
-        config = EngineConfig(executor="torch", kv_dtype=kv_dtype, kv_tokens=2048, context=512)
-        target = open_target(config)
+        target = open_target(
+            EngineConfig(
+                model=folder,
+                executor="torch",
+                kv_dtype=kv_dtype,
+                policy="fixed",
+                kv_tokens=2048,
+                context=256,
+                max_step_nodes=256,
+            )
+        )
         plans.append((target.memory.cache, target.executor.describe()["cache_bytes"]))
         target.close()
     (wide, _), (narrow, held) = plans
-    assert narrow * 4 * 64 == wide * (64 + 4)
+    assert narrow * 4 * size == wide * (size + 4)
     assert narrow < held < 1.3 * narrow  # Scratch is there too.
 
 

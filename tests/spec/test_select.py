@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.spec.costs import LiveCosts, StepCosts
 from forerun.spec.ledger import MOST, SHARE, START, Ledger
 from forerun.spec.ranking import MARGIN, compare
-from forerun.spec.select import SelectivePolicy
+from forerun.spec.select import ASKED, PROBE, SELDOM, SelectivePolicy
 from forerun.spec.tree import Draft
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
@@ -25,6 +25,10 @@ def chain(shares):
     return Draft(
         np.arange(1, len(shares) + 1, dtype=np.int32), np.arange(-1, len(shares) - 1), scores
     )
+
+
+def learn(live, nodes, cached, ms):
+    live.learn(nodes, ms, live.step_ms_of(nodes, cached))
 
 
 def opened(costs, rows, nodes=8, depth=8):
@@ -125,13 +129,45 @@ def test_dear_guesses_are_hardly_proposed():
     assert text.over_plain() > 0.98
 
 
+def test_a_probe_beside_many_rows_is_small():
+    text = Text(STEEP, 64, 1.0, match=1.0).run(opened(STEEP, 64), 300)
+    assert max(text.verified) == 8 and np.count_nonzero(text.verified) == 300 // PROBE
+
+
+def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
+    """Looking takes a twentieth of a step and finds nothing; then the text becomes easy."""
+    policy, (slots, kv_len) = opened(MIDDLE, 2), arrays(2)
+    ms = float(MIDDLE.verify(2))
+
+    def asked(steps, tokens):
+        count = 0
+        for _ in range(steps):
+            looked = any(budget.nodes for budget in policy.budgets(slots, kv_len))
+            policy.ledger.ran(2, 2, 128, tokens, ms, ms / 20 * looked, looked)
+            count += looked
+        return count
+
+    asked(100, 2)
+    assert policy.ledger.lately < 0.0 and not policy.ledger.resting
+    assert asked(100, 2) in (25, 26)  # Perhaps with a probe.
+    assert policy.budgets(slots, kv_len)[0].reason == SELDOM
+    asked(20, 4)
+    assert asked(20, 4) == 20
+
+
+def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():
+    (budget,) = opened(MIDDLE, 1).budgets(*arrays(1))
+    (dearer, _) = opened(MIDDLE, 2).budgets(*arrays(2))
+    assert budget.reason.endswith(ASKED) and 0.05 < budget.least < dearer.least < 0.5
+
+
 def test_costs_that_start_up_got_wrong_do_not_forbid_guesses_for_ever():
     linear = StepCosts((1, 2, 4, 8, 16, 64), (10.0, 20.0, 40.0, 80.0, 160.0, 640.0))
     text, policy = Text(FLAT, 4, 1.0), opened(linear, 4)
     for _ in range(1500):
         text.step(policy)
         nodes = 4 + text.verified[-1]
-        policy.ledger.costs.learn(nodes, 64 * nodes, float(FLAT.verify(nodes)))
+        learn(policy.ledger.costs, nodes, 64 * nodes, float(FLAT.verify(nodes)))
     assert np.mean(np.array(text.verified[-200:]) > 0) > 0.8
 
 
@@ -184,8 +220,8 @@ def test_costs_measured_wrongly_are_corrected():
     """Start-up said that two nodes take twice as long as one; they take a tenth more."""
     live = LiveCosts(StepCosts((1, 2, 64), (10.0, 20.0, 300.0)))
     for _ in range(150):
-        live.learn(1, 0, 5.0)
-        live.learn(2, 0, 5.5)
+        learn(live, 1, 0, 5.0)
+        learn(live, 2, 0, 5.5)
     one, two = live.step_ms(np.array([1, 2]), np.zeros(2)).tolist()
     assert two / one == pytest.approx(1.1, abs=0.05)
     assert one == pytest.approx(5.0, rel=0.1)
@@ -194,7 +230,7 @@ def test_costs_measured_wrongly_are_corrected():
 def test_a_slow_machine_does_not_make_guesses_dearer():
     live = LiveCosts(MIDDLE)
     for _ in range(300):
-        live.learn(1, 0, 3 * 6.1)
+        learn(live, 1, 0, 3 * 6.1)
     ms = live.step_ms(np.array([1, 8]), np.zeros(2))
     assert ms[1] / ms[0] == pytest.approx(10.7 / 6.1, rel=0.3)
     assert live.slowdown > 2.0
@@ -271,6 +307,6 @@ def test_the_cost_of_one_step_is_that_of_many(nodes):
     """Reckoned by hand for one, with NumPy for many; also after steps have corrected them."""
     live = LiveCosts(replace(MIDDLE, attend_ms=0.7))
     for step in range(40):
-        live.learn(1 + step % 90, 100 * step, 8.0 + step)
+        learn(live, 1 + step % 90, 100 * step, 8.0 + step)
     (many,) = live.step_ms(np.array([nodes]), np.array([900.0])).tolist()
     assert live.step_ms_of(nodes, 900) == pytest.approx(many, rel=1e-9)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 10
+ABI = 11
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -147,7 +147,7 @@ _SHORT_CALLS = {
     "forerun_ngram_close": (None, [c_void_p]),
     "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int]),
     "forerun_ngram_end": (c_int, [c_void_p, c_int]),
-    "forerun_ngram_propose": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p]),
+    "forerun_ngram_propose": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double]),
 }
 
 

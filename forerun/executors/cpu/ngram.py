@@ -94,7 +94,7 @@ class CpuNgramDrafter:
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
         total = self._library.forerun_ngram_propose(
-            self._index, numbers.buffer_info()[0], len(numbers), rows, self._out_at
+            self._index, numbers.buffer_info()[0], len(numbers), rows, self._out_at, plan.least
         )
         if total < 0:
             raise EngineError(self._why())
@@ -120,9 +120,8 @@ class CpuNgramDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Write down what was emitted, for when guesses are asked for."""
-        counts, emitted = outcome.n_tokens.tolist(), outcome.tokens.tolist()
-        for slot, count, tokens in zip(plan.slots.tolist(), counts, emitted, strict=True):
-            self._of(slot).extend(tokens[:count])
+        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
+            self._of(slot).extend(tokens)
 
     def end(self, slot: int) -> None:
         """Forget the sequence."""
