@@ -32,7 +32,7 @@ from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import RequestError
 from forerun.machine import stamp
-from forerun.spec.costs import LiveCosts, StepCosts
+from forerun.spec.costs import StepCosts
 from forerun.spec.ledger import Ledger
 from forerun.spec.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
@@ -255,8 +255,7 @@ def tokens_per_step(model: str, tokens: int, requests: int) -> None:
     """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
     corrects that.
     """
-    LiveCosts.learn = lambda *_: None  # type: ignore[method-assign]
-    Ledger._settle = lambda *_: None  # type: ignore[method-assign]
+    Ledger.ran = lambda *_, **__: None  # type: ignore[method-assign]
     target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
     target = replace(target, costs=FIXED)
     facts = ("tokens_per_step", "first", "guesses", "accepted", "steps")
