@@ -1,7 +1,8 @@
 """Measure structured output: what is accepted of public test suites, and what it costs.
 
     python bench/structured_output.py suite --data DIR     DIR/json_schema_test_suite and
-                                                           DIR/grammar/*.jsonl
+                                                           DIR/grammar/*.jsonl; with
+                                                           --grammar-backend xgrammar
     python bench/structured_output.py speed --out bench/results/structured-output.json
                                                            acceptance length and time per kind
     python bench/structured_output.py tokens               acceptance length on a busy machine
@@ -24,13 +25,14 @@ from typing import Any
 from forerun.api import Target, encode_chat, make_engine, open_target
 from forerun.completion import complete, make_request
 from forerun.config import EngineConfig
+from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import RequestError
 from forerun.machine import stamp
-from forerun.spec.costs import LiveCosts, StepCosts
+from forerun.spec.costs import StepCosts
 from forerun.spec.ledger import Ledger
 from forerun.spec.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
@@ -98,10 +100,10 @@ def fits(compiled: Compiled, tokenizer: Tokenizer, text: str) -> bool:
     return bool(mask[end // 8] >> end % 8 & 1)
 
 
-def verdicts(cases: list[tuple[Any, str, bool]], make: Any) -> Counter[str]:
+def verdicts(cases: list[tuple[Any, str, bool]], make: Any, library: str) -> Counter[str]:
     """Counts over (grammar source, text, valid)."""
     tokenizer = Tokenizer.byte_level()
-    compiler, counts = Compiler(tokenizer), Counter[str]()
+    compiler, counts = Compiler(tokenizer, backend(library, tokenizer)), Counter[str]()
     for source, text, valid in cases:
         try:
             found = fits(compiler.compile(make(source)), tokenizer, text)
@@ -123,7 +125,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def suite(data: Path) -> None:
+def suite(data: Path, library: str) -> None:
     """One line per keyword file and kind of grammar."""
     table: dict[str, Counter[str]] = {}
     for draft, dialect in DIALECTS.items():
@@ -137,7 +139,7 @@ def suite(data: Path) -> None:
                 for group in json.loads(path.read_text())
                 for test in group["tests"]
             ]
-            table[f"{draft} {path.stem}"] = verdicts(cases, Grammar.json_schema)
+            table[f"{draft} {path.stem}"] = verdicts(cases, Grammar.json_schema, library)
     kinds: dict[str, list[tuple[Any, str, bool]]] = defaultdict(list)
     for line in (data / "grammar" / "xgrammar_accept_vectors.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -149,7 +151,7 @@ def suite(data: Path) -> None:
         "json_schema": lambda source: Grammar.json_schema(json.loads(source)),
     }
     for kind, rows in kinds.items():
-        table[f"xgrammar {kind}"] = verdicts(rows, make[kind])
+        table[f"xgrammar {kind}"] = verdicts(rows, make[kind], library)
     show(("", *VERDICTS), [(name, [counts[v] for v in VERDICTS]) for name, counts in table.items()])
 
 
@@ -158,7 +160,7 @@ class Timed:
 
     def __init__(self, grammars: TreeGrammars) -> None:
         self.seconds, self.masks = 0.0, 0
-        for name in ("open", "ahead", "guide", "masks", "commit"):
+        for name in ("open", "room", "guide", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,8 +255,7 @@ def tokens_per_step(model: str, tokens: int, requests: int) -> None:
     """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
     corrects that.
     """
-    LiveCosts.learn = lambda *_: None  # type: ignore[method-assign]
-    Ledger._settle = lambda *_: None  # type: ignore[method-assign]
+    Ledger.ran = lambda *_, **__: None  # type: ignore[method-assign]
     target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
     target = replace(target, costs=FIXED)
     facts = ("tokens_per_step", "first", "guesses", "accepted", "steps")
@@ -282,6 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("suite", "speed", "tokens"))
     parser.add_argument("--data", type=Path, help="where the suites lie")
+    parser.add_argument("--grammar-backend", default="llguidance", help="for suite")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=4, help="answers per engine")
@@ -295,7 +297,7 @@ def main() -> None:
     elif options.data is None:
         parser.error("suite needs --data")
     else:
-        suite(options.data)
+        suite(options.data, options.grammar_backend)
 
 
 if __name__ == "__main__":

@@ -145,14 +145,14 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
 
 def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
     """The engine, and the drafter it asks."""
-    drafter, policy = _drafting(config, target)
+    grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
+    drafter, policy = _drafting(config, target, grammars)
     fault = target.fault if config.speculation == "off" else None
     guarded = GuardedDrafter(drafter, fault)
     policy = GuardedPolicy(policy, guarded)
     options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
-    grammars = TreeGrammars(target.memory.limits.vocab)
     if config.speculation != "off":
-        policy = ForcedBudgets(policy, grammars, target.costs)
+        policy = ForcedBudgets(policy, grammars)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
 
@@ -192,13 +192,16 @@ def _facts(target: Target) -> dict[str, Any]:
     }
 
 
-def _drafting(config: EngineConfig, target: Target) -> tuple[Drafter, Policy]:
+def _drafting(
+    config: EngineConfig, target: Target, grammars: TreeGrammars
+) -> tuple[Drafter, Policy]:
     """What proposes guesses, and how many it may."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
     drafter = _lookup(target.memory.limits.slots, target.table)
     if target.head is not None and config.speculation in ("auto", "head", "both"):
-        return head_drafting(config, target.memory.limits, target.costs, target.head, drafter)
+        limits, costs = target.memory.limits, target.costs
+        return head_drafting(config, limits, costs, target.head, drafter, grammars.mask)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)

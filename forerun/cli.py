@@ -261,6 +261,12 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
         help="sequences at once in the batched runs (default: 16)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="each prompt asks for other things: penalties, logit_bias, n, stop strings, "
+        "logprobs, cut-offs, some without the grammar",
+    )
     _grammar_flags(parser)
     batch = ("max_sequences",)
     flags_of(EngineConfig, parser, "model and engine", without=batch, policy="fixed")

@@ -188,7 +188,7 @@ class ServeSettings:
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
-        choices=("auto", "hermes", "llama3", "mistral", "glm"),
+        choices=("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
     )
     reasoning_end: str = option(
         "auto",

@@ -137,15 +137,18 @@ def head_drafting(
     costs: StepCosts | None,
     head: tuple[DraftFile, HeadDevice],
     lookup: Drafter,
+    mask: Callable[[int], bytes | None],
 ) -> tuple[Drafter, Policy]:
     """A draft head and its budget. What drafting costs is part of the decision beforehand.
 
     costs   of steps, the head's included; None = not measured
     lookup  what guesses beside the head, where the configuration wants both
+    mask    see HeadDrafter
     """
     draft, device = head
     depth = min(config.draft_depth, config.draft_nodes)
-    drafter: Drafter = HeadDrafter(device, draft.target_ids, limits, config.draft_width, depth)
+    shape = config.draft_width, depth
+    drafter: Drafter = HeadDrafter(device, draft.target_ids, limits, *shape, mask)
     if config.speculation == "both":
         drafter = CombinedDrafter(lookup, drafter, LOOKUP_BAR)
     if costs is not None and config.policy == "adaptive":

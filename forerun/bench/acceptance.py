@@ -142,13 +142,14 @@ def serve(
     ]
     shape = f"{config.draft_nodes}x{config.draft_depth}" if config.speculation != "off" else "plain"
     name = f"{question.name}, T={question.temperature:g}, {shape}"
-    return answers(
+    found = answers(
         target,
         config,
         requests,
         question.at_once,
         lambda count: progress(name, count, len(requests)),
     )
+    return found.done, found.seconds
 
 
 def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:

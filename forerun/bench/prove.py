@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from forerun.api import Target, encode_chat, make_engine
+from forerun.bench import mixed
 from forerun.bench.workload import Prompt
 from forerun.completion import Completion, acceptance_length, complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.engine.plan import TokenLogprobs
-from forerun.engine.request import Request
+from forerun.engine.request import Request, choice_seed
 from forerun.errors import ContextError
 from forerun.spec.noise import gumbel
 from forerun.types import Ints
@@ -42,6 +43,8 @@ class Trial:
     group         sequences at once in the batched runs
     seed          of prompt 0; prompt i uses seed + i
     grammar       what every answer must follow; it then ends where the grammar does
+    mixed         each prompt asks for other things (bench/mixed.py), and some need not follow
+                  the grammar
     """
 
     prompts: tuple[Prompt, ...]
@@ -50,12 +53,15 @@ class Trial:
     group: int = 16
     seed: int = 0
     grammar: Grammar | None = None
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
     """The first output token at which a run differs from the reference.
 
+    choice     of the prompt's answers
+    expected, found  where they are equal, something else differs: text, end or log-probabilities
     logit_gap  how much the target's raw logit of the reference's token exceeds that of the
                other, and score_gap the same after temperature and noise, which is what was
                compared; None where a token is not among the top 20. A gap near 0 points to
@@ -63,6 +69,7 @@ class Divergence:
     """
 
     prompt: str
+    choice: int
     position: int
     expected: int
     found: int
@@ -72,18 +79,19 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One pass over all prompts, beside its reference."""
+    """One pass over all prompts, beside its reference. identical = of so many `answers`."""
 
     temperature: float
     speculation: str
     at_once: int
     identical: int
-    prompts: int
+    answers: int
     tokens: int
     seconds: float
     steps: int
     guesses: int
     accepted: int
+    preemptions: int
     tokens_per_step: float
     divergence: Divergence | None
 
@@ -131,25 +139,29 @@ def prove(
     sides = [plain] if config.speculation == "off" else [plain, config]
     runs: list[Run] = []
     for temperature in trial.temperatures:
-        reference: list[Completion] | None = None
+        reference: Answers | None = None
         for at_once in (1, trial.group):
             for side in sides:
                 name = f"T={temperature:g}, speculation {side.speculation}, {at_once} at once"
-                done, seconds = answers(
+                done = answers(
                     target,
                     side,
-                    _requests(prompts, trial, temperature, compiled),
+                    _requests(target, prompts, trial, temperature, compiled),
                     at_once,
                     lambda count, name=name: progress(name, count, len(prompts)),  # type: ignore[misc]
                 )
                 reference = reference or done
                 gap = _first_divergence(target, trial, prompts, temperature, (reference, done))
-                runs.append(_run(side, temperature, at_once, seconds, (reference, done), gap))
+                runs.append(_run(side, temperature, at_once, (reference, done), gap))
     return Proof(tuple(runs), config.speculation)
 
 
 def _requests(
-    prompts: Sequence[Ints], trial: Trial, temperature: float, grammar: Compiled | None
+    target: Target,
+    prompts: Sequence[Ints],
+    trial: Trial,
+    temperature: float,
+    grammar: Compiled | None,
 ) -> list[Request]:
     return [
         make_request(
@@ -158,10 +170,21 @@ def _requests(
             temperature=temperature,
             seed=trial.seed + index,
             ignore_eos=True,
-            grammar=grammar,
+            grammar=None if trial.mixed and index % mixed.FREE == mixed.FREE - 1 else grammar,
+            **(mixed.options(index, target.tokenizer) if trial.mixed else {}),
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an engine said. prompts = for each answer the number of its request."""
+
+    done: list[Completion]
+    prompts: list[int]
+    seconds: float
+    preemptions: int
 
 
 def answers(
@@ -170,14 +193,19 @@ def answers(
     requests: list[Request],
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
-) -> tuple[list[Completion], float]:
-    """Run requests on a fresh engine. Its answers, and the seconds they took."""
+) -> Answers:
+    """Run requests on a fresh engine. All choices of all of them, in order."""
     engine = make_engine(target, config)
     engine.start()
     try:
         started = perf_counter()
-        done = [choices[0] for choices in complete(engine, requests, at_once, finished)]
-        return done, perf_counter() - started
+        found = complete(engine, requests, at_once, finished)
+        return Answers(
+            done=[choice for choices in found for choice in choices],
+            prompts=[index for index, choices in enumerate(found) for _ in choices],
+            seconds=perf_counter() - started,
+            preemptions=engine.stats().preemptions,
+        )
     finally:
         engine.shutdown()
 
@@ -186,23 +214,24 @@ def _run(
     side: EngineConfig,
     temperature: float,
     at_once: int,
-    seconds: float,
-    pair: tuple[list[Completion], list[Completion]],
+    pair: tuple[Answers, Answers],
     divergence: Divergence | None,
 ) -> Run:
-    reference, done = pair
+    reference, found = pair
+    done = found.done
     stats = [item.stats for item in done]
     return Run(
         temperature=temperature,
         speculation=side.speculation,
         at_once=at_once,
-        identical=sum(a.tokens == b.tokens for a, b in zip(reference, done, strict=True)),
-        prompts=len(done),
+        identical=sum(_differs(*two) is None for two in zip(reference.done, done, strict=True)),
+        answers=len(done),
         tokens=sum(len(item.tokens) for item in done),
-        seconds=seconds,
+        seconds=found.seconds,
         steps=sum(item.steps for item in stats if item),
         guesses=sum(item.guesses for item in stats if item),
         accepted=sum(item.accepted for item in stats if item),
+        preemptions=found.preemptions,
         tokens_per_step=acceptance_length(stats),
         divergence=divergence,
     )
@@ -216,37 +245,44 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
     return None if len(expected) == len(found) else min(len(expected), len(found))
 
 
+def _differs(expected: Completion, found: Completion) -> int | None:
+    at = first_difference(expected.tokens, found.tokens)
+    return mixed.told_otherwise(expected, found) if at is None else at
+
+
 def _first_divergence(
     target: Target,
     trial: Trial,
     prompts: Sequence[Ints],
     temperature: float,
-    pair: tuple[list[Completion], list[Completion]],
+    pair: tuple[Answers, Answers],
 ) -> Divergence | None:
-    """The first prompt whose tokens differ, examined; None where none does."""
-    for index, (expected, found) in enumerate(zip(*pair, strict=True)):
-        at = first_difference(expected.tokens, found.tokens)
+    """The first answer that differs, examined; None where none does."""
+    both = zip(pair[0].prompts, pair[0].done, pair[1].done, strict=True)
+    for index, expected, found in both:
+        at = _differs(expected, found)
         if at is None:
             continue
         a = expected.tokens[at] if at < len(expected.tokens) else -1
         b = found.tokens[at] if at < len(found.tokens) else -1
         text = np.concatenate([prompts[index], np.array(expected.tokens[:at], np.int32)])
         gap, score = None, None
-        if a >= 0 and b >= 0:
-            noise = gumbel(trial.seed + index, at, target.memory.limits.vocab)
+        if a != b and a >= 0 and b >= 0:
+            seed = choice_seed(trial.seed + index, expected.index)
+            noise = gumbel(seed, at, target.memory.limits.vocab)
             gap = _logit_gap(target, text, a, b)
             score = gap
             if gap is not None and temperature > 0:
                 score = gap / temperature + float(noise[a] - noise[b])
-        return Divergence(trial.prompts[index].id, at, a, b, gap, score)
+        return Divergence(trial.prompts[index].id, expected.index, at, a, b, gap, score)
     return None
 
 
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
     """Raw logit of `a` minus that of `b` after `text`; None where one is not in the top 20."""
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
-    done, _ = answers(target, replace(target.config, speculation="off"), [request], 1)
-    entry: TokenLogprobs = done[0].logprobs[0]
+    found = answers(target, replace(target.config, speculation="off"), [request], 1)
+    entry: TokenLogprobs = found.done[0].logprobs[0]
     scores = dict(entry.top) | {entry.token: entry.logprob}
     return scores[a] - scores[b] if a in scores and b in scores else None
 

@@ -44,13 +44,15 @@ def _trial(arguments: argparse.Namespace) -> Trial:
         group=arguments.group or (QUICK_GROUP if quick else 16),
         seed=arguments.seed,
         grammar=grammar_of(arguments),
+        mixed=arguments.mixed,
     )
 
 
 def _show(proof: Proof, trial: Trial, name: str) -> None:
     asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
     bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
-    table = Table(title=f"{name}: {asked}{bound}")
+    other = ", other parameters for each" if trial.mixed else ""
+    table = Table(title=f"{name}: {asked}{bound}{other}")
     for heading in ("T", "speculation", "at once"):
         table.add_column(heading)
     for heading in ("identical", "tokens/s", "tokens per step", "guesses", "accepted"):
@@ -61,7 +63,7 @@ def _show(proof: Proof, trial: Trial, name: str) -> None:
             f"{run.temperature:g}",
             run.speculation,
             str(run.at_once),
-            "reference" if first else f"{run.identical} of {run.prompts}",
+            "reference" if first else f"{run.identical} of {run.answers}",
             f"{run.tokens / run.seconds:.1f}",
             f"{run.tokens_per_step:.2f}",
             f"{run.guesses:,}",
@@ -76,6 +78,8 @@ def _show(proof: Proof, trial: Trial, name: str) -> None:
 
 def _describe(divergence: Divergence, side: str, temperature: float, at_once: int) -> str:
     gap = "one of the two is not among the top 20"
+    if divergence.expected == divergence.found:
+        gap = "text, end or log-probabilities differ"
     if divergence.logit_gap is not None and divergence.score_gap is not None:
         gap = (
             f"logit gap {divergence.logit_gap:.6g}, "
@@ -83,9 +87,15 @@ def _describe(divergence: Divergence, side: str, temperature: float, at_once: in
         )
     return (
         f"First divergence at T={temperature:g}, speculation {side}, {at_once} at once: prompt "
-        f"{divergence.prompt}, output token {divergence.position}: {divergence.expected} in the "
-        f"reference, {divergence.found} here ({gap})."
+        f"{divergence.prompt}, choice {divergence.choice}, output token {divergence.position}: "
+        f"{divergence.expected} in the reference, {divergence.found} here ({gap})."
     )
+
+
+def _preempted(proof: Proof) -> str:
+    """How often sequences lost their place and came back, which changes nothing either."""
+    count = sum(run.preemptions for run in proof.runs)
+    return f" Sequences were preempted and resumed {count} times." if count else ""
 
 
 def _verdict(proof: Proof) -> str:
@@ -97,4 +107,7 @@ def _verdict(proof: Proof) -> str:
         return (
             "NOTHING PROVED: the texts agree, but no guess was accepted, or none made in some run."
         )
-    return "No divergence: every run gave the reference's tokens, and speculation was at work."
+    return (
+        "No divergence: every run gave the reference's tokens, and speculation was at work."
+        f"{_preempted(proof)}"
+    )

@@ -5,15 +5,15 @@ Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence 
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.limits import json_options
 from forerun.constrain.matcher import Compiled
 from forerun.errors import BusyError, RequestError
-from forerun.text.tools import GLM, LLAMA3, MISTRAL, ToolFormat
+from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -32,12 +32,17 @@ class Calling:
 
     required  calls and nothing else
     several   more than one call
-    special   id of the opener, where it is a control token of the model's
+    special   ids of those marks of the format (opener, divider) that are control tokens of the
+              model's
     """
 
     required: bool
     several: bool
-    special: int | None = None
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    def mark(self, text: str) -> str:
+        """A mark of the format, as grammars name it."""
+        return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,8 @@ def tool_rules(
     """Answers with calls of `tools`; the others are free text, or texts of the schema `answer`."""
     lines = [f"call: {_either('call', len(tools))}"]
     for index, tool in enumerate(tools):
-        lines += _call(format, index, tool)
-    special = calling.special is not None
-    opener = f"<[{calling.special}]>" if special else _literal(format.opener)
-    lines += _around(format, calling, opener, answer)
+        lines += _call(format, calling, index, tool)
+    lines += _around(format, calling, answer)
     parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
     return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
 
@@ -117,9 +120,11 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
     return Rules(Grammar.grammar("\n".join(lines), field), parts)
 
 
-def _around(format: ToolFormat, calling: Calling, opener: str, answer: Grammar | None) -> list[str]:
+def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """The rules from `start` down to the calls."""
-    again = {MISTRAL: '", "', LLAMA3: '"; "'}.get(format, f'"\\n" {opener}')
+    opener = calling.mark(format.opener)
+    between = {MISTRAL: '", "', LLAMA3: '"; "', MISTRAL_ARGS: opener}
+    again = between.get(format, f'"\\n" {opener}')
     calls = f"call ({again} call)*" if calling.several else "call"
     if format is MISTRAL:
         calls = f'{opener} " "? "[" {calls} "]"'
@@ -132,7 +137,7 @@ def _around(format: ToolFormat, calling: Calling, opener: str, answer: Grammar |
         return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
     if format is LLAMA3:
         return [*lines, "start: TEXT | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
-    if calling.special is not None:
+    if format.opener in calling.special:
         return [*lines, "start: TEXT calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
     # A list of calls is opened once, other calls one by one, with text between them.
@@ -141,19 +146,22 @@ def _around(format: ToolFormat, calling: Calling, opener: str, answer: Grammar |
     return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {_without([format.opener])}"]
 
 
-def _call(format: ToolFormat, index: int, tool: Signature) -> list[str]:
+def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
     if format is GLM:
         pairs, rules = _glm_pairs(index, json.loads(tool.arguments.source), tool.arguments)
         head = _literal(f"{tool.name}\n")
         return [f"call_{index}: {head} {pairs} {_literal(format.closer)}", *rules]
+    # Chat templates write arguments on one line, so models do.
+    arguments = f"json_{index}: {_json(tool.arguments.on_one_line())}"
+    if format is MISTRAL_ARGS:
+        divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
+        return [f"call_{index}: {divided} json_{index}", arguments]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
     end = "}"
     if format.closer == "</tool_call>":
         begin, end = "\n" + begin, end + "\n" + format.closer
-    rule = f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}"
-    # Chat templates write calls on one line, so models do.
-    return [rule, f"json_{index}: {_json(tool.arguments.on_one_line())}"]
+    return [f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}", arguments]
 
 
 def _glm_pairs(index: int, schema: dict[str, Any], grammar: Grammar) -> tuple[str, list[str]]:

@@ -1,8 +1,8 @@
 """Drafts that know the grammar: no illegal guess, and all that the grammar makes certain or likely.
 
 Two sources are put together. What the drafter guessed is checked node by node. What the grammar
-itself says of the next tokens is a chain: tokens that alone can follow ("forced", certain), and
-between them those that habit makes likely.
+itself says of the next tokens is a tree: tokens that alone can follow ("forced", certain), and
+between them those that habit makes likely (see Ahead).
 """
 
 from collections.abc import Iterable
@@ -10,21 +10,14 @@ from time import thread_time
 
 import numpy as np
 
-from forerun.constrain.habits import Habits, Last, Places, legal
+from forerun.constrain.ahead import PATIENCE, Ahead, Guess, move
+from forerun.constrain.habits import TAIL, Habits, Places, last_of, legal
 from forerun.constrain.matcher import Compiled, Matcher
+from forerun.constrain.share import LIKELY
 from forerun.errors import EngineError
+from forerun.models.ngram_table import NgramTable
 from forerun.spec.tree import Draft
 from forerun.types import Ints
-
-MAX_AHEAD = 32
-"""Tokens that the chain has at most."""
-LEAST = 0.1
-"""Probability of its whole path below which the chain ends, however cheap a node is."""
-LIKELY = 0.35
-"""The same where nobody knows what a node costs."""
-PATIENCE = 0.01
-"""Seconds of work after which no more is drafted for a sequence: hostile grammars need 20 ms for
-a node. Guesses change no text, so neither does the clock."""
 
 
 class Walker:
@@ -34,12 +27,12 @@ class Walker:
     the root moves on, so no state is asked twice.
     """
 
-    def __init__(self, compiled: Compiled, shared: Places) -> None:
+    def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
         self.matcher = Matcher(compiled)
         self._masks: dict[tuple[int, ...], bytes] = {}
-        self._habits = Habits(shared)
-        self._last: Last = (-1, -1)
-        self._chain: list[tuple[int, float]] | None = None
+        self._habits = Habits(shared, table)
+        self._tail: list[int] = []
+        self._ahead: list[Guess] | None = None
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
         """The mask where the matcher now stands, at the end of `path`; None = all may follow."""
@@ -50,13 +43,13 @@ class Walker:
                 self._masks[path] = found
         return found
 
-    def chain(self, least: float = LIKELY) -> list[tuple[int, float]]:
-        """Certain and likely tokens below the root, each with the probability of its path, which
-        is `least` or more. It is looked for once per step.
+    def ahead(self, least: float = LIKELY) -> list[Guess]:
+        """Certain and likely tokens below the root, whose paths have a probability of `least` or
+        more. They are looked for once per step.
         """
-        if self._chain is None:
-            self._chain = self._look(least)
-        return self._chain
+        if self._ahead is None:
+            self._ahead = Ahead(self.matcher, self._likely, least).guesses()
+        return self._ahead
 
     def commit(self, tokens: Iterable[int]) -> int | None:
         """Move the root over `tokens`. How many there were when the text was complete, or None.
@@ -71,55 +64,36 @@ class Walker:
                 raise EngineError(f"the grammar's matcher gave up: {reason}")
             if masks:  # None where the output of a resumed sequence is read again.
                 if path in masks:
-                    self._habits.learn(masks[path], self._last, token)
+                    self._habits.learn(masks[path], last_of(self._tail), token)
                 path = (*path, token)
-            self._last = (self._last[1], token)
+            self._tail = [*self._tail[1 - TAIL :], token]
             if matcher.complete:
                 return count
         matcher.settle()
-        self._masks, self._chain = {}, None
+        self._masks, self._ahead = {}, None
         return None
 
-    def _look(self, least: float) -> list[tuple[int, float]]:
-        """Walk ahead as long as the grammar or habit says where."""
-        matcher, score, end = self.matcher, 1.0, thread_time() + PATIENCE
-        chain: list[tuple[int, float]] = []
-        fits = True
-        while fits and len(chain) < MAX_AHEAD and not (matcher.waiting or matcher.complete):
-            tokens = matcher.forced()[: MAX_AHEAD - len(chain)]
-            if not tokens:
-                # Nothing is as likely as what is forced, so with `least` 1 nobody is asked.
-                path = tuple(token for token, _ in chain)
-                likely = self._likely(path) if least < 1.0 else None
-                if likely is None or score * likely[1] < least:
-                    break
-                tokens, score = [likely[0]], score * likely[1]
-            for token in tokens:
-                fits = fits and thread_time() < end and matcher.advance(token)
-                if fits:
-                    chain.append((token, score))
-        matcher.back(len(chain))
-        return chain
-
-    def _likely(self, path: tuple[int, ...]) -> tuple[int, float] | None:
-        """The likeliest token where the matcher stands, and its probability."""
+    def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The likeliest tokens at the end of `path`, where the matcher stands."""
         mask = self.mask(path)
-        before, last = (*self._last, *path[-2:])[-2:]
-        return None if mask is None else self._habits.guess(mask, (before, last))
+        return [] if mask is None else self._habits.likely(mask, [*self._tail, *path])
 
 
-def guide(walker: Walker, draft: Draft, nodes: int, depth: int) -> Draft:
-    """The best `nodes` of: the chain, what is legal of `draft`, and what is forced below that.
+def guide(walker: Walker, draft: Draft, depth: int) -> "Growth":
+    """What lies ahead, what is legal of `draft`, and what is forced below that.
 
     No path is longer than `depth`.
     """
-    growth = _Growth()
-    node = -1
-    for token, score in walker.chain()[:depth]:
-        node = growth.hang(token, node, score, -1)
+    growth = Growth()
+    # By number of what lies ahead: its node, and how deep that is; -1 = the root.
+    hung = {-1: (-1, 0)}
+    for number, (token, parent, score) in enumerate(walker.ahead()):
+        above, level = hung.get(parent, (-1, depth))
+        if level < depth:
+            hung[number] = growth.hang(token, above, score, -1), level + 1
     if len(draft):
         _check(walker, draft, depth, growth)
-    return growth.best(nodes)
+    return growth
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
@@ -130,7 +104,7 @@ def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
     return below
 
 
-def _check(walker: Walker, draft: Draft, depth: int, growth: "_Growth") -> None:
+def _check(walker: Walker, draft: Draft, depth: int, growth: "Growth") -> None:
     """Hang into `growth` what is legal of a draft, and what is forced below it."""
     matcher = walker.matcher
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
@@ -140,7 +114,7 @@ def _check(walker: Walker, draft: Draft, depth: int, growth: "_Growth") -> None:
     while todo and thread_time() < end and not matcher.error:
         guesses, parent = todo.pop()
         above = growth.path(parent)
-        _move(matcher, path, above)
+        move(matcher, path, above)
         if matcher.complete or len(above) >= depth:
             continue
         node = parent
@@ -156,21 +130,11 @@ def _check(walker: Walker, draft: Draft, depth: int, growth: "_Growth") -> None:
     matcher.back(len(path))
 
 
-def _move(matcher: Matcher, path: list[int], wanted: list[int]) -> None:
-    """Move the matcher from the end of `path` to that of `wanted`, over their common ancestor."""
-    common = 0
-    while common < min(len(path), len(wanted)) and path[common] == wanted[common]:
-        common += 1
-    matcher.back(len(path) - common)
-    for token in wanted[common:]:
-        matcher.advance(token)
-    path[:] = wanted
-
-
-class _Growth:
+class Growth:
     """The guided draft of one row while it grows, parents before children.
 
-    rank  place in the drafter's own order: a forced token takes its parent's, the chain is first
+    rank  place in the drafter's own order: a forced token takes its parent's, what the grammar
+          itself says is first
     """
 
     def __init__(self) -> None:
@@ -202,6 +166,10 @@ class _Growth:
             node = self._parents[node]
         tokens.reverse()
         return tokens
+
+    def scores(self, nodes: int) -> list[float]:
+        """Those of the `nodes` likeliest, best first."""
+        return sorted(self._score, reverse=True)[:nodes]
 
     def best(self, nodes: int) -> Draft:
         """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""

@@ -3,11 +3,14 @@
 Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
 line break and indentation before the next property. N-grams of the text find little of it, for
 the words around differ. Here a place in the text is known by the grammar's state, that is by its
-mask, and by the last tokens; first in this sequence, then in all that came before.
+mask, and by the last tokens; first in this sequence, then in all that came before. Where neither
+knows better, the model's n-gram table says what it usually writes.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+
+from forerun.models.ngram_table import NgramTable
 
 Weights = dict[int, float]
 """Decayed counts of the tokens that were chosen somewhere."""
@@ -19,6 +22,10 @@ DOUBT = 4.0
 """How many observations of something else every place begins with."""
 BACKOFF = 4.0
 """How many observations the more general estimate is worth to the more special one."""
+CHILDREN = 2
+"""Tokens that are expected at a place at most: a third is hardly ever worth a node."""
+TAIL = 8
+"""Tokens of the text that a table is shown: more than any table's contexts have."""
 FADED = 0.1
 """Weight below which a token is forgotten."""
 
@@ -49,10 +56,13 @@ class Places:
 
 
 class Habits:
-    """The habits of one sequence, on top of those that all sequences share."""
+    """The habits of one sequence, on top of those that all sequences share.
 
-    def __init__(self, shared: Places) -> None:
-        self._shared = shared
+    table  what the target usually says, or None
+    """
+
+    def __init__(self, shared: Places, table: NgramTable | None = None) -> None:
+        self._shared, self._table = shared, table
         self._own = Places(decay=0.7, size=1024)
 
     def learn(self, mask: bytes, last: Last, token: int) -> None:
@@ -61,13 +71,14 @@ class Habits:
             self._shared.learn(place, token)
             self._own.learn(place, token)
 
-    def guess(self, mask: bytes, last: Last) -> tuple[int, float] | None:
-        """The likeliest token and its probability; None where nothing was learned.
+    def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
+        """The likeliest tokens after `text` and their probabilities, best first; none where
+        nothing is known.
 
         Estimates from the most general to the most special, each smoothed by the one before.
         """
-        here = _places(mask, last)
-        chance: dict[int, float] = {}
+        here = _places(mask, last_of(text))
+        chance = self._usual(mask, text)
         prior = DOUBT
         for places in (self._shared, self._own):
             for place in here:
@@ -77,10 +88,22 @@ class Habits:
                 for token, weight in seen.items():
                     chance[token] = chance.get(token, 0.0) + weight / total
                 prior = BACKOFF
-        if not chance:
-            return None
-        best = max(chance, key=chance.__getitem__)
-        return best, chance[best]
+        return sorted(chance.items(), key=lambda item: -item[1])[:CHILDREN]
+
+    def _usual(self, mask: bytes, text: Sequence[int]) -> dict[int, float]:
+        """What the table expects and the mask allows; the chance of the others is divided."""
+        if self._table is None:
+            return {}
+        usual = self._table.follow(text[-TAIL:])
+        allowed = {token: share for token, share in usual.items() if legal(mask, token)}
+        illegal = sum(usual.values()) - sum(allowed.values())
+        return {token: share / max(1.0 - illegal, 0.05) for token, share in allowed.items()}
+
+
+def last_of(text: Sequence[int]) -> Last:
+    """The last two tokens of a text, as places know them."""
+    before, last = (-1, -1, *text[-2:])[-2:]
+    return before, last
 
 
 def shared_places() -> Places:

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.constrain.guide import LIKELY, Walker, children, guide
+from forerun.constrain.guide import Growth, Walker, children, guide
 from forerun.constrain.habits import shared_places
 from forerun.constrain.matcher import Compiled, words
+from forerun.constrain.share import Share
 from forerun.errors import RequestError
+from forerun.models.ngram_table import NgramTable
+from forerun.spec.costs import StepCosts
 from forerun.spec.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
 
@@ -21,9 +24,14 @@ class TreeGrammars:
     """The Grammars of an engine with structured output. Used on the engine's thread only.
 
     vocab  V of the target: masks have a bit for each of its ids, also for those that pad it
+    costs  what steps cost on this machine; None = a node costs next to nothing
+    table  what the target usually says; None = nobody counted
     """
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(
+        self, vocab: int, costs: StepCosts | None = None, table: NgramTable | None = None
+    ) -> None:
+        self._share, self._table = Share(costs), table
         self._words = -(-vocab // 32)
         self._walkers: dict[int, Walker] = {}
         self._places = shared_places()
@@ -37,8 +45,8 @@ class TreeGrammars:
         """
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
-        self._walkers[slot] = Walker(grammar, self._places)
-        self.commit(slot, output)
+        self._walkers[slot] = Walker(grammar, self._places, self._table)
+        self._walkers[slot].commit(output)
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
@@ -47,12 +55,20 @@ class TreeGrammars:
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
         """Drafts without illegal guesses, with forced and likely tokens; others pass unchanged."""
-        guided = list(drafts)
+        if not self._walkers:
+            return drafts
+        grown: dict[int, Growth] = {}
         for row, slot in enumerate(slots.tolist()):
             walker = self._walkers.get(slot)
             if walker is not None and nodes[row] > 0:
-                room = int(nodes[row]), int(depth[row])
-                guided[row] = guide(walker, drafts[row], *room)
+                grown[row] = guide(walker, drafts[row], int(depth[row]))
+        others = sum(len(draft) for row, draft in enumerate(drafts) if row not in grown)
+        scores = [growth.scores(int(nodes[row])) for row, growth in grown.items()]
+        counts = self._share.of(len(slots), others, scores) if scores else []
+        guided = list(drafts)
+        for (row, growth), count in zip(grown.items(), counts, strict=True):
+            guided[row] = growth.best(count)
+        self._share.made(len(slots), others + sum(counts))
         return guided
 
     @property
@@ -60,18 +76,21 @@ class TreeGrammars:
         """Whether a grammar holds any slot."""
         return bool(self._walkers)
 
-    def ahead(self, slot: int, least: float = LIKELY) -> list[float]:
-        """The probabilities of what is certain to follow or likely, one token after the other,
-        down to `least`; empty where no grammar holds the slot.
-        """
+    def mask(self, slot: int) -> bytes | None:
+        """Bits of what may follow next; None where everything may."""
         walker = self._walkers.get(slot)
-        return [chance for _, chance in walker.chain(least)] if walker is not None else []
+        return walker.mask(()) if walker is not None else None
 
-    def limit(self, slot: int, count: int) -> None:
-        """Draft only so many of these in the coming step."""
-        walker = self._walkers.get(slot)
-        if walker is not None:
-            del walker.chain()[count:]
+    def room(self, slots: Ints) -> list[int]:
+        """How many nodes are worth giving to each row for what is certain to follow there or
+        likely; none where no grammar holds the slot.
+        """
+        walkers = [self._walkers.get(slot) for slot in slots.tolist()]
+        least = self._share.least(len(walkers))
+        scores = [
+            [guess.score for guess in walker.ahead(least)] if walker else [] for walker in walkers
+        ]
+        return self._share.of(len(walkers), 0, scores)
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
@@ -91,7 +110,9 @@ class TreeGrammars:
 
         Raises EngineError for this slot alone when a token does not fit.
         """
-        return self._walkers[slot].commit(tokens)
+        said = list(tokens)
+        self._share.brought(len(said))
+        return self._walkers[slot].commit(said)
 
     def errors(self) -> dict[int, str]:
         """Slots whose matcher failed since the last call, with the message; clears them."""

@@ -186,6 +186,8 @@ class XgrammarAutomaton:
         if not self._fault:
             try:
                 return function(*given)
+            except UnicodeDecodeError:  # A certain text that ends inside a character is not told.
+                return otherwise
             except RuntimeError as error:
                 self._fault = str(error) or "xgrammar failed"
         return otherwise

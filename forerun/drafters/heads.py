@@ -11,6 +11,7 @@ Positions (EAGLE, section 4.1): the draft's position q pairs feature f_q with to
 predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,9 @@ import numpy as np
 from forerun.drafters.seat import LOST, Seat
 from forerun.engine.drafter import DrafterTraits
 from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import CANDIDATES, Children, HeadDevice, HeadPass, Wish
+from forerun.engine.heads import CANDIDATES, HeadDevice, HeadPass, Wish
 from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.spec.draft import Growth
-from forerun.spec.noise import gumbel_of
 from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
@@ -32,19 +32,26 @@ MOST_BEHIND = 256
 """Tokens a sequence may lag behind; kept in 16 bits, some 3 KB each for a small target. One that
 lags further is not drafted for any more."""
 
-_NO_CHILDREN: tuple[Ints, Floats] = (np.zeros(0, np.int32), np.zeros(0, np.float32))
-
 
 class HeadDrafter:
     """Grows trees with a draft head.
 
     target_ids  int32[Vd] target id of every draft id
     width       children per expanded node, and nodes expanded per level; 1 = chains
+    mask        of a slot: what a grammar allows to follow; None = everything. Asked for the first
+                level only: further down, masks cost more than they bring (docs/log.md)
     """
 
     def __init__(
-        self, device: HeadDevice, target_ids: Ints, limits: ExecutorLimits, width: int, depth: int
+        self,
+        device: HeadDevice,
+        target_ids: Ints,
+        limits: ExecutorLimits,
+        width: int,
+        depth: int,
+        mask: Callable[[int], bytes | None] = lambda _: None,
     ) -> None:
+        self._mask = mask
         self.traits = DrafterTraits("eagle3", depth, needs_features=True, ahead=True)
         self._device, self._target_ids, self._width = device, target_ids, width
         self._seats: list[Seat | None] = [None] * limits.slots
@@ -172,14 +179,14 @@ class HeadDrafter:
         for index, which in enumerate(scored):
             seat = self._seat(plan, rows[which])
             seat.ready = int(kv_len[which]) + len(tokens[which])
-            seat.children = self._best(seat, found, index, seat.ready + 1)
+            seat.found = self._target_ids[found.ids[index]], found.log_probs[index]
 
     def _permanent(
         self, plan: Plan, trees: TreeBatch, outcome: Outcome, row: int
     ) -> tuple[AnyArray, AnyArray]:
         """Nodes of `row` that became permanent, and the token after each."""
         seat = self._seat(plan, row)
-        seat.children = seat.ahead = None
+        seat.found = seat.ahead = None
         emitted = outcome.tokens[row, : outcome.n_tokens[row]]
         chain = np.arange(trees.start[row], trees.root(row) + 1)
         known = plan.known[row]
@@ -238,9 +245,10 @@ class HeadDrafter:
     def _grow(self, plan: Plan, growing: dict[int, Growth]) -> None:
         """Grow the trees of these rows from their roots, one pass per level."""
         for row, tree in growing.items():
-            tokens, values = self._seat(plan, row).children or _NO_CHILDREN
+            mask = self._mask(int(plan.slots[row])) if plan.constrained[row] else None
+            tokens, values = self._seat(plan, row).children(self._width, mask)
             tree.extend(tokens[None], values[None])
-        numbers = dict.fromkeys(growing, _NO_CHILDREN[0])
+        numbers = dict.fromkeys(growing, np.zeros(0, np.int32))
         run = 0
         for level in range(2, self.traits.max_depth + 1):
             rows = [r for r in growing if level <= plan.max_depth[r] and len(growing[r].frontier())]
@@ -291,13 +299,14 @@ class HeadDrafter:
                 children=self._wanted(plan, rows),
             )
         )
+        ids = self._target_ids[children.ids]
         for index, (row, frontier) in enumerate(zip(rows, frontiers, strict=True)):
             seat, growth = self._seat(plan, row), growing[row]
             span = range(int(start[index]), int(start[index + 1]))
             numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
             depths = [_depth(growth, int(node)) for node in frontier]
             found = [
-                self._best(seat, children, node, seat.ready + 1 + depth)
+                seat.best((ids[node], children.log_probs[node]), self._width, 1 + depth)
                 for node, depth in zip(span, depths, strict=True)
             ]
             growth.extend(
@@ -305,25 +314,9 @@ class HeadDrafter:
             )
 
     def _wanted(self, plan: Plan, rows: list[int]) -> int:
-        """Children to ask for: more than are hung, where noise will reorder them."""
+        """Children to ask for: more than are hung, where noise or a grammar will choose."""
         hot = any(self._seat(plan, row).sampling.temperature > 0 for row in rows)
-        return max(CANDIDATES, self._width) if hot else self._width
-
-    def _best(self, seat: Seat, found: Children, node: int, index: int) -> tuple[Ints, Floats]:
-        """The `width` best children of the scored `node`, for the token at sequence index
-        `index`: target ids and log-probabilities.
-
-        At T > 0 the noise of that position, which the target will use, reorders the likeliest.
-        """
-        ids, log_probs = self._target_ids[found.ids[node]], found.log_probs[node]
-        temperature = seat.sampling.temperature
-        if temperature == 0:
-            return ids[: self._width], log_probs[: self._width]
-        scores = log_probs / temperature
-        scores += gumbel_of(seat.sampling.seed, index - seat.prompt_len, ids)
-        scores -= scores.max() + np.log(np.exp(scores - scores.max()).sum())
-        order = np.argsort(-scores, kind="stable")[: self._width]
-        return ids[order], scores[order]
+        return max(CANDIDATES, self._width) if hot or plan.constrained[rows].any() else self._width
 
     def _seat(self, plan: Plan, row: int) -> Seat:
         seat = self._seats[int(plan.slots[row])]

@@ -4,14 +4,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.constrain.habits import legal
 from forerun.engine.heads import Grown
 from forerun.spec.draft import full_draft
+from forerun.spec.noise import gumbel_of
 from forerun.spec.sampling import Sampling
 from forerun.spec.tree import Draft
 from forerun.types import AnyArray, Floats, Ints
 
 LOST = -1
-"""`Seat.begin` of a sequence that lags too far to be drafted for again."""
+LEAST = 0.05
+"""Chance that a head leaves to legal tokens at least: what is smaller is rounding."""
+
+Candidates = tuple[Ints, Floats]
+"""Target ids and log-probabilities, best first."""
 
 
 @dataclass(slots=True)
@@ -20,7 +26,7 @@ class Seat:
 
     tokens   all tokens decided when it was opened: what follows a prompt chunk
     ready    tokens[:ready] have run through target and head; children belong to the last
-    children target ids and log-probabilities after the last extension, best first; None = none
+    found    what may follow the last of these; None = nobody knows
     idle     steps since guesses were asked for
     behind   tokens that the head has not seen, and their features: kept for catching up
     begin    position of the first of them; -1 = it lags too far
@@ -31,7 +37,7 @@ class Seat:
     prompt_len: int
     sampling: Sampling
     ready: int = 0
-    children: tuple[Ints, Floats] | None = None
+    found: Candidates | None = None
     idle: int = 0
     behind: list[tuple[Ints, AnyArray]] = field(default_factory=list)
     begin: int = 0
@@ -58,9 +64,7 @@ class Seat:
 
     def follow(self, ready: int, grown: Grown, row: int) -> None:
         """The step has extended the head to `ready` and grown a tree there."""
-        self.ready, self.ahead = ready, (grown, row)
-        first = slice(grown.width)
-        self.children = (grown.tokens[row, first], grown.value[row, first])
+        self.ready, self.ahead, self.found = ready, (grown, row), None
 
     def draft(self, depth: int, nodes: int) -> Draft | None:
         """What was grown ahead, cut to this; None where it is not so deep."""
@@ -69,3 +73,42 @@ class Seat:
         grown, row = self.ahead
         found = grown.tokens[row], grown.parents[row], grown.value[row]
         return full_draft(grown.width, depth, nodes, *found)
+
+    def children(self, width: int, mask: bytes | None) -> Candidates:
+        """The `width` best tokens that may follow, of those that `mask` allows; none where nobody
+        knows. Of what was grown ahead, the first level as it is.
+        """
+        if self.ahead is not None:
+            grown, row = self.ahead
+            first = slice(grown.width)
+            return grown.tokens[row, first], grown.value[row, first]
+        if self.found is None:
+            return np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return self.best(self.found if mask is None else allowed(self.found, mask), width, 1)
+
+    def best(self, found: Candidates, width: int, depth: int) -> Candidates:
+        """The `width` best for the token that comes `depth` behind the last that is ready.
+
+        At T > 0 the noise of that position, which the target will use, reorders the likeliest.
+        """
+        ids, log_probs = found
+        temperature = self.sampling.temperature
+        if temperature == 0 or not len(ids):
+            return ids[:width], log_probs[:width]
+        scores = log_probs / temperature
+        position = self.ready + depth - self.prompt_len
+        scores += gumbel_of(self.sampling.seed, position, ids)
+        scores -= scores.max() + np.log(np.exp(scores - scores.max()).sum())
+        order = np.argsort(-scores, kind="stable")[:width]
+        return ids[order], scores[order]
+
+
+def allowed(found: Candidates, mask: bytes) -> Candidates:
+    """Those candidates that a mask allows; among them the chance of the others is divided, of
+    which it is certain that they are wrong.
+    """
+    ids, log_probs = found
+    keep = np.array([legal(mask, token) for token in ids.tolist()], bool)
+    wrong = float(np.exp(log_probs[~keep]).sum())
+    share = np.float32(np.log(max(1.0 - wrong, LEAST)))
+    return ids[keep], np.minimum(log_probs[keep] - share, 0)

@@ -131,8 +131,9 @@ def _tool_rules(
             "constraint. Leave tool_choice to auto.",
             "tool_choice",
         )
-    token = loaded.tokenizer.added.get(format.opener)
-    special = token.id if token is not None and token.control else None
+    added = loaded.tokenizer.added
+    marks = [mark for mark in (format.opener, format.divider) if _is_control(loaded, mark)]
+    special = {mark: added[mark].id for mark in marks}
     several = body.parallel_tool_calls and choice.kind != "named"
     signatures = [tool.signature for tool in offered]
     return tool_rules(format, signatures, Calling(required, several, special), answer)

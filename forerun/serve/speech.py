@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.text.reasoning import ReasoningReader
-from forerun.text.tools import CallPiece, Said, ToolReader
+from forerun.text.tool_bodies import CallPiece
+from forerun.text.tools import Said, ToolReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forerun.text.tools import HERMES, Tools
+from forerun.text.tool_bodies import Tools
+from forerun.text.tools import HERMES
 
 _OFFER = """You can call functions. Their signatures, as JSON, one per line:
 <tools>

@@ -259,3 +259,11 @@ def test_prove_with_a_grammar(capsys):
     quick = ["--quick", "--count", "3", "--json", "--regex", "([a-d][m-p]){3,9}!"]
     assert main(["prove", *TOY, *quick]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
+
+
+def test_prove_with_everything(capsys):
+    quick = ["--quick", "--count", "9", "--tokens", "40", "--mixed", "--kv-tokens", "1024"]
+    assert main(["prove", *TOY, *quick, "--regex", "([a-p]{2},){20}"]) == 0
+    out, err = capsys.readouterr()
+    assert "other parameters for each" in out.replace("\n", " ") and "12 of 12" in out
+    assert "speculation was at work" in err.replace("\n", " ")

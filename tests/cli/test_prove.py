@@ -3,12 +3,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.bench.prove import Trial, first_difference, prove
+from forerun.bench import mixed
+from forerun.bench.prove import Trial, answers, first_difference, prove
 from forerun.bench.workload import read_prompts, spread
+from forerun.completion import Completion
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
+from forerun.engine.plan import TokenLogprobs
+from forerun.engine.request import Finish
 from forerun.errors import ContextError, RequestError
+from forerun.executors import host
 from forerun.executors.toy import ToyExecutor, ToyScores
+from forerun.spec.sampling import Sampling
 from tests.cli.toys import CONFIG, toy_target
 
 TRIAL = Trial(tuple(spread(read_prompts(), 6)), tokens=40, group=3)
@@ -25,7 +31,7 @@ def test_the_toy_is_proved():
         for side in ("off", "ngram")
     ]
     for run in proof.runs:
-        assert (run.identical, run.prompts, run.tokens) == (6, 6, 6 * 40)
+        assert (run.identical, run.answers, run.tokens) == (6, 6, 6 * 40)
         if run.speculation == "off":
             assert (run.guesses, run.tokens_per_step) == (0, 1.0)
         elif run.temperature == 0.0:
@@ -124,3 +130,73 @@ def test_constrained_texts_are_proved():
         bad = replace(TRIAL, grammar=Grammar.regex("(?=a)b"))
         with pytest.raises(RequestError, match="look-ahead"):
             prove(target, target.config, bad)
+
+
+MIXED = replace(
+    TRIAL,
+    prompts=tuple(spread(read_prompts(), 12)),
+    group=6,
+    grammar=Grammar.regex("([a-p]{2},){20}[a-p]!"),
+    mixed=True,
+)
+
+
+def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempted():
+    with toy_target(replace(CONFIG, max_sequences=6, kv_tokens=1024)) as target:
+        proof = prove(target, target.config, MIXED)
+    assert proof.holds
+    for run in proof.runs:
+        assert run.answers > len(MIXED.prompts), "several choices each count"
+        assert run.identical == run.answers
+    assert sum(run.preemptions for run in proof.runs) > 0
+    short = [run.tokens < run.answers * TRIAL.tokens for run in proof.runs]
+    assert all(short[len(short) // 2 :]), "stop strings end sampled answers"
+
+
+def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
+    asked = []
+
+    def spying(target, config, requests, *rest):
+        asked.extend(requests)
+        return answers(target, config, requests, *rest)
+
+    monkeypatch.setattr("forerun.bench.prove.answers", spying)
+    with toy_target() as target:
+        prove(target, replace(target.config, speculation="off"), replace(MIXED, tokens=2))
+        kinds = [mixed.options(index, target.tokenizer) for index in range(9)]
+    names = {name for kind in kinds for name in kind}
+    wanted = {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "n"}
+    assert wanted | {"stop", "logprobs", "top_k", "top_p", "min_p"} <= names
+    assert {request.grammar is None for request in asked} == {True, False}
+    assert {request.n for request in asked} == {1, 2, 3}
+
+
+def test_equal_tokens_are_not_all_that_is_compared():
+    said = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))
+    one = Completion(tokens=[5], logprobs=[said], text="a", finish=Finish.STOP)
+    assert mixed.told_otherwise(one, replace(one)) is None
+    for other, at in (
+        (replace(one, logprobs=[replace(said, logprob=-0.6)]), 0),
+        (replace(one, logprobs=[replace(said, top=((5, -0.5), (7, -1.0)))]), 0),
+        (replace(one, text="b"), 1),
+        (replace(one, finish=Finish.LENGTH), 1),
+        (replace(one, logprobs=[]), 1),
+    ):
+        assert mixed.told_otherwise(one, other) == at
+
+
+def test_a_leak_that_only_parameters_show_is_found(monkeypatch):
+    """No bias and no penalty below the root: without --mixed nobody would see it."""
+    right = host.process
+
+    def forgetful(logits, sampling, history, ancestors, mask):
+        if ancestors:
+            sampling = Sampling(temperature=sampling.temperature, seed=sampling.seed)
+        return right(logits, sampling, history, ancestors, mask)
+
+    monkeypatch.setattr(host, "process", forgetful)
+    with toy_target() as target:
+        assert prove(target, target.config, TRIAL).holds
+        proof = prove(target, target.config, replace(MIXED, grammar=None))
+    assert not proof.identical
+    assert next(run.divergence for run in proof.runs if run.divergence).position > 0

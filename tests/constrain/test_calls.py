@@ -47,6 +47,7 @@ WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>',
     "llama3": f'{{"name": "weather", "parameters": {ROME}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}]',
+    "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
     "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
     "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
     "<arg_key>at</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>",
@@ -60,6 +61,7 @@ MORE = {
     "mistral": WRITTEN["mistral"][:-1]
     + ", "
     + WRITTEN["mistral"].partition("[{")[2].join("{ ")[:-1],
+    "mistral-args": 2 * WRITTEN["mistral-args"],
     "glm": WRITTEN["glm"] + "\n" + WRITTEN["glm"],
 }
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
@@ -148,24 +150,35 @@ def test_a_tag_without_its_trigger():
 
 
 @pytest.mark.parametrize("required", [False, True])
-@pytest.mark.parametrize("name", ["hermes", "mistral"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args"])
 def test_an_opener_that_is_a_control_token(name, required):
-    format, special = FORMATS[name], 7000
+    format, special, divider = FORMATS[name], 7000, 7001
     tokenizer = Tokenizer(
         lambda text, first: list(text.encode()),
-        Pieces((*(bytes([value]) for value in range(256)), *[b"x"] * 6744, b"[T]", b"<end>"), 0),
-        [AddedToken(special, "[T]", True), AddedToken(7001, "<end>", True)],
-        Ends((7001,)),
+        Pieces(
+            (*(bytes([value]) for value in range(256)), *[b"x"] * 6744, b"[T]", b"[D]", b"<end>"), 0
+        ),
+        [
+            AddedToken(special, "[T]", True),
+            AddedToken(divider, "[D]", True),
+            AddedToken(7002, "<end>", True),
+        ],
+        Ends((7002,)),
     )
     made = Compiler(tokenizer)
-    grammar = tool_rules(format, TOOLS, Calling(required, True, special)).grammar
+    marks = {format.opener: special} | ({format.divider: divider} if format.divider else {})
+    grammar = tool_rules(format, TOOLS, Calling(required, True, marks)).grammar
     compiled = made.compile(grammar)
     made.close()
     call = list(WRITTEN[name].removeprefix(format.opener).encode())
+    if format.divider:
+        head, _, rest = bytes(call).partition(format.divider.encode())
+        assert rest
+        call = [*head, divider, *rest]
 
     def taken(tokens):
         matcher = Matcher(compiled)
-        return all(map(matcher.advance, tokens)) and allowed(matcher.mask(), 7001)
+        return all(map(matcher.advance, tokens)) and allowed(matcher.mask(), 7002)
 
     assert taken([special, *call])
     assert taken([*b"Sure. ", special, *call]) is not required

@@ -105,7 +105,7 @@ def test_hostile_grammars_are_refused_or_quick_in_the_engine(library, grammar):
     slowest = 0.0
     for _ in range(20):
         began = time.thread_time()
-        room = np.array([max(len(grammars.ahead(0)), 1)], np.int32)
+        room = np.array([max(*grammars.room(slot), 1)], np.int32)
         (draft,) = grammars.guide(slot, [Draft()], room, room)
         masks = grammars.masks(slot, batch([known], [draft]))
         tokens = draft.tokens.tolist() or members(masks.bits[masks.row[0]].tobytes())[:1]

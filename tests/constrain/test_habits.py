@@ -24,26 +24,26 @@ def test_a_mask_says_what_is_legal():
 
 def test_the_likeliest_token_of_a_place_and_how_sure_that_is():
     habits = Habits(shared_places())
-    assert habits.guess(ALL, (0, 1)) is None
+    assert habits.likely(ALL, (0, 1)) == []
     chances = []
     for _ in range(6):
         habits.learn(ALL, (0, 1), 7)
-        token, chance = habits.guess(ALL, (0, 1))
+        ((token, chance),) = habits.likely(ALL, (0, 1))
         assert token == 7
         chances.append(chance)
     assert chances == sorted(chances) and chances[0] < chances[-1] < 1
     habits.learn(ALL, (0, 1), 9)
     habits.learn(ALL, (0, 1), 9)
-    assert habits.guess(ALL, (0, 1))[0] == 9, "a sequence may change its mind"
+    assert habits.likely(ALL, (0, 1))[0][0] == 9, "a sequence may change its mind"
 
 
 def test_a_place_is_a_state_or_the_last_token_and_only_legal_tokens_are_guessed():
     habits = Habits(shared_places())
     for _ in range(4):
         habits.learn(ALL, (0, 1), 6)
-    assert habits.guess(ALL, (0, 2))[0] == 6, "the same state after another token"
-    assert habits.guess(b"\xfe" * 4, (0, 1))[0] == 6, "the same token in another state"
-    assert habits.guess(ODD, (0, 1)) is None, "6 is not legal there"
+    assert habits.likely(ALL, (0, 2))[0][0] == 6, "the same state after another token"
+    assert habits.likely(b"\xfe" * 4, (0, 1))[0][0] == 6, "the same token in another state"
+    assert habits.likely(ODD, (0, 1)) == [], "6 is not legal there"
 
 
 def test_two_tokens_say_more_than_one():
@@ -51,9 +51,9 @@ def test_two_tokens_say_more_than_one():
     for _ in range(6):
         habits.learn(ALL, (1, 5), 7)
         habits.learn(ALL, (2, 5), 8)
-    assert habits.guess(ALL, (1, 5))[0] == 7
-    assert habits.guess(ALL, (2, 5))[0] == 8
-    assert habits.guess(ALL, (3, 5))[1] < habits.guess(ALL, (2, 5))[1]
+    assert habits.likely(ALL, (1, 5))[0][0] == 7
+    assert habits.likely(ALL, (2, 5))[0][0] == 8
+    assert habits.likely(ALL, (3, 5))[0][1] < habits.likely(ALL, (2, 5))[0][1]
 
 
 def test_a_sequence_trusts_itself_more_than_others():
@@ -61,11 +61,11 @@ def test_a_sequence_trusts_itself_more_than_others():
     mine, others = Habits(shared), Habits(shared)
     for _ in range(5):
         others.learn(ALL, (0, 1), 3)
-    assert mine.guess(ALL, (0, 1))[0] == 3
+    assert mine.likely(ALL, (0, 1))[0][0] == 3
     for _ in range(2):
         mine.learn(ALL, (0, 1), 5)
-    assert mine.guess(ALL, (0, 1))[0] == 5
-    assert others.guess(ALL, (0, 1))[0] == 3
+    assert mine.likely(ALL, (0, 1))[0][0] == 5
+    assert others.likely(ALL, (0, 1))[0][0] == 3
 
 
 def test_what_is_remembered_is_bounded():
@@ -92,8 +92,8 @@ def spell(grammars: TreeGrammars, slot: int, text: str) -> int:
     """Commit a text as steps would. The steps it takes where what is certain or likely is right."""
     tokens, steps = ids(text), 0
     while tokens:
-        ahead = len(grammars.ahead(slot))
         rows = np.array([slot], np.int32)
+        (ahead,) = grammars.room(rows)
         sizes = np.array([ahead], np.int32)
         (draft,) = grammars.guide(rows, [Draft()], sizes, sizes)
         grammars.masks(rows, batch([np.zeros(1, np.int32)], [draft]))
@@ -123,9 +123,9 @@ def test_where_nodes_are_dear_only_forced_tokens_are_ahead():
         grammars.open(slot, compiled(Grammar.regex("ab(c|d)ef")), [])
         if slot < 3:
             spell(grammars, slot, "abcef")
-    assert len(grammars.ahead(3)) == 5, "habit says c, and then e and f are certain"
+    assert [guess.score for guess in grammars._walkers[3].ahead(1.0)] == [1.0, 1.0]
     grammars.open(3, compiled(Grammar.regex("ab(c|d)ef")), [])
-    assert grammars.ahead(3, 1.0) == [1.0, 1.0]
+    assert grammars.room(np.array([3], np.int32)) == [5], "habit says c; then e and f are certain"
 
 
 def test_a_draft_that_agrees_with_the_chain_goes_on_below_it():

@@ -6,6 +6,7 @@ import pytest
 from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.drafters.heads import HeadDrafter
+from forerun.drafters.seat import allowed
 from forerun.engine.executor import ExecutorLimits
 from forerun.engine.heads import Children, HeadPass, Wish
 from forerun.engine.loop import Engine, EngineOptions
@@ -59,7 +60,7 @@ class FixedHead:
 def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
     device, grammars = FixedHead(len(ids)), TreeGrammars(VOCAB)
-    drafter = HeadDrafter(device, np.array(ids, np.int32), limits, width=2, depth=3)
+    drafter = HeadDrafter(device, np.array(ids, np.int32), limits, 2, 3, grammars.mask)
     policy = ForcedBudgets(FixedPolicy(6, 3), grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
     ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
@@ -71,3 +72,32 @@ def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     assert set(tokens) - set(ids), "tokens outside the draft's vocabulary were written"
     if len(tokens) > 2:
         assert stats.steps < len(tokens), "what is forced does not depend on the head"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
+    """The head's two best tokens are always illegal: only with the mask do others get a turn."""
+    limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
+    ids = np.array([*b"#~", *range(ord("a"), ord("q"))], np.int32)
+    guesses = []
+    for masked in (False, True):
+        grammars = TreeGrammars(VOCAB)
+        mask = grammars.mask if masked else lambda _: None
+        drafter = HeadDrafter(FixedHead(len(ids)), ids, limits, 2, 1, mask)
+        made = Engine(
+            ToyExecutor(limits), drafter, FixedPolicy(2, 1), BYTES, grammars, EngineOptions()
+        )
+        ear = run(made, constrained("letters", "bytes", **SAMPLINGS[sampling], n=8))
+        guesses.append(sum(ear.last(index=index).stats.guesses for index in range(8)))
+        assert heard(ear) == plain("letters", "bytes", sampling)
+    assert guesses[1] > guesses[0]
+
+
+def test_the_chance_of_what_is_illegal_is_divided():
+    found = np.array([3, 1, 4], np.int32), np.log(np.array([0.5, 0.25, 0.125], np.float32))
+    ids, log_probs = allowed(found, bytes([0b00010010]))
+    assert ids.tolist() == [1, 4]
+    assert np.exp(log_probs).tolist() == pytest.approx([0.5, 0.25])
+    assert len(allowed(found, bytes([0]))[0]) == 0
+    sure = np.array([0, 1], np.int32), np.log(np.array([0.999, 0.01], np.float32))
+    assert np.exp(allowed(sure, bytes([2]))[1]) <= 1.0

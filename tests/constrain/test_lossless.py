@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from forerun.constrain.budget import ForcedBudgets, least_chance, worthwhile
+from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.guide import LEAST, LIKELY
+from forerun.constrain.share import DECAY, LEAST, LIKELY, Share, least_chance
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.drafters.nothing import NoDrafter
 from forerun.engine.executor import ExecutorLimits
@@ -223,18 +223,15 @@ def test_what_is_forced_teaches_the_policy_nothing():
             seen.append((slot, guesses, accepted))
 
     class Forced:
-        def ahead(self, slot, least):
-            return {1: [1.0, 0.9, 0.8]}.get(slot, [])
+        held = True
 
-        def limit(self, slot, count):
-            limits.append((slot, count))
+        def room(self, slots):
+            return [0, 3]
 
-    limits = []
     policy = ForcedBudgets(Inner(2, 2), Forced())
     slots = np.array([0, 1], np.int32)
     budgets = policy.budgets(slots, slots)
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
-    assert limits == [(0, 0), (1, 3)]
     policy.observe(0, 2, 1)
     policy.observe(1, 3, 3)
     policy.observe(1, 5, 4)
@@ -248,25 +245,69 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
     assert chances == sorted(chances)
     assert chances[0] == LEAST < chances[1] and chances[2] > 0.9
     assert least_chance(None, 64) == LIKELY
-    assert worthwhile([[0.3] * 4], costs) == [2], "the third would cost more than it brings"
     steep = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0))
     assert least_chance(steep, 4) == 1.0, "a forced token has probability 1"
 
 
-def test_as_much_is_drafted_as_makes_the_step_fastest():
-    """Against every other choice."""
-    costs = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
+COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
+
+
+def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
+    """Against every other choice, at the speed that is reached on average."""
     random = np.random.default_rng(0)
     for _ in range(40):
-        sizes = random.integers(0, 7, 2)
+        share, sizes = Share(COSTS), random.integers(0, 7, 2)
         chains = [np.sort(random.uniform(0.02, 1.0, size))[::-1].tolist() for size in sizes]
-        chosen = worthwhile(chains, costs)
+        for _ in range(int(random.integers(0, 200))):
+            share.made(2, int(random.integers(0, 6)))
+            share.brought(int(random.integers(1, 5)))
+        speed = share._brought / share._paid * 2 / float(COSTS.verify(np.array(2)))
+        others = int(random.integers(0, 3))
+        chosen = share.of(2, others, chains)
 
-        def speed(counts, chains=chains):
-            tokens = 2 + sum(sum(chain[:n]) for chain, n in zip(chains, counts, strict=True))
-            return tokens / float(costs.verify(np.array(2 + sum(counts))))
+        def won(counts, chains=chains, speed=speed, others=others):
+            tokens = sum(sum(chain[:n]) for chain, n in zip(chains, counts, strict=True))
+            return tokens - speed * float(COSTS.verify(np.array(2 + others + sum(counts))))
 
         every = [(a, b) for a in range(sizes[0] + 1) for b in range(sizes[1] + 1)]
-        assert speed(chosen) >= max(map(speed, every)) - 1e-9
-    assert worthwhile([[], []], costs) == [0, 0]
-    assert worthwhile([[1.0, 0.5]], None) == [2]
+        assert won(chosen) >= max(map(won, every)) - 1e-6
+    assert Share(COSTS).of(2, 0, [[], []]) == [0, 0]
+    assert Share(None).of(1, 0, [[1.0, 0.5]]) == [2]
+
+
+def test_easy_text_makes_a_doubtful_guess_dear():
+    """Where most steps bring much, their time is worth more."""
+    easy, hard = Share(COSTS), Share(COSTS)
+    for share, tokens in ((easy, 4), (hard, 1)):
+        for _ in range(100):
+            share.made(1, 3)
+            share.brought(tokens)
+    assert easy.of(1, 0, [[0.3]]) == [0] and hard.of(1, 0, [[0.3]]) == [1]
+    assert easy.of(1, 0, [[1.0] * 6]) == [6], "what is certain is worth it"
+    assert easy._paid == pytest.approx(hard._paid) and easy._paid < 1.5 / (1 - DECAY)
+
+
+def test_over_many_steps_the_share_is_faster_than_any_step_by_itself():
+    """Steps of two kinds in turns, sure and doubtful: more tokens per millisecond than with as
+    many guesses as make each step the fastest.
+    """
+    kinds = ([1.0] * 3 + [0.85] * 4, [0.2, 0.15, 0.12])
+
+    def greedy(scores):
+        ms = COSTS.verify(1 + np.arange(len(scores) + 1))
+        return int(np.argmax((1 + np.append(0, np.cumsum(scores))) / ms))
+
+    def speed(choose):
+        tokens = ms = 0.0
+        for turn in range(400):
+            scores = kinds[turn % 2]
+            count = choose(scores)
+            share.made(1, count)
+            share.brought(1 + sum(scores[:count]))
+            if turn >= 200:
+                tokens += 1 + sum(scores[:count])
+                ms += float(COSTS.verify(np.array(1 + count)))
+        return tokens / ms
+
+    share = Share(COSTS)
+    assert speed(lambda scores: share.of(1, 0, [scores])[0]) > 1.03 * speed(greedy)

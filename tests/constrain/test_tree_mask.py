@@ -234,7 +234,7 @@ def test_only_constrained_rows_pay():
     assert grammars.guide(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
-    assert grammars.ahead(3) == []
+    assert grammars.room(slots) == [0, 0]
 
 
 class Counted:
@@ -261,8 +261,7 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
         walker.matcher._automaton = Counted(walker.matcher._automaton)
         counts.append(walker.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
-    for slot in (0, 1):
-        assert grammars.ahead(slot) == []
+    assert grammars.room(slots) == [0, 0, 0]
     drafts = grammars.guide(
         slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
     )

@@ -151,6 +151,14 @@ def test_a_pattern_means_what_it_means_to_llguidance(pattern):
     assert any(found) and not all(found)
 
 
+def test_what_is_certain_may_end_inside_a_character():
+    """xgrammar cannot tell half a character as text; that is no fault of the matcher's."""
+    grammar = Grammar.regex("[é-ë]{2}")
+    assert fits(grammar, "éë") and not fits(grammar, "éz")
+    matcher = Matcher(compiled(grammar))
+    assert matcher.forced() in ([], list("é".encode()[:1])) and not matcher.error
+
+
 def test_dots_become_what_they_are_elsewhere():
     assert plain_dots(r"a.\.[.\]]") == r"a[^\n]\.[.\]]"
 

@@ -2,11 +2,12 @@
 
 import pytest
 
+from forerun.text.tools import FORMATS
 from tests.e2e.processes import serving
 from tests.e2e.test_structured import ASKED, CHAT, DENSE, NOW, WEATHER, checked, gathered
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3", "mistral", "glm"])
+@pytest.fixture(scope="module", params=[*FORMATS])
 def server(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     with serving(path, settings={"tool_parser": request.param}) as server:

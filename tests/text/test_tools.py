@@ -7,7 +7,16 @@ import pytest
 
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tool_prompt import told_in_text
-from forerun.text.tools import FORMATS, GLM, HERMES, LLAMA3, MISTRAL, ToolReader, format_of
+from forerun.text.tools import (
+    FORMATS,
+    GLM,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_ARGS,
+    ToolReader,
+    format_of,
+)
 
 TOOLS = [
     {
@@ -92,6 +101,16 @@ VECTORS = [
         [["weather", OSLO], ["now", "{}"]],
     ),
     (
+        MISTRAL_ARGS,
+        f"Sure. [TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[CALL_ID]ab12cd34e[ARGS]{{}} ",
+        "Sure.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (MISTRAL_ARGS, '[TOOL_CALLS]now{"a": "\\\\"}', "", [["now", '{"a": "\\\\"}']]),
+    (MISTRAL_ARGS, '[TOOL_CALLS]now[ARGS]{"a": [', "", [["now", '{"a": [']]),
+    (MISTRAL_ARGS, "a [TOOL_CALLS]now[ARGS", "a [TOOL_CALLS]now[ARGS", []),
+    (MISTRAL_ARGS, "[TOOL_CALLS]not so {x} y", "[TOOL_CALLS]not so {x} y", []),
+    (
         GLM,
         "Hm\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n"
         "<arg_key>days</arg_key><arg_value> 3 </arg_value>\n</tool_call>\n"
@@ -133,6 +152,7 @@ def test_the_template_shows_the_format(name):
     shown = {
         "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
         "mistral": "{{ '[TOOL_CALLS]' }}",
+        "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "llama3": "{% if tools %} Environment: ipython ... dictionary of parameters",
     }
     assert format_of(shown[name]).name == name

@@ -1,0 +1,59 @@
+"""Requests that ask for everything a request can ask for, in turn: `forerun prove --mixed`."""
+
+from typing import Any
+
+from forerun.completion import Completion
+from forerun.engine.plan import TokenLogprobs
+from forerun.text.tokenizer import Tokenizer
+
+FREE = 4
+"""Of so many prompts under a grammar the last is left without, so that batches are mixed."""
+NEAR = 1e-3
+"""Log-probabilities that differ by less are the same: other batches, other roundings."""
+
+
+def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What prompt `index` asks for beside a temperature, as `make_request` takes it."""
+    common = set(tokenizer.encode_part(' ea1,"', False))
+    bias = tuple((token, 2.0) for token in sorted(common))
+    stop = ("ck", "gh", "mp", "ob", "ph")
+    kinds: tuple[dict[str, Any], ...] = (
+        {},
+        {"repetition_penalty": 1.2},
+        {"frequency_penalty": 0.6, "presence_penalty": 0.4},
+        {"logit_bias": bias},
+        {"n": 3},
+        {"stop": stop},
+        {"logprobs": 5},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+        {
+            "repetition_penalty": 1.1,
+            "frequency_penalty": 0.3,
+            "logit_bias": bias,
+            "n": 2,
+            "stop": stop,
+            "include_stop": True,
+            "logprobs": 2,
+            "top_k": 40,
+        },
+    )
+    return kinds[index % len(kinds)]
+
+
+def told_otherwise(expected: Completion, found: Completion) -> int | None:
+    """Where two answers of the same tokens differ after all: in a token's log-probabilities, or
+    at the end in text or reason; None if nowhere.
+    """
+    for place, pair in enumerate(zip(expected.logprobs, found.logprobs, strict=False)):
+        if not _near(*pair):
+            return place
+    ends = [(one.text, one.finish, one.stop_reason, len(one.logprobs)) for one in (expected, found)]
+    return None if ends[0] == ends[1] else len(expected.tokens)
+
+
+def _near(expected: TokenLogprobs, found: TokenLogprobs) -> bool:
+    pairs = [(expected.token, expected.logprob), *expected.top]
+    others = [(found.token, found.logprob), *found.top]
+    return len(pairs) == len(others) and all(
+        a == b and abs(x - y) < NEAR for (a, x), (b, y) in zip(pairs, others, strict=True)
+    )

@@ -1,0 +1,248 @@
+"""What stands between the marks of tool calls: the name and the arguments, as they come."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Tools = Sequence[Mapping[str, Any]]
+"""OpenAI's: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """News of one call of an answer: first its name, then its arguments, JSON text in pieces."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+class Body(Protocol):
+    """Reads what stands between opener and closer. count = calls begun so far."""
+
+    count: int
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """What is certain, the text that is left over, and whether the body goes on."""
+        ...
+
+
+class JsonCalls:
+    """Objects with a name and arguments, whatever stands between them."""
+
+    def __init__(self, closer: str) -> None:
+        self.count = 0
+        self._closer = closer
+        self._call: _JsonCall | None = None
+        self._between = ""
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """See Body."""
+        calls: list[CallPiece] = []
+        for place, character in enumerate(text, 1):
+            if self._call is not None:
+                self._call.feed(character)
+                calls += self._news(self._call)
+                self._call = None if self._call.ended else self._call
+            elif character == "{":
+                self._call, self._between = _JsonCall(), ""
+                self._call.feed(character)
+            elif self._closed(character):
+                return _merged(calls), text[place:], False
+        return _merged(calls), "", True
+
+    def _closed(self, character: str) -> bool:
+        """Whether a character between calls completes the closer."""
+        self._between = (self._between + character)[-len(self._closer) :]
+        return bool(self._closer) and self._between == self._closer
+
+    def _news(self, call: "_JsonCall") -> list[CallPiece]:
+        if call.name is None:
+            return []
+        news: list[CallPiece] = []
+        if not call.told:
+            call.told = True
+            news.append(CallPiece(self.count, call.name))
+            self.count += 1
+        if call.arguments:
+            news.append(CallPiece(self.count - 1, None, call.arguments))
+            call.arguments = ""
+        return news
+
+
+class _JsonCall:
+    """One object, character by character.
+
+    name       None until it is known; told = somebody has heard it
+    arguments  certain and not yet told
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.told = False
+        self.arguments = ""
+        self.ended = False
+        self._depth = 0
+        self._quoted = self._escaped = False
+        self._key: Any = None
+        self._word: list[str] = []
+        self._blank = ""
+
+    def feed(self, character: str) -> None:
+        """Take in one more character of the object, its first brace included."""
+        if self._quoted:
+            self._add(character)
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            return
+        self._depth -= character in "}]"
+        at_end = self._depth == 0 and character == "}"
+        if at_end or (self._depth == 1 and character == ","):
+            self._end_value()
+            self.ended = at_end
+        elif self._depth == 1 and character == ":" and self._key is None:
+            self._key = _loads("".join(self._word))
+            self._word.clear()
+            self._blank = ""
+        elif self._depth >= 1:
+            self._add(character)
+        self._quoted = character == '"'
+        self._depth += character in "{["
+
+    def _add(self, character: str) -> None:
+        """One more character of a key or value; white space only where it is inside."""
+        if character.isspace() and not self._quoted:
+            self._blank += character if self._word else ""
+            return
+        piece, self._blank = self._blank + character, ""
+        self._word.append(piece)
+        if self._holds_arguments and self._word[0] != '"':
+            self.arguments += piece
+
+    @property
+    def _holds_arguments(self) -> bool:
+        return self._key in ("arguments", "parameters")
+
+    def _end_value(self) -> None:
+        value = "".join(self._word)
+        if self._key == "name":
+            name = _loads(value)
+            self.name = name if isinstance(name, str) and name else None
+        elif self._holds_arguments and value.startswith('"'):
+            self.arguments = str(_loads(value) or "")  # JSON inside a string.
+        self._key, self._blank = None, ""
+        self._word.clear()
+
+
+class DividedCall:
+    """A name and its arguments, a JSON object. Some models write an id between them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """See Body."""
+        calls: list[CallPiece] = []
+        if not self._depth:
+            name = _DIVIDED.match(text)
+            if name is None:
+                return (), text, "{" not in text
+            calls.append(CallPiece(self.count, name[1]))
+            self.count += 1
+            text = text[name.end() :]
+        for place, character in enumerate(text, 1):
+            self._feed(character)
+            if not self._depth:
+                calls.append(CallPiece(self.count - 1, None, text[:place]))
+                return calls, text[place:], False
+        calls.append(CallPiece(self.count - 1, None, text))
+        return calls, "", True
+
+    def _feed(self, character: str) -> None:
+        """Take in one more character of the arguments."""
+        if self._quoted:
+            self._quoted = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+        else:
+            self._quoted = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+
+
+class GlmCalls:
+    """A name, then pairs of key and value in tags; strings stand there without quotes."""
+
+    def __init__(self, tools: Tools, closer: str) -> None:
+        self.count = 0
+        self._closer = closer
+        self._types = {
+            tool["function"]["name"]: _properties(tool["function"].get("parameters"))
+            for tool in tools
+        }
+        self._name: str | None = None
+        self._pairs = 0
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """See Body."""
+        calls: list[CallPiece] = []
+        if self._name is None:
+            end = _NAME_END.search(text)
+            if end is None:
+                return (), text, True
+            self._name, text = text[: end.start()].strip(), text[end.start() :]
+            calls.append(CallPiece(self.count, self._name))
+            self.count += 1
+        while "</arg_value>" in text and (pair := _PAIR.match(text)):
+            opening = ", " if self._pairs else "{"
+            argument = f"{opening}{json.dumps(pair[1])}: {self._value(pair[1], pair[2])}"
+            calls.append(CallPiece(self.count - 1, None, argument))
+            self._pairs += 1
+            text = text[pair.end() :]
+        if text.lstrip().startswith(self._closer):
+            calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
+            self._name, self._pairs = None, 0
+            return _merged(calls), text.lstrip()[len(self._closer) :], False
+        return _merged(calls), text, True
+
+    def _value(self, key: str, text: str) -> str:
+        """A value as JSON: as it stands, unless it is to be a string."""
+        kind = self._types.get(self._name or "", {}).get(key)
+        if kind == "string" or _loads(text, _NOTHING) is _NOTHING:
+            return json.dumps(text, ensure_ascii=False)
+        return text.strip()
+
+
+_DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
+_NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", flags=re.DOTALL)
+_NOTHING = object()
+
+
+def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
+    """Neighbouring pieces of one call's arguments in one."""
+    merged: list[CallPiece] = []
+    for piece in calls:
+        last = merged[-1] if merged else None
+        if last is not None and last.name is None is piece.name and last.index == piece.index:
+            merged[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def _loads(text: str, otherwise: Any = None) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return otherwise
+
+
+def _properties(schema: Any) -> dict[str, Any]:
+    """Name -> declared type of an object's properties."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {name: item.get("type") for name, item in properties.items() if isinstance(item, dict)}
