@@ -1,22 +1,19 @@
-"""One step of speculative decoding: the page to read first."""
+"""One step of speculative decoding: the page to read first.
+
+draft    guess a small tree of continuations for each sequence
+verify   let the target score every node of every tree in one forward pass
+accept   keep one root-to-node path per tree, plus one token of the target's own
+commit   make the kept keys and values permanent, forget the rest
+
+So every planned sequence advances by at least one token. The step has two halves because a device
+may be at work between them, with the host free for something else (see engine/overlap.py).
+"""
 
 from forerun.constrain.grammars import Grammars
 from forerun.engine.drafter import Drafter
 from forerun.engine.executor import Executor, Scores
 from forerun.engine.plan import Outcome, Plan
 from forerun.spec.tree import TreeBatch, batch
-
-
-def step(plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars) -> Outcome:
-    """Advance every planned sequence by at least one token.
-
-    draft    guess a small tree of continuations for each sequence
-    verify   let the target score every node of every tree in one forward pass
-    accept   keep one root-to-node path per tree, plus one token of the target's own
-    commit   make the kept keys and values permanent, forget the rest
-    """
-    trees, scores = begin(plan, device, drafter, grammars)
-    return finish(plan, trees, scores, device, drafter, grammars)
 
 
 def begin(
