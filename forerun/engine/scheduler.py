@@ -15,6 +15,8 @@ from forerun.spec.policy import Budget, Policy
 from forerun.types import Ints
 
 UNWANTED = "off: the request wants no speculation"
+BOUND = "no more: the request's own bound"
+CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,9 +378,8 @@ def _granted(row: _Row, budget: Budget) -> Budget:
     if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
         return budget
     if row.nodes == wishes.max_nodes or row.depth == wishes.max_depth:
-        return Budget(row.nodes, row.depth, "no more: the request's own bound")
-    less = "no more: the answer ends there, or the step or the pages have no room"
-    return Budget(row.nodes, row.depth, less)
+        return replace(budget, nodes=row.nodes, depth=row.depth, reason=BOUND)
+    return replace(budget, nodes=row.nodes, depth=row.depth, reason=CRAMPED)
 
 
 def _wish(row: _Row, nodes: int, depth: int) -> tuple[int, int]:
