@@ -13,6 +13,9 @@ START = 2.0
 """Plain steps of credit that speculation begins with, and begins again with after a rest."""
 SHARE = 0.015
 """Credit that every step adds, in plain steps."""
+STAKE = 0.25
+"""Share of the credit that one step may lose: sixteen wrong guesses beside four rows would cost
+more than the credit there is at first."""
 MOST = 8.0
 """Credit at most: what was won long ago must not be lost at leisure."""
 HOPE = 0.1
@@ -80,6 +83,11 @@ class Ledger:
             self.resting, self.rests = True, self.rests + 1
         elif self._credit >= START:
             self.resting = False
+
+    @property
+    def dearest(self) -> float:
+        """How many times the time of a plain step a step with guesses may take, all being wrong."""
+        return 1.0 + STAKE * max(self._credit, 0.0)
 
     def describe(self) -> dict[str, object]:
         """Facts for /server_info."""

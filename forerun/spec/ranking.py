@@ -87,7 +87,8 @@ class Ranking:
         return chosen
 
     def _kept(self, worth: list[float], cached: list[int], rows: int, seen: int) -> list[bool]:
-        """For each guess whether it is among the best so many that make the step fastest.
+        """For each guess whether it is among the best so many that make the step fastest, and
+        that can be afforded if all are wrong.
 
         cached  tokens that each guess sees; `seen` are those that the `rows` roots see. Plain
         Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
@@ -95,11 +96,15 @@ class Ranking:
         step_ms = self._ledger.costs.step_ms_of
         ranked = sorted(range(len(worth)), key=worth.__getitem__, reverse=True)
         tokens, best = float(rows), 0
-        highest = MARGIN * tokens / step_ms(rows, seen)
+        plain_ms = step_ms(rows, seen)
+        highest, most_ms = MARGIN * tokens / plain_ms, self._ledger.dearest * plain_ms
         for number, index in enumerate(ranked, 1):
             tokens += worth[index]
             seen += cached[index]
-            speed = tokens / step_ms(rows + number, seen)
+            ms = step_ms(rows + number, seen)
+            if ms > most_ms:
+                break
+            speed = tokens / ms
             if speed > highest:
                 best, highest = number, speed
         kept = [False] * len(worth)

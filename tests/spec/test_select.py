@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.spec.costs import LiveCosts, StepCosts
-from forerun.spec.ledger import MOST, SHARE, START, Ledger
+from forerun.spec.ledger import MOST, SHARE, STAKE, START, Ledger
 from forerun.spec.ranking import MARGIN, compare
 from forerun.spec.select import ASKED, PROBE, SELDOM, SelectivePolicy
 from forerun.spec.tree import Draft
@@ -186,12 +186,25 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises):
         return (len(rows) + worth) / float(costs.verify(len(rows) + sum(depths)))
 
     policy = opened(costs, len(rows))
+    policy.ledger._credit = MOST  # Nothing is too dear to be tried.
     kept = policy.select(*arrays(len(rows)), drafts)
     best = max(map(speed, product(*(range(len(d) + 1) for d in drafts))))
     none = speed([0] * len(drafts))
     if abs(best / none - MARGIN) > 1e-4:
         wanted = best if best > MARGIN * none else none
         assert speed([len(draft) for draft in kept]) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_no_step_stakes_more_than_its_share_of_the_credit():
+    """All guesses look sure, so all together would be best; there is little credit at first."""
+    policy, (slots, kv_len) = opened(MIDDLE, 4), arrays(4)
+    drafts = [chain([0.99] * 4)] * 4
+    for credit, most in ((START, 1.0 + STAKE * START), (0.4, 1.1), (MOST, 1.0 + STAKE * MOST)):
+        policy.ledger._credit = credit
+        kept = sum(map(len, policy.select(slots, kv_len, drafts)))
+        ms = [float(MIDDLE.verify(4 + count)) for count in (kept, kept + 1)]
+        plain = float(MIDDLE.verify(4))
+        assert ms[0] <= most * plain and (kept == 16 or ms[1] > most * plain)
 
 
 def test_what_is_kept_of_a_tree_is_a_tree():
