@@ -68,6 +68,11 @@ class Turns:
         self._failures = 0
         self._finished = 0.0
         carrier = carrying(parts.executor) if overlap else None
+        if overlap and carrier is None:
+            log.warning(
+                "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
+                parts.executor.name,
+            )
         self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics)
 
     @property

@@ -77,8 +77,9 @@ def test_without_the_option_every_step_is_looked_at_first():
     assert "carry" not in {what for what, _ in toy.events}
 
 
-def test_a_toy_that_cannot_carry_runs_as_ever():
+def test_a_toy_that_cannot_carry_runs_as_ever(caplog):
     engine = make("erratic", overlap=True)
+    assert "overlap is left out" in caplog.text
     request = hot("a")
     run(engine, request).expect(request)
     assert engine.stats().carried == 0
