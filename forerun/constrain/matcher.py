@@ -23,7 +23,7 @@ class Compiled:
 
 
 class Matcher:
-    """Follows one sequence through a grammar, ahead over guesses and back again.
+    """Follows one sequence through a grammar, ahead over draft tokens and back again.
 
     A matcher that fails (a limit was reached) says so in `error` and stays failed. It is never
     shown an id that the tokenizer does not have.
