@@ -1,6 +1,6 @@
 """Grammars over trees: one mask per node, and drafts that know the grammar.
 
-A matcher walks each tree from the root with advance and rollback. Speculation cannot stall a
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
 target's best legal token, whatever was guessed.
 """
@@ -101,8 +101,8 @@ class TreeGrammars:
         for row, slot in rows:
             walker = self._walkers[slot]
             _mask_row(walker, trees, row, table)
-            if walker.matcher.error:
-                self._failed[slot] = f"the grammar's matcher gave up: {walker.matcher.error}"
+            if () in walker.failed:
+                self._failed[slot] = walker.failed[()]
         return table.masks()
 
     def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
@@ -141,14 +141,15 @@ class _MaskTable:
 def _mask_row(walker: Walker, trees: TreeBatch, row: int, table: _MaskTable) -> None:
     """Walk one tree depth first. Nodes under an illegal guess are out of reach: no mask.
 
-    Behind a complete text, nothing that a node emits is kept: no mask either.
+    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
+    that follows where the matcher fails (see Walker.commit); the other nodes are as they would be.
     """
     root, matcher = trees.root(row), walker.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
     table.add(root, walker.mask(()))
     path: list[int] = []
     todo = [(node, 0) for node in reversed(below.get(root, []))]
-    while todo and not matcher.error:
+    while todo and () not in walker.failed:
         node, depth = todo.pop()
         matcher.back(len(path) - depth)
         del path[depth:]
@@ -158,5 +159,6 @@ def _mask_row(walker: Walker, trees: TreeBatch, row: int, table: _MaskTable) -> 
         path.append(token)
         if not matcher.complete:
             table.add(node, walker.mask(tuple(path)))
-            todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
+            if not matcher.error:
+                todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
     matcher.back(len(path))
