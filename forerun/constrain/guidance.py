@@ -37,7 +37,7 @@ class GuidanceAutomaton:
 
     def fork(self) -> "GuidanceAutomaton":
         """See Automaton. Despite its name, deep_copy shares what the lexer has built so far: it
-        takes 1 to 6 microseconds after 100 tokens, 2 to 50 after 1,000.
+        takes 2 to 6 microseconds after 100 tokens of JSON, 50 to 80 after 1,000.
         """
         return GuidanceAutomaton(self._matcher.deep_copy(), self.size)
 

@@ -1,11 +1,18 @@
 """One sequence's place in a grammar: what may follow, step forward, step back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from forerun.constrain.automaton import Automaton
 from forerun.types import Words
+
+COPIES = 4
+"""Copies that a matcher holds at most. One takes 5 kB to 1 MB in a text of 1,000 tokens, more under
+a schema of hundreds of properties."""
+
+Path = tuple[int, ...]
+"""Guesses, from what is decided on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +29,28 @@ class Compiled:
     vocab: int
 
 
+@dataclass(slots=True)
+class _Place:
+    """What is known of a place behind guesses; None = nobody has asked.
+
+    fits  whether a token fits there
+    left  how often a copy has moved on from there
+    """
+
+    complete: bool | None = None
+    forced: list[int] | None = None
+    error: str = ""
+    left: int = 0
+    fits: dict[int, bool] = field(default_factory=dict)
+
+
 class Matcher:
     """Follows one sequence through a grammar, ahead over guesses and back again.
 
     No automaton is ever rolled back (see Automaton). One takes what is decided and nothing else;
-    guesses are taken by copies, which are thrown away. Where the matcher came back to a place
-    between guesses, a copy is kept there until it goes back further, for others to go on from.
+    guesses are taken by copies of it, which are thrown away with the next decision. To copy takes
+    time in proportion to the text, so a copy moves on with the first guess behind a place, the
+    answers given there are remembered, and another is made only for the next guess or question.
 
     An automaton that fails (a limit was reached) says so in `error` as long as the matcher stands
     there. It is never shown an id that the tokenizer does not have.
@@ -38,13 +61,12 @@ class Matcher:
         self._vocab = compiled.vocab
         self._start = compiled.start
         self._seen = 0
-        # Of each guess, how much of the start had been seen before it; None = it is for the
-        # automaton. Those tokens; copies kept behind so many of them; the copy behind all of them
-        # that goes on with the next, None where that is a new one.
+        # How much of the start had been seen before each guess; None = the automaton takes it.
         self._trail: list[int | None] = []
-        self._guesses: list[int] = []
-        self._kept: dict[int, Automaton] = {}
-        self._tip: Automaton | None = None
+        # Guesses that copies took, up to here; places behind such, and copies that stand there.
+        self._path: Path = ()
+        self._places: dict[Path, _Place] = {}
+        self._copies: dict[Path, Automaton] = {}
 
     @property
     def waiting(self) -> bool:
@@ -54,18 +76,26 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing but its end may follow."""
-        return not self.waiting and self._here().complete and not self.error
+        if self.waiting:
+            return False
+        place = self._place()
+        if place.complete is None:
+            here = self._here()
+            place.complete = here.complete and not here.error
+        return place.complete
 
     @property
     def error(self) -> str:
         """Why the automaton failed here; empty while it has not."""
-        return self._here().error
+        return self._place().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
         """Step over `token`, which is decided; guesses are forgotten. False where it does not fit;
         then nothing else has changed.
         """
         self.back(len(self._trail))
+        self._places.clear()
+        self._copies.clear()
         if self.waiting:
             self._seen = self._progress(token)
             return True
@@ -77,51 +107,89 @@ class Matcher:
             self._trail.append(self._seen)
             self._seen = self._progress(token)
             return True
-        if not 0 <= token < self._vocab:
+        place = self._place()
+        fits = place.fits.get(token)
+        if fits is None:
+            fits = place.fits[token] = self._try(place, token)
+        if not fits:
             return False
-        here = self._tip or self._here().fork()
-        if not here.take(token):
-            if here.error:
-                self._tip = None  # It is of no more use; another is made where it is needed.
-            return False
-        self._tip = here
-        self._guesses.append(token)
+        self._path = (*self._path, token)
         self._trail.append(None)
         return True
 
     def back(self, steps: int) -> None:
         """Undo the last `steps` advances."""
+        taken = 0
         for _ in range(steps):
             seen = self._trail.pop()
-            if seen is not None:
+            if seen is None:
+                taken += 1
+            else:
                 self._seen = seen
-                continue
-            self._guesses.pop()
-            self._tip = None
-        self._kept = {n: copy for n, copy in self._kept.items() if n <= len(self._guesses)}
+        self._path = self._path[: len(self._path) - taken]
 
     def forced(self) -> list[int]:
         """Tokens that alone can follow, in order; often none."""
-        return [] if self.waiting else self._here().forced()
+        if self.waiting:
+            return []
+        place = self._place()
+        if place.forced is None:
+            place.forced = self._here().forced()
+            place.error = self._here().error
+        return place.forced
 
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
-        return None if self.waiting else self._here().mask()
+        if self.waiting:
+            return None
+        mask = self._here().mask()
+        self._place().error = self._here().error
+        return mask
+
+    def _place(self) -> _Place:
+        """What is known of where the matcher stands."""
+        place = self._places.get(self._path)
+        if place is None:
+            place = self._places[self._path] = _Place()
+        return place
 
     def _here(self) -> Automaton:
-        """The automaton where the matcher stands."""
-        count = len(self._guesses)
-        if count == 0:
+        """An automaton that stands where the matcher stands; only for questions."""
+        if not self._path:
             return self._automaton
-        if self._tip is not None:
-            return self._tip
-        if count not in self._kept:
-            nearest = max(self._kept, default=0)
-            copy = self._kept.get(nearest, self._automaton).fork()
-            for token in self._guesses[nearest:]:
-                copy.take(token)
-            self._kept[count] = copy
-        return self._kept[count]
+        if self._path not in self._copies:
+            self._keep(self._path, self._copy())
+        return self._copies[self._path]
+
+    def _try(self, place: _Place, token: int) -> bool:
+        """Whether `token`, a guess, fits here; where it does, a copy stands behind it."""
+        if not 0 <= token < self._vocab:
+            return False
+        copy = self._copies.pop(self._path, None) or self._copy()
+        place.left += 1
+        if self._path and place.left > 2:  # Here the guesses branch; not to come here once more.
+            self._keep(self._path, copy.fork())
+        fits = copy.take(token)
+        if fits:
+            self._keep((*self._path, token), copy)
+        elif self._path and not copy.error:
+            self._keep(self._path, copy)
+        return fits
+
+    def _copy(self) -> Automaton:
+        """A new copy that stands where the matcher stands."""
+        known = range(len(self._path) - 1, 0, -1)
+        near = next((size for size in known if self._path[:size] in self._copies), 0)
+        copy = (self._copies[self._path[:near]] if near else self._automaton).fork()
+        for token in self._path[near:]:
+            copy.take(token)
+        return copy
+
+    def _keep(self, path: Path, copy: Automaton) -> None:
+        """Remember a copy, and forget the oldest of too many."""
+        self._copies[path] = copy
+        if len(self._copies) > COPIES:
+            del self._copies[next(iter(self._copies))]
 
     def _progress(self, token: int) -> int:
         """How much of the start marker the text ends with once `token` is added."""
