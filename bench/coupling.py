@@ -16,19 +16,19 @@ from typing import Any
 
 from rich.console import Console
 
-from forerun.api import open_target
 from forerun.bench.acceptance import CHAIN, TREE, Question, ask
 from forerun.bench.workload import read_prompts, spread
+from forerun.build.engine import open_target
 from forerun.config import EngineConfig
-from forerun.drafters.heads import HeadDrafter
+from forerun.drafters.eagle import EagleDrafter
 from forerun.machine import stamp
 
-COUPLED = HeadDrafter._best
+COUPLED = EagleDrafter._best
 
 
-def uncoupled(self: Any, seat: Any, found: Any, node: int, index: int) -> Any:
+def uncoupled(self: Any, state: Any, found: Any, node: int, index: int) -> Any:
     """The children that the head finds likeliest, whatever the noise."""
-    return COUPLED(self, replace(seat, sampling=replace(seat.sampling, temperature=0.0)), found,
+    return COUPLED(self, replace(state, sampling=replace(state.sampling, temperature=0.0)), found,
                    node, index)  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     for temperature in args.temperatures:
         question = Question(args.prompts.stem, prompts, temperature, args.tokens, args.group)
         for name, best in (("coupled", COUPLED), ("uncoupled", uncoupled)):
-            HeadDrafter._best = best  # type: ignore[method-assign]
+            EagleDrafter._best = best  # type: ignore[method-assign]
             for found in ask(target, target.config, question, [CHAIN, TREE], lambda *_: None):
                 facts = {"temperature": temperature, "children": name, "shape": found.shape}
                 rows.append(facts | {"tokens_per_step": round(found.length, 3)})

@@ -3,8 +3,9 @@
     python bench/cpu_steps.py [model.gguf] [--context 200] [--peers] [--json out.json]
 
 The whole step is one sequence of `context` cached tokens and a chain of k nodes whose logits are
-all wanted: embedding, norms, products, attention, head. Rounds go over all k in turn, so that a
-slow moment of the machine hits them alike; minimum and median are over the rounds. Milliseconds.
+all wanted: embedding, norms, products, attention, head. Rounds go over all k in turn, so
+that a slow moment of the machine hits them alike; minimum and median are over the rounds.
+Milliseconds.
 
 `--peers` takes turns with llama.cpp (the same step) and ONNX Runtime's MatMulNBits (the same
 products), each in its own environment (bench/peers/run.py and `make bench-peers` make them), and
@@ -26,13 +27,13 @@ from typing import Any
 
 import numpy as np
 
-from forerun.catalog import open_model
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Plan
 from forerun.executors.cpu import CpuExecutor
+from forerun.hub.catalog import open_model
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, SlotInit
 from forerun.models.arch import Architecture
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, TreeBatch, batch
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, TreeBatch, batch
 
 VENVS = Path(__file__).parent / "out" / "venvs"
 PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
@@ -41,19 +42,21 @@ PAGE = 16
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
-def chain(tokens: np.ndarray, kv_len: int, guesses: int) -> tuple[Plan, TreeBatch]:
-    """One row: the first of `tokens` known, the rest known too or, for guesses > 0, guessed."""
-    known = tokens[: len(tokens) - guesses].astype(np.int32)
-    guessed = tokens[len(known) :].astype(np.int32)
-    draft = Draft(guessed, np.arange(-1, len(guessed) - 1, dtype=np.int32))
+def chain(tokens: np.ndarray, kv_len: int, draft_tokens: int) -> tuple[Plan, TreeBatch]:
+    """One row: the first of `tokens` known, the rest known too or, for draft tokens > 0,
+    drafted.
+    """
+    known = tokens[: len(tokens) - draft_tokens].astype(np.int32)
+    drafted = tokens[len(known) :].astype(np.int32)
+    draft = Draft(drafted, np.arange(-1, len(drafted) - 1, dtype=np.int32))
     pages = -(-(kv_len + len(tokens)) // PAGE)
     plan = Plan(
         slots=np.zeros(1, np.int32),
         kv_len=np.array([kv_len], np.int32),
         known=(known,),
         samples=np.ones(1, np.bool_),
-        max_nodes=np.array([guesses], np.int32),
-        max_depth=np.array([guesses], np.int32),
+        max_nodes=np.array([draft_tokens], np.int32),
+        max_depth=np.array([draft_tokens], np.int32),
         page_table=np.arange(pages, dtype=np.int32)[None],
         constrained=np.zeros(1, np.bool_),
     )
@@ -62,7 +65,7 @@ def chain(tokens: np.ndarray, kv_len: int, guesses: int) -> tuple[Plan, TreeBatc
 
 def fill(executor: CpuExecutor, tokens: np.ndarray) -> None:
     """Open slot 0 and put `tokens` into pages."""
-    executor.open(Opening(0, tokens.astype(np.int32), len(tokens), Sampling(temperature=0.0)))
+    executor.open(SlotInit(0, tokens.astype(np.int32), len(tokens), Sampling(temperature=0.0)))
     plan, trees = chain(tokens, 0, 0)
     scores = executor.verify(plan, trees)
     executor.commit(plan, trees, scores, executor.accept(plan, trees, scores, None))
@@ -73,19 +76,19 @@ Times = dict[int, list[float]]
 
 def measure(work: dict[int, Callable[[], object]], rounds: int) -> Times:
     """Milliseconds per key, over interleaved rounds."""
-    taken: Times = {key: [] for key in work}
+    open_slots: Times = {key: [] for key in work}
     for _ in range(rounds):
         for key, call in work.items():
             start = time.perf_counter()
             call()
-            taken[key].append((time.perf_counter() - start) * 1e3)
-    return taken
+            open_slots[key].append((time.perf_counter() - start) * 1e3)
+    return open_slots
 
 
-def add(taken: dict[str, Times], name: str, more: Times) -> None:
+def add(open_slots: dict[str, Times], name: str, more: Times) -> None:
     """Keep another block of measurements."""
     for key, times in more.items():
-        taken.setdefault(name, {}).setdefault(key, []).extend(times)
+        open_slots.setdefault(name, {}).setdefault(key, []).extend(times)
 
 
 def summary(times: Times) -> dict[str, dict[int, float]]:
@@ -186,16 +189,16 @@ def main() -> None:
         "context": options.context,
         "floor_ms": round(floor_ms(executor.describe()), 3),
     }
-    taken: dict[str, Times] = {}
+    open_slots: dict[str, Times] = {}
     rounds = -(-options.rounds // BLOCKS)
     for _ in range(BLOCKS):
-        add(taken, "products", measure(products, rounds))
-        add(taken, "step", measure(whole, rounds))
+        add(open_slots, "products", measure(products, rounds))
+        add(open_slots, "step", measure(whole, rounds))
         if options.peers:
             shapes = shapes_of(checkpoint.architecture)
             for name, times in peers(options, executor.describe()["threads"], rounds, shapes):
-                add(taken, name, times)
-    report["ms"] = {name: summary(times) for name, times in taken.items()}
+                add(open_slots, name, times)
+    report["ms"] = {name: summary(times) for name, times in open_slots.items()}
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     print_table(report)

@@ -42,9 +42,9 @@ from forerun.bench.sized import (
     milliseconds,
 )
 from forerun.bench.workload import read_prompts
-from forerun.catalog import Model, open_model, shipped_draft
-from forerun.completion import complete, make_request
-from forerun.llm import LLM
+from forerun.client.completion import complete, make_request
+from forerun.client.llm import LLM
+from forerun.hub.catalog import Model, open_model, shipped_draft
 from forerun.machine import stamp
 from forerun.models.shapes import SHAPES
 from forerun.train.answers import Ask
@@ -68,7 +68,7 @@ class Size:
     shape: str
     """Measured with random weights (forerun/models/shapes.py)."""
     leak: int
-    """Rounds after which memory is looked at."""
+    """CudaGraphRunner after which memory is looked at."""
 
 
 FULL = Size(
@@ -144,7 +144,7 @@ def measure_served(model: Model, device: torch.device, size: Size) -> dict[str, 
 
 
 def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Overlap and none side by side, with nothing that guesses from the text: the median ratio of
+    """Overlap and none side by side, with nothing that drafts from the text: the median ratio of
     TURNS turns, the share of steps that were begun early, and how many texts are not the same.
     """
     found: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str,
 def _compare(without: LLM, with_it: LLM, size: Size, at_once: int) -> dict[str, float]:
     """Both serve the same, in turns; the first turn warms up and does not count."""
     rates: dict[LLM, list[float]] = {without: [], with_it: []}
-    said: dict[LLM, list[Any]] = {}
+    output_tokens: dict[LLM, list[Any]] = {}
     before = with_it.loaded.engine.stats()
     for _ in range(TURNS + 1):
         for llm, seen in rates.items():
@@ -175,10 +175,12 @@ def _compare(without: LLM, with_it: LLM, size: Size, at_once: int) -> dict[str, 
             start = time.perf_counter()
             _serve(llm, size, at_once, made)
             seen.append(sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start))
-            said[llm] = [choice.tokens for choice in made]
+            output_tokens[llm] = [choice.tokens for choice in made]
     after = with_it.loaded.engine.stats()
     pairs = list(zip(rates[with_it][1:], rates[without][1:], strict=True))
-    parted = [one != two for one, two in zip(said[without], said[with_it], strict=True)]
+    parted = [
+        one != two for one, two in zip(output_tokens[without], output_tokens[with_it], strict=True)
+    ]
     return {
         "ratio": median(mine / other for mine, other in pairs),
         "tokens/s": median(mine for mine, _ in pairs),
@@ -236,12 +238,12 @@ def measure_leak(model: Model, device: torch.device, size: Size) -> dict[str, An
     for _ in range(10):
         work()
     before = _held(device)
-    taken = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
+    open_slots = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
     after = _held(device)
     steps.executor.shutdown()
     return {
         "rounds": size.leak,
-        "seconds": taken / 1e3,
+        "seconds": open_slots / 1e3,
         "device bytes": after[0] - before[0],
         "process bytes": after[1] - before[1],
     }
@@ -267,8 +269,8 @@ def measure_author(model: Model, device: torch.device, size: Size) -> dict[str, 
         while left:
             left -= len(author.finished())
 
-    taken = milliseconds(run, device, 1)
-    return {"width": author.width, "tokens/s": author.width * size.tokens / taken * 1e3}
+    open_slots = milliseconds(run, device, 1)
+    return {"width": author.width, "tokens/s": author.width * size.tokens / open_slots * 1e3}
 
 
 def measure_sized(model: Model, device: torch.device, size: Size) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 Each round takes other prompts, runs both sides on them on one loaded model and compares their
 tokens; the ratio of a batch is the median over rounds, which are short, so that a slow moment of
 the machine hits both sides. At one stream the ratio of decoding alone, from the first token to
-the last, stands beside it. `--adversary` drafts guesses that are always wrong.
+the last, stands beside it. `--adversary` drafts draft tokens that are always wrong.
 """
 
 import argparse
@@ -22,15 +22,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from forerun.api import Target, encode_chat, make_engine, open_target
 from forerun.bench.workload import Prompt, read_prompts, spread
-from forerun.completion import complete, make_request
+from forerun.build.engine import Target, encode_chat, make_engine, open_target
+from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.plan import Plan
 from forerun.executors.cpu import CpuNgramDrafter
+from forerun.interface.plan import Plan
 from forerun.machine import stamp
-from forerun.spec.tree import Draft
+from forerun.speculative.tree import Draft
 
 
 def wrong(_: object, plan: Plan) -> list[Draft]:
@@ -122,9 +122,9 @@ def main() -> int:
         prompts = list(islice(cycle(spread(every, min(wanted, len(every)))), wanted))
         on: list[Served] = []
         off: list[Served] = []
-        for turn in range(args.rounds):
-            part = prompts[turn * size : (turn + 1) * size]
-            for side in ("on", "off") if turn % 2 == 0 else ("off", "on"):
+        for step in range(args.rounds):
+            part = prompts[step * size : (step + 1) * size]
+            for side in ("on", "off") if step % 2 == 0 else ("off", "on"):
                 done = on if side == "on" else off
                 done.append(serve(target, side, part, batch, args))
             same &= on[-1].tokens == off[-1].tokens

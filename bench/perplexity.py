@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.catalog import open_model
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Plan
 from forerun.executors.torch import TorchExecutor
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, batch
+from forerun.hub.catalog import open_model
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
 
 PIECE, PAGE = 512, 16
@@ -29,7 +29,7 @@ PIECE, PAGE = 512, 16
 
 def surprise(executor: TorchExecutor, tokens: Ints) -> float:
     """Sum of negative log-likelihoods, in nats, of all tokens but the first."""
-    executor.open(Opening(0, tokens, len(tokens), Sampling(prompt_logprobs=0)))
+    executor.open(SlotInit(0, tokens, len(tokens), Sampling(prompt_logprobs=0)))
     try:
         plan = Plan(
             slots=np.zeros(1, np.int32),

@@ -22,19 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forerun.api import Target, encode_chat, make_engine, open_target
-from forerun.completion import complete, make_request
+from forerun.build.engine import Target, encode_chat, make_engine, open_target
+from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.cost_model import StepCosts
+from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.errors import RequestError
 from forerun.machine import stamp
-from forerun.spec.costs import StepCosts
-from forerun.spec.ledger import Ledger
-from forerun.spec.tree import NodeMasks
+from forerun.speculative.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
 
 DIALECTS = {
@@ -186,8 +186,8 @@ def speed(model: str, tokens: int, requests: int, rounds: int, out: Path | None)
         row: dict[str, Any] = {"kind": name}
         for rule, bound in (("constrained", grammar), ("free", None)):
             found: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
-            for turn in range(rounds):
-                for side in ("on", "off") if turn % 2 == 0 else ("off", "on"):
+            for step in range(rounds):
+                for side in ("on", "off") if step % 2 == 0 else ("off", "on"):
                     found[side].append(_measure(target, prompt, bound, side, tokens, requests))
             assert found["on"][0].pop("texts") == found["off"][0].pop("texts"), "not lossless"
             for side, sides in found.items():
@@ -241,7 +241,7 @@ def _measure(
         "masks_per_step": round(timed.masks / steps, 2),
         "tokens": count,
         "steps": steps,
-        "guesses": sum(one.stats.guesses for one in done),
+        "draft_tokens": sum(one.stats.draft_tokens for one in done),
         "accepted": sum(one.stats.accepted for one in done),
         "texts": [one.text for one in done],
     }
@@ -255,10 +255,10 @@ def tokens_per_step(model: str, tokens: int, requests: int) -> None:
     """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
     corrects that.
     """
-    Ledger.ran = lambda *_, **__: None  # type: ignore[method-assign]
+    SlowdownGuard.ran = lambda *_, **__: None  # type: ignore[method-assign]
     target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
     target = replace(target, costs=FIXED)
-    facts = ("tokens_per_step", "first", "guesses", "accepted", "steps")
+    facts = ("tokens_per_step", "first", "draft_tokens", "accepted", "steps")
     rows: list[tuple[str, list[Any]]] = []
     for name, (prompt, grammar) in SPEED.items():
         cells: list[Any] = []

@@ -1,4 +1,5 @@
-// Acceptance of a step where nothing but the temperature shapes the choice: forerun/spec/accept.py.
+// Acceptance of a step where nothing but the temperature shapes the choice:
+// forerun/speculative/accept.py.
 #include <algorithm>
 #include <cstring>
 

@@ -165,28 +165,29 @@ int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, con
     return guarded([&] { return model->commit_paths(pages, page_width, nodes, count); });
 }
 
-// From now on the model's steps keep the hidden states named by `layers`; see Model::tap.
-int forerun_tap(Model* model, const int32_t* layers, int count) {
+// From now on the model's steps keep the hidden states named by `layers`; see
+// Model::request_aux_hidden_states.
+int forerun_request_aux_hidden_states(Model* model, const int32_t* layers, int count) {
     return guarded([&]() -> std::string {
-        model->tap(layers, count);
+        model->request_aux_hidden_states(layers, count);
         return "";
     });
 }
 
 // Copies what the last step kept of its first `count` nodes: float32[count][layers][hidden].
-int forerun_tapped(const Model* model, int count, float* out) {
-    return guarded([&] { return model->copy_tapped(count, out); });
+int forerun_aux_hidden_states(const Model* model, int count, float* out) {
+    return guarded([&] { return model->copy_aux_hidden_states(count, out); });
 }
 
 // A draft head for `model`, which must outlive it. Its tensors are set with forerun_set_matrix and
 // forerun_set_vector, its positions committed with forerun_commit, as any model's; the target's
-// steps keep the hidden states named by `taps` from now on.
+// steps keep the hidden states named by `aux_layers` from now on.
 Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind,
-                          const int32_t* taps, const float* frequencies, int64_t weight_bytes) {
+                          const int32_t* aux_layers, const float* frequencies, int64_t weight_bytes) {
     Model* draft = nullptr;
     guarded([&]() -> std::string {
         draft = new Draft(*model, *sizes, *kind, frequencies, (size_t)weight_bytes);
-        model->tap(taps, kind->features);
+        model->request_aux_hidden_states(aux_layers, kind->features);
         return "";
     });
     return draft;
@@ -215,12 +216,12 @@ int forerun_ngram_end(Ngrams* ngrams, int slot) {
     return guarded([&] { return ngrams->end(slot); });
 }
 
-// How many guesses there are in `out`, or -1; see Ngrams::propose.
+// How many draft tokens there are in `out`, or -1; see Ngrams::propose.
 int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,
-                          int32_t* out, double least) {
+                          int32_t* out, double min_prob) {
     int total = 0;
     const int code =
-        guarded([&] { return ngrams->propose(message, length, rows, least, out, total); });
+        guarded([&] { return ngrams->propose(message, length, rows, min_prob, out, total); });
     return code ? code : total;
 }
 

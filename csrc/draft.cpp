@@ -149,7 +149,7 @@ void Draft::fuse(const DraftStep& step, int thread) {
         float* x = &stream_[(size_t)n * hidden];
         const float* features = !step.extend    ? nullptr
                                 : step.features ? step.features + (size_t)n * wide
-                                                : target_.tapped(source);
+                                                : target_.aux_hidden_states(source);
         if (!step.extend) {
             const float* from = source < 0 ? &kept_[(size_t)(-1 - source) * hidden]
                                            : &outputs_[(size_t)source * hidden];

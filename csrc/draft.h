@@ -4,7 +4,7 @@
 
 namespace forerun {
 
-// What forerun.models.drafts.DraftHead says, as far as the arithmetic needs it.
+// What forerun.models.draft_config.DraftHead says, as far as the arithmetic needs it.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct HeadKind {
     int32_t features;        // how many hidden states of the target are fused
@@ -18,7 +18,8 @@ struct HeadKind {
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:
 // true features (extend): a row's nodes are a chain; node n reads the target's node sources[n], or
 // row n of `features` where that is given.
-// own guesses: node n reads the output of draft node sources[n], or, where that is negative, what
+// own draft tokens: node n reads the output of draft node sources[n], or, where that is negative,
+// what
 // slot -1 - sources[n] kept of its last extension.
 struct DraftStep {
     int32_t rows, nodes, first, extend, page_width, scored;

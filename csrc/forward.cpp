@@ -70,12 +70,12 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
 // What enters `layer` is kept where a draft head asked for it. No barrier: a thread copies the
 // columns that it reads itself.
 void Model::keep_taps(const Step& step, int layer, int thread) {
-    const size_t hidden = sizes.hidden, count = taps_.size();
+    const size_t hidden = sizes.hidden, count = aux_layers_.size();
     const Share mine = columns_of(step.nodes, thread, pool.threads());
-    for (size_t tap = 0; tap < count; tap++) {
-        if (taps_[tap] != layer) continue;
+    for (size_t which = 0; which < count; which++) {
+        if (aux_layers_[which] != layer) continue;
         for (size_t n = mine.first; n < (size_t)mine.last; n++) {
-            memcpy(&tapped_[(n * count + tap) * hidden], &stream_[n * hidden],
+            memcpy(&aux_hidden_states_[(n * count + which) * hidden], &stream_[n * hidden],
                    sizeof(float) * hidden);
         }
     }

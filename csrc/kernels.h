@@ -17,7 +17,8 @@ struct Target {
 struct Sight {
     int32_t trunk;
     int32_t tail;
-    const int32_t* path;  // int32[tail] places of the guesses on the way to the node, itself last
+    const int32_t* path;  // int32[tail] places of the draft tokens on the way to the node, itself
+                          // last
 
     FORERUN_MEMBER int length() const { return trunk + tail; }
 };
@@ -78,7 +79,8 @@ struct Kernels {
     float (*weigh)(float* scores, int length);
     void (*mix)(const Attend& job, int first, int last);
 
-    // The token that forerun.spec chooses from raw logits at one output position under a plain
+    // The token that forerun.speculative chooses from raw logits at one output position under a
+    // plain
     // request (temperature 0 = greedy), or -1 where some logit is not finite.
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
                       uint32_t position);

@@ -78,15 +78,15 @@ const float** Model::vector(int layer, int which) {
     return which < 0 || which >= 4 ? nullptr : all[which];
 }
 
-void Model::tap(const int32_t* layers, int count) {
-    taps_.assign(layers, layers + count);
-    tapped_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
+void Model::request_aux_hidden_states(const int32_t* layers, int count) {
+    aux_layers_.assign(layers, layers + count);
+    aux_hidden_states_.resize((size_t)sizes.max_nodes * count * sizes.hidden);
 }
 
-std::string Model::copy_tapped(int count, float* out) const {
+std::string Model::copy_aux_hidden_states(int count, float* out) const {
     if (count < 0 || count > last_nodes_) return "more nodes than the last step had";
-    const size_t numbers = (size_t)count * taps_.size() * sizes.hidden;
-    if (numbers) memcpy(out, tapped_.data(), numbers * sizeof(float));
+    const size_t numbers = (size_t)count * aux_layers_.size() * sizes.hidden;
+    if (numbers) memcpy(out, aux_hidden_states_.data(), numbers * sizeof(float));
     return "";
 }
 

@@ -21,7 +21,7 @@ struct Sizes {
 };
 
 // One step. Node arrays are int32[nodes], row arrays int32[rows] (start: rows + 1), as in
-// forerun/spec/tree.py; pages int32[rows][page_width].
+// forerun/speculative/tree.py; pages int32[rows][page_width].
 struct Step {
     int32_t rows, nodes, page_width, scored;
     const int32_t *tokens, *parents, *depth;
@@ -91,19 +91,19 @@ public:
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
 
-    // The same for accepted guesses, by the step's page table; known nodes are in their pages
+    // The same for accepted draft tokens, by the step's page table; known nodes are in their pages
     // already. Empty, or what was wrong.
     std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                              int count);
 
     // From now on every step keeps what enters these layers (`layers` itself: what leaves the
     // last), for draft heads: float[node][tap][hidden], valid until the next step.
-    void tap(const int32_t* layers, int count);
-    const float* tapped(int node) const {
-        return &tapped_[(size_t)node * taps_.size() * sizes.hidden];
+    void request_aux_hidden_states(const int32_t* layers, int count);
+    const float* aux_hidden_states(int node) const {
+        return &aux_hidden_states_[(size_t)node * aux_layers_.size() * sizes.hidden];
     }
     // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
-    std::string copy_tapped(int count, float* out) const;
+    std::string copy_aux_hidden_states(int count, float* out) const;
 
     // The products of a step alone, for measurements; logits float32[rows][vocab].
     void products(int rows, float* logits);
@@ -153,13 +153,13 @@ protected:
     Region cache_;          // half[layers][2][kv_heads][places][head_size]
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
 
-    std::vector<int32_t> taps_;
-    std::vector<float> tapped_;
+    std::vector<int32_t> aux_layers_;
+    std::vector<float> aux_hidden_states_;
 
     // Of the current step.
     std::vector<int32_t> trunks_;    // places of every row's positions, row after row
     std::vector<int64_t> trunk_at_;  // where a row's begin
-    std::vector<int32_t> paths_;     // places of the guesses on the way to each guess
+    std::vector<int32_t> paths_;     // places of the draft tokens on the way to each draft token
     std::vector<Sight> sights_;      // [nodes]
     std::vector<int32_t> position_, row_of_;  // [nodes]
     std::vector<int32_t> place_of_;  // [nodes] where a node's keys and values are written

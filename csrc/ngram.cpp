@@ -69,9 +69,9 @@ std::string Ngrams::end(int slot) {
     return "";
 }
 
-std::string Ngrams::propose(const int32_t* message, int length, int rows, double least,
+std::string Ngrams::propose(const int32_t* message, int length, int rows, double min_prob,
                             int32_t* out, int& total) {
-    least_ = std::max(least, rules_.least);
+    min_prob_ = std::max(min_prob, rules_.min_prob);
     tokens_.clear();
     parents_.clear();
     scores_.clear();
@@ -141,7 +141,7 @@ void Ngrams::grow(const Text& text, int nodes, int depth) {
 }
 
 // Puts what the voters of `above` vote for and what the table expects on the heap, as children of
-// guess `parent`.
+// draft token `parent`.
 void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
     const int32_t* const tokens = text.tokens.data();
     hear(text, above);
@@ -153,7 +153,7 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         }
         const double heard = rules_.sure * above.score * weight / (2.0 * total_);
         const double share = heard + above.score * rules_.doubt * usual / total_;
-        if (share < least_) return;
+        if (share < min_prob_) return;
         const int32_t count = (int32_t)voters_.size() - first;
         heap_.push_back({share, above.level + 1, number, token, parent, first, count});
         std::push_heap(heap_.begin(), heap_.end());
@@ -193,14 +193,14 @@ void Ngrams::hear(const Text& text, const Candidate& above) {
     }
 }
 
-// usual_ become the tokens that the table expects below guess `parent`.
+// usual_ become the tokens that the table expects below draft token `parent`.
 void Ngrams::follow(const Text& text, int parent) {
     usual_.clear();
     const NgramTable& table = rules_.table;
     if (!table.contexts) return;
     tail_.clear();  // From the last token backwards.
-    for (int guess = parent; guess >= 0; guess = parents_[first_ + (size_t)guess]) {
-        tail_.push_back(tokens_[first_ + (size_t)guess]);
+    for (int draft_token = parent; draft_token >= 0; draft_token = parents_[first_ + (size_t)draft_token]) {
+        tail_.push_back(tokens_[first_ + (size_t)draft_token]);
     }
     const size_t known = std::min(text.tokens.size(), (size_t)rules_.tail);
     for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);

@@ -1,5 +1,6 @@
-// Guesses from the text itself: the fast twin of forerun/drafters/ngram.py, which says why. Both
-// make the same guesses with the same scores.
+// Draft tokens from the text itself: the fast twin of forerun/drafters/ngram.py, which says why.
+// Both
+// make the same draft tokens with the same scores.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -8,7 +9,8 @@
 
 namespace forerun {
 
-// forerun.models.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no table.
+// forerun.models.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no
+// table.
 struct NgramTable {
     int32_t contexts;
     const int32_t *extensions, *earlier, *predictions, *tokens;
@@ -19,7 +21,7 @@ struct NgramTable {
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
     int32_t slots, orders[2], places, longest, tail;
-    double doubt, sure, least;
+    double doubt, sure, min_prob;
     NgramTable table;
 };
 
@@ -64,12 +66,13 @@ public:
     std::string begin(int slot, const int32_t* tokens, int count);
     std::string end(int slot);
 
-    // For each of `rows` rows, `message` (`length` numbers) says: slot, guesses at most, their
+    // For each of `rows` rows, `message` (`length` numbers) says: slot, draft tokens at most, their
     // depth at most, how many tokens the sequence has got, and these tokens.
     // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total] and
-    // float scores[total]. It must have room for all the guesses that are asked for. Guesses with
-    // a score below `least`, or below the rules', are left out.
-    std::string propose(const int32_t* message, int length, int rows, double least, int32_t* out,
+    // float scores[total]. It must have room for all the draft tokens that are asked for. Draft
+    // tokens with
+    // a score below `min_prob`, or below the rules', are left out.
+    std::string propose(const int32_t* message, int length, int rows, double min_prob, int32_t* out,
                         int& total);
 
 private:
@@ -78,7 +81,7 @@ private:
         Chain chains[2];
     };
 
-    // What may become a guess: `voters` of them from `first` on agree with it.
+    // What may become a draft token: `voters` of them from `first` on agree with it.
     struct Candidate {
         double score;
         int32_t level, number, token, parent, first, voters;
@@ -99,9 +102,9 @@ private:
     // Of the current call.
     std::vector<int32_t> tokens_, parents_;
     std::vector<float> scores_;
-    size_t first_ = 0;  // guess of the row among all rows'
+    size_t first_ = 0;  // draft token of the row among all rows'
     double total_ = 0;  // weight of all votes
-    double least_ = 0;
+    double min_prob_ = 0;
     std::vector<Voter> voters_, agreeing_;
     std::vector<Usual> usual_;
     std::vector<int32_t> tail_;

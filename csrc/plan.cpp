@@ -57,15 +57,16 @@ std::string Model::check(const Step& step) const {
 void Model::prepare(const Step& step) {
     trunks_.clear();
     trunk_at_.clear();
-    size_t guesses = 0;  // an upper bound of what paths_ will hold: it must not move while in use
+    size_t draft_tokens = 0;  // an upper bound of what paths_ will hold: it must not move while in
+                              // use
     for (int b = 0; b < step.rows; b++) {
         const int root = step.start[b] + step.known[b] - 1;
         for (int n = root + 1; n < step.start[b + 1]; n++) {
-            guesses += step.depth[n] - step.depth[root];
+            draft_tokens += step.depth[n] - step.depth[root];
         }
     }
     paths_.clear();
-    paths_.reserve(guesses);
+    paths_.reserve(draft_tokens);
     for (int b = 0; b < step.rows; b++) list_places(step, b);
     last_nodes_ = step.nodes;
     plan_attention(step);
@@ -88,8 +89,9 @@ std::string Model::commit_paths(const int32_t* pages, int page_width, const int3
 }
 
 // Known nodes become permanent whatever happens: their keys and values go to their pages at once.
-// The row's trunk is the slots of its prefix and of its known chain. Guesses go to scratch places;
-// a guess sees the trunk and the places from below the root down to itself.
+// The row's trunk is the slots of its prefix and of its known chain. Draft tokens go to scratch
+// places;
+// a draft token sees the trunk and the places from below the root down to itself.
 void Model::list_places(const Step& step, int row) {
     const int first = step.start[row], kv_len = step.kv_len[row];
     const int root = first + step.known[row] - 1;

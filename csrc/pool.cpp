@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kSpins = 4000;         // some 50 to 100 microseconds, then yield
 constexpr double kWindow = 0.02;     // seconds of runs between decisions
-// A thread that is off its core for a share s of the time makes a run 1 / (1 - s) times as long; one
+// A thread that is off its core for a share s of the time makes a run 1 / (1 - s) times as long;
+// one
 // thread less makes it at most n / (n - 1) times as long. So s = 1 / n is where they meet.
 constexpr double kCrowded = 0.8;     // of 1 / n: too much
 constexpr double kCalm = 0.2;        // of 1 / n: nothing

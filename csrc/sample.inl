@@ -1,5 +1,5 @@
 // The target's choice at a node when nothing but the temperature shapes it: what
-// forerun/spec/noise.py and accept.py define, found without computing all of the noise.
+// forerun/speculative/noise.py and accept.py define, found without computing all of the noise.
 
 namespace {
 

@@ -52,8 +52,8 @@ def validate(config: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What to load and how to run it. `None` and "auto" are resolved by `forerun.api.load`,
-    whose result carries the configuration that was chosen.
+    """What to load and how to run it. `None` and "auto" are resolved by
+    `forerun.build.engine.load`, whose result carries the configuration that was chosen.
     """
 
     model: str = option(
@@ -104,7 +104,7 @@ class EngineConfig:
     )
     max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
     max_step_nodes: int = option(
-        512, "tokens and guesses in one step over all sequences", low=1, high=65536
+        512, "tokens and draft tokens in one step over all sequences", low=1, high=65536
     )
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculation: str = option(
@@ -132,8 +132,8 @@ class EngineConfig:
         "what a draft that cannot be used means: stop, or disable speculation and say so",
         choices=("stop", "disable"),
     )
-    draft_nodes: int = option(8, "guesses per sequence and step, at most", low=0, high=256)
-    draft_depth: int = option(8, "longest path of guesses", low=0, high=64)
+    draft_nodes: int = option(8, "draft tokens per sequence and step, at most", low=0, high=256)
+    draft_depth: int = option(8, "longest path of draft tokens", low=0, high=64)
     grammar_backend: str = option(
         "llguidance",
         "what matches grammars; xgrammar takes fewer kinds and is a package of its own",
@@ -141,8 +141,8 @@ class EngineConfig:
     )
     policy: str = option(
         "auto",
-        "how many guesses: always draft-nodes (fixed), or as many as pay by measured costs and "
-        "acceptance (adaptive); auto is adaptive, but fixed on the toy",
+        "how many draft tokens: always draft-nodes (fixed), or as many as pay by measured costs "
+        "and acceptance (adaptive); auto is adaptive, but fixed on the toy",
         choices=("auto", "adaptive", "fixed"),
     )
 

@@ -5,7 +5,7 @@ Every shape in a docstring or signature uses these letters and no others:
     B   planned rows in a step (one row = one sequence)
     M   nodes of all rows in a step, flattened row after row
     N   nodes of one tree, root chain included
-    K   guesses of one draft (nodes a drafter added)
+    K   draft tokens of one draft (nodes a drafter added)
     D   longest accepted path plus one: tokens a row can emit in a step
     S   slots an executor owns
     P   pages in the pool; W = width of a page-table row, in pages

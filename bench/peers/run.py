@@ -3,8 +3,8 @@
     python bench/peers/run.py --out bench/results/peers.json
 
 Each peer gets a virtual environment of its own under bench/out/venvs (made on first use) and a
-worker process that answers `load` and `run`. Rounds visit the peers in rotating order, one at a
-time, so that a noisy neighbour on the machine hits all alike; the table shows medians over
+worker process that answers `load` and `run`. Rounds visit the peers in rotating order, one
+at a time, so that a noisy neighbour on the machine hits all alike; the table shows medians over
 rounds and ratios to llama.cpp. Every stream generates exactly --tokens tokens, greedily.
 """
 
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from forerun.catalog import open_model
+from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.text.chat import ChatTemplate
 
@@ -146,9 +146,9 @@ def measure(workers: dict[str, Worker], plan: list[tuple[int, list[list[int]]]],
     """Rounds x stream counts x peers, order rotating. Seconds and tokens per run."""
     results: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in workers}
     names = list(workers)
-    for turn in track(range(args.rounds), description="rounds", console=console):
+    for step in track(range(args.rounds), description="rounds", console=console):
         for streams, prompts in plan:
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            for name in names[step % len(names) :] + names[: step % len(names)]:
                 entry = next(e for e in ENTRIES if e.name == name)
                 if streams > entry.most_streams:
                     continue

@@ -73,7 +73,7 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
     """Milliseconds per count of rows, `rounds` of each, counts in turn."""
     run = session(**shapes, threads=threads)
     random = np.random.default_rng(1)
-    taken: dict[int, list[float]] = {count: [] for count in rows}
+    open_slots: dict[int, list[float]] = {count: [] for count in rows}
     inputs = {
         count: {
             "x": random.standard_normal((count, shapes["hidden"])).astype(np.float32),
@@ -81,13 +81,13 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
         }
         for count in rows
     }
-    for turn in range(rounds + 1):
+    for step in range(rounds + 1):
         for count in rows:
             begin = time.perf_counter()
             run.run(None, inputs[count])
-            if turn:  # The first also packs.
-                taken[count].append(1e3 * (time.perf_counter() - begin))
-    sys.stdout.write(json.dumps(taken) + "\n")
+            if step:  # The first also packs.
+                open_slots[count].append(1e3 * (time.perf_counter() - begin))
+    sys.stdout.write(json.dumps(open_slots) + "\n")
 
 
 if __name__ == "__main__":

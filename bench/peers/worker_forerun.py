@@ -1,4 +1,4 @@
-"""Forerun, in process, as `forerun.api` users run it."""
+"""Forerun, in process, as `forerun.build.engine` users run it."""
 
 import threading
 import time
@@ -6,10 +6,10 @@ import time
 import numpy as np
 from protocol import Load, Stream, serve
 
-from forerun import api
+from forerun.build import engine as build
 from forerun.config import EngineConfig
 from forerun.engine.request import Delta, Request, Stopping
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from forerun.types import RequestId
 
 
@@ -18,7 +18,7 @@ class Forerun:
 
     def load(self, load: Load) -> None:
         """Model, cache and engine thread."""
-        self.loaded = api.load(
+        self.loaded = build.load(
             EngineConfig(
                 model=load.gguf,
                 threads=load.threads,

@@ -1,6 +1,6 @@
-"""How good a draft is, served through the real engine: tokens per step and where guesses fail.
+"""How good a draft is, served through the real engine: tokens per step and where draft tokens fail.
 
-Guessing is fixed, not adaptive: the question is what the draft can do, not when it pays.
+Speculation is fixed, not adaptive: the question is what the draft can do, not when it pays.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.api import Target
 from forerun.bench.prove import answers, encode
 from forerun.bench.workload import Prompt
-from forerun.completion import Completion, make_request
+from forerun.build.engine import Target
+from forerun.client.completion import Completion, make_request
 from forerun.config import EngineConfig
 from forerun.types import Ints
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is guessed per step: a chain has width 1."""
+    """What is drafted per step: a chain has width 1."""
 
     name: str
     nodes: int
@@ -94,7 +94,7 @@ def ask(
     found = []
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
-        histogram, simulated = guessing(done), None
+        histogram, simulated = drafting(done), None
         if simulate is not None and shape.width == 1 and question.temperature == 0:
             prompts = (encode(target, prompt, question.tokens) for prompt in question.prompts)
             told = (np.array(answer.tokens, np.int32) for answer in plain[0])
@@ -116,7 +116,7 @@ def ask(
 
 
 def shaped(config: EngineConfig, shape: Shape) -> EngineConfig:
-    """The configuration that always guesses in this shape."""
+    """The configuration that always draft tokens in this shape."""
     return replace(
         config,
         policy="fixed",
@@ -153,15 +153,15 @@ def serve(
 
 
 def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
-    """int64[.] steps by number of accepted guesses, over all sequences."""
+    """int64[.] steps by number of accepted draft tokens, over all sequences."""
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
         total[: len(histogram)] += np.array(histogram, np.int64)
     return total
 
 
-def guessing(done: Sequence[Completion]) -> np.ndarray:
-    """int64[.] as `summed`, of the steps that could guess: not those that read a prompt."""
+def drafting(done: Sequence[Completion]) -> np.ndarray:
+    """int64[.] as `summed`, of the steps that could draft: not those that read a prompt."""
     total = summed([c.stats.histogram for c in done if c.stats])
     total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
     return total

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from forerun.completion import Completion
-from forerun.engine.plan import TokenLogprobs
+from forerun.client.completion import Completion
+from forerun.interface.plan import TokenLogprobs
 from forerun.text.tokenizer import Tokenizer
 
 FREE = 4

@@ -10,24 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.api import open_target
 from forerun.bench.acceptance import (
     CHAIN,
     Progress,
     Question,
     agreement,
-    guessing,
+    drafting,
     mean_length,
     serve,
     shaped,
 )
 from forerun.bench.workload import Prompt, read_prompts, spread
-from forerun.catalog import open_model
+from forerun.build.engine import open_target
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
+from forerun.hub.catalog import open_model
+from forerun.models.config_variants import plausible, reading_of, turned
+from forerun.models.draft_config import DraftHead
 from forerun.models.draft_folder import open_draft
-from forerun.models.drafts import DraftHead
-from forerun.models.readings import plausible, reading_of, turned
 
 PROMPTS, TOKENS = 20, 64
 FIRST = 5
@@ -37,7 +37,7 @@ CLOSE = 0.1
 EQUAL = 0.01
 """Share of the length that chance alone may make: among equals the configuration is believed."""
 USELESS = 1.1
-"""Tokens per step below which no reading was right: a head that guesses at random reaches 1.0."""
+"""Tokens per step below which no reading was right: a head that drafts at random reaches 1.0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Attempt:
     tokens  that were served to find out
     """
 
-    reading: str
+    variant: str
     configured: bool
     length: float
     agreement: tuple[float, ...]
@@ -87,8 +87,8 @@ def probe(
     finals = tried(last + turned(heads[best], arch), more, "the best again")
     others = [attempt for attempt, close in zip(first, near, strict=True) if not close]
     own = reading_of(heads[0])
-    found = [replace(a, configured=a.reading == own) for a in _ranked(finals) + _ranked(others)]
-    return sorted(found, key=lambda attempt: attempt.reading != _winner(finals).reading)
+    found = [replace(a, configured=a.variant == own) for a in _ranked(finals) + _ranked(others)]
+    return sorted(found, key=lambda attempt: attempt.variant != _winner(finals).variant)
 
 
 def _ranked(attempts: list[Attempt]) -> list[Attempt]:
@@ -101,13 +101,13 @@ def _winner(finals: list[Attempt]) -> Attempt:
     return next(a for a in finals if a.length >= longest * (1 - EQUAL))
 
 
-def _attempt(config: EngineConfig, reading: str, prompts: Sequence[Prompt], tokens: int) -> Attempt:
+def _attempt(config: EngineConfig, variant: str, prompts: Sequence[Prompt], tokens: int) -> Attempt:
     """A target of its own for each reading: no head is left over beside the next."""
     at_once = len(prompts)
     config = replace(
         shaped(config, CHAIN),
         speculation="head",
-        draft_reading=reading,
+        draft_reading=variant,
         draft_on_error="stop",
         max_sequences=at_once,
         kv_tokens=config.kv_tokens or 512 * at_once,
@@ -121,9 +121,9 @@ def _attempt(config: EngineConfig, reading: str, prompts: Sequence[Prompt], toke
         done, _ = serve(target, target.config, question, lambda *_: None)
     finally:
         target.close()
-    histogram = guessing(done)
+    histogram = drafting(done)
     return Attempt(
-        reading=reading,
+        variant=variant,
         configured=False,
         length=mean_length(histogram),
         agreement=agreement(histogram)[: CHAIN.depth],

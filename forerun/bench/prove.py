@@ -4,8 +4,8 @@ Every run of one temperature is compared, token by token, with the reference run
 one sequence at a time. Equal tokens in the batched runs thus also show that a sequence's result
 does not depend on its company.
 
-A broken drafter is invisible in the text: if nothing is guessed, nothing is proved. So each run
-also reports its guesses, and a proof in which no guess was accepted is not one.
+A broken drafter is invisible in the text: if nothing is drafted, nothing is proved. So each run
+also reports its draft tokens, and a proof in which no draft token was accepted is not one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from forerun.api import Target, encode_chat, make_engine
 from forerun.bench import mixed
 from forerun.bench.workload import Prompt
-from forerun.completion import Completion, acceptance_length, complete, make_request
+from forerun.build.engine import Target, encode_chat, make_engine
+from forerun.client.completion import Completion, acceptance_length, complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Request, choice_seed
 from forerun.errors import ContextError
-from forerun.spec.noise import gumbel
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.noise import gumbel
 from forerun.types import Ints
 
 TOP = 20
@@ -89,7 +89,7 @@ class Run:
     tokens: int
     seconds: float
     steps: int
-    guesses: int
+    draft_tokens: int
     accepted: int
     preemptions: int
     tokens_per_step: float
@@ -97,8 +97,8 @@ class Run:
 
     @property
     def share_accepted(self) -> float:
-        """Accepted guesses over all guesses; 0 where none was made."""
-        return self.accepted / self.guesses if self.guesses else 0.0
+        """Accepted draft tokens over all draft tokens; 0 where none was made."""
+        return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +115,11 @@ class Proof:
 
     @property
     def speculated(self) -> bool:
-        """True where every run that should speculate carried guesses, and some were accepted."""
+        """True where every run that should speculate carried draft tokens, and some were
+        accepted.
+        """
         runs = [run for run in self.runs if run.speculation != "off"]
-        return all(run.guesses > 0 for run in runs) and any(run.accepted > 0 for run in runs)
+        return all(run.draft_tokens > 0 for run in runs) and any(run.accepted > 0 for run in runs)
 
     @property
     def holds(self) -> bool:
@@ -229,7 +231,7 @@ def _run(
         tokens=sum(len(item.tokens) for item in done),
         seconds=found.seconds,
         steps=sum(item.steps for item in stats if item),
-        guesses=sum(item.guesses for item in stats if item),
+        draft_tokens=sum(item.draft_tokens for item in stats if item),
         accepted=sum(item.accepted for item in stats if item),
         preemptions=found.preemptions,
         tokens_per_step=acceptance_length(stats),

@@ -4,9 +4,9 @@ plain      a step of one token for each of B sequences, against the floor: the w
            at the bandwidth of a large copy measured first
 t(k)/t(1)  a step of B chains with k nodes each over a plain one
 drafted    the same step when it also follows an EAGLE-3 head for 32,000 tokens, random too, and
-           grows the next k - 1 guesses: within the captured round where there are rounds, else
+           grows the next k - 1 draft tokens: within the captured round where there are rounds, else
            the step and the passes that the host asks for
-draft      one such pass, which grows one guess for each sequence
+draft      one such pass, which grows one draft token for each sequence
 host       share of a plain step that passes outside of the captured round; without an engine
 speed-up   SYNTHETIC: random weights accept nothing. The measured times are combined with an
            acceptance published for a real draft of the real model: tokens(k) over
@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.heads import HeadPass, Wish
-from forerun.engine.plan import Opening, Plan
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import TorchExecutor, TorchHead
+from forerun.executors.torch import TorchDraftModel, TorchExecutor
+from forerun.interface.draft_model import DraftForward, DraftRequest
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, TreeBatch, batch
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, TreeBatch, batch
 from forerun.types import Ints
 
 PAGE = 16
@@ -41,7 +41,7 @@ DRAFT_VOCAB = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Acceptance length `tau`, bonus token included, of a chain of `chain` guesses.
+    """Acceptance length `tau`, bonus token included, of a chain of `chain` draft tokens.
 
     positions  how often each of them was accepted, where that is known: tau is their sum and one
     """
@@ -59,13 +59,13 @@ class Published:
             low, high = (middle, high) if length(middle, self.chain) < self.tau else (low, middle)
         return low
 
-    def tokens(self, guesses: int) -> float:
-        """Tokens that a round emits on average with so many guesses, up to `chain`: by position
-        where that is known, else by the one rate.
+    def tokens(self, draft_tokens: int) -> float:
+        """Tokens that a round emits on average with so many draft tokens, up to `chain`: by
+        position where that is known, else by the one rate.
         """
         if self.positions:
-            return 1.0 + sum(self.positions[:guesses])
-        return length(self.rate(), guesses)
+            return 1.0 + sum(self.positions[:draft_tokens])
+        return length(self.rate(), draft_tokens)
 
 
 _VLLM = "EAGLE-3, T=0, chain 3, 80 prompts (vLLM, tests/v1/spec_decode/test_acceptance_length.py)"
@@ -77,9 +77,9 @@ PUBLISHED = {
 }
 
 
-def length(rate: float, guesses: int) -> float:
-    """Tokens a round emits on average where each guess is right at `rate`, given the last."""
-    return float(sum(rate**depth for depth in range(guesses + 1)))
+def length(rate: float, draft_tokens: int) -> float:
+    """Tokens a round emits on average where each draft token is right at `rate`, given the last."""
+    return float(sum(rate**depth for depth in range(draft_tokens + 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,15 @@ class Steps:
             vocab=arch.vocab,
         )
         self.executor = TorchExecutor(checkpoint, limits, device, dtype)
-        self._head = TorchHead(self.executor, checkpoint, draft) if draft is not None else None
+        self._head = (
+            TorchDraftModel(self.executor, checkpoint, draft) if draft is not None else None
+        )
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]
         for row in range(rows):
             tokens = self._tokens[: sweep.context + 1]
-            self.executor.open(Opening(row, tokens, len(cached), Sampling(temperature=0.0)))
+            self.executor.open(SlotInit(row, tokens, len(cached), Sampling(temperature=0.0)))
             self.run(*self._plan([row], 0, cached, 0), commit=True)
 
     def step(self, rows: int, nodes: int) -> Callable[[], None]:
@@ -137,24 +139,26 @@ class Steps:
         return lambda: self.run(plan, trees)
 
     def drafted(self, rows: int, nodes: int) -> Callable[[], None] | None:
-        """`step`, which also follows and grows nodes - 1 guesses; None where no step does that."""
+        """`step`, which also follows and grows nodes - 1 draft tokens; None where no step does
+        that.
+        """
         if self._head is None:
             return None
         head, step = self._head, self.step(rows, nodes)
-        wish = Wish(np.arange(rows, dtype=np.int32), 1, nodes - 1)
+        draft_request = DraftRequest(np.arange(rows, dtype=np.int32), 1, nodes - 1)
 
         def run() -> None:
-            head.wish(wish)
+            head.draft_request(draft_request)
             step()
 
         run()
         return run if head.grown() is not None else None
 
-    def guess(self, rows: int) -> Callable[[], object]:
-        """A pass of the head for one guess in each of `rows` sequences."""
+    def draft_pass(self, rows: int) -> Callable[[], object]:
+        """A pass of the head for one draft token in each of `rows` sequences."""
         assert self._head is not None, "a pass needs a head"
         nodes = np.arange(rows, dtype=np.int32)
-        work = HeadPass(
+        work = DraftForward(
             tokens=np.zeros(rows, np.int32),
             sources=-1 - nodes,
             parents=np.full(rows, -1, np.int32),
@@ -166,7 +170,7 @@ class Steps:
             scored=nodes,
             children=1,
         )
-        return partial(self._head.guess, work)
+        return partial(self._head.expand, work)
 
     def run(self, plan: Plan, trees: TreeBatch, commit: bool = False) -> None:
         """One step."""
@@ -176,18 +180,18 @@ class Steps:
             self.executor.commit(plan, trees, scores, accepted)
 
     def _plan(
-        self, rows: list[int], kv_len: int, known: Ints, guesses: int
+        self, rows: list[int], kv_len: int, known: Ints, draft_tokens: int
     ) -> tuple[Plan, TreeBatch]:
-        parents = np.arange(-1, guesses - 1, dtype=np.int32)
-        draft = Draft(self._tokens[:guesses].copy(), parents)
+        parents = np.arange(-1, draft_tokens - 1, dtype=np.int32)
+        draft = Draft(self._tokens[:draft_tokens].copy(), parents)
         first = np.array(rows, np.int32)[:, None] * self._pages
         plan = Plan(
             slots=np.array(rows, np.int32),
             kv_len=np.full(len(rows), kv_len, np.int32),
             known=(known,) * len(rows),
             samples=np.full(len(rows), bool(kv_len)),
-            max_nodes=np.full(len(rows), guesses, np.int32),
-            max_depth=np.full(len(rows), guesses, np.int32),
+            max_nodes=np.full(len(rows), draft_tokens, np.int32),
+            max_depth=np.full(len(rows), draft_tokens, np.int32),
             page_table=(first + np.arange(self._pages)).astype(np.int32),
             constrained=np.zeros(len(rows), np.bool_),
         )
@@ -257,7 +261,7 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
 def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[str, Any]:
     """The numbers of one batch."""
     step_ms = {k: milliseconds(steps.step(rows, k), device, sweep.rounds) for k in sweep.nodes}
-    draft_ms = milliseconds(steps.guess(rows), device, sweep.rounds)
+    draft_ms = milliseconds(steps.draft_pass(rows), device, sweep.rounds)
     drafted_ms, within = {}, False
     for nodes in sweep.nodes:
         if nodes > 1:
@@ -287,9 +291,9 @@ def host_share(executor: TorchExecutor, work: Callable[[], object], times: int =
 
 
 def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[str, float]]:
-    """By published acceptance: guesses that pay most, and how much; 0 guesses = 1.
+    """By published acceptance: draft tokens that pay most, and how much; 0 draft tokens = 1.
 
-    drafted_ms  by nodes of a row, one more than its guesses
+    drafted_ms  by nodes of a row, one more than its draft tokens
     """
     found = {}
     for name, published in PUBLISHED.items():
@@ -298,8 +302,8 @@ def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[s
             for nodes, ms in drafted_ms.items()
             if nodes - 1 <= published.chain
         }
-        best = max(gains, key=lambda guesses: gains[guesses])
-        found[name] = {"guesses": float(best), "speed_up": gains[best]}
+        best = max(gains, key=lambda draft_tokens: gains[draft_tokens])
+        found[name] = {"draft_tokens": float(best), "speed_up": gains[best]}
     return found
 
 
@@ -319,7 +323,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         steps = entry["step_ms"]
         ratios = " ".join(f"t({k})/t(1) {ms / steps[1]:.2f}" for k, ms in steps.items() if k > 1)
         gains = "; ".join(
-            f"{name} x{gain['speed_up']:.2f} ({gain['guesses']:.0f} guesses)"
+            f"{name} x{gain['speed_up']:.2f} ({gain['draft_tokens']:.0f} draft tokens)"
             for name, gain in entry["speed_up"].items()
         )
         how = "in the round" if entry["drafted_within_rounds"] else "pass by pass"

@@ -12,10 +12,10 @@ from math import exp, log
 from time import perf_counter
 from typing import Any
 
-from forerun.api import Target, encode_chat, make_engine
 from forerun.bench.workload import Prompt, spread
-from forerun.completion import acceptance_length, complete, make_request
-from forerun.profile import Setting
+from forerun.build.engine import Target, encode_chat, make_engine
+from forerun.build.tuned import Setting
+from forerun.client.completion import acceptance_length, complete, make_request
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,7 +46,7 @@ class Trial:
     rounds           rounds it ran in, the last with the most prompts
     speed            output tokens per second
     ratio            speed over that of OFF in the same round
-    tokens_per_step  1.0 means that no guess was accepted
+    tokens_per_step  1.0 means that no draft token was accepted
     """
 
     setting: Setting

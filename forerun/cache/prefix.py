@@ -22,7 +22,7 @@ from forerun.types import Ints
 class Entry:
     """One full page that is known by its content.
 
-    key       the page's tokens, and `ahead` more, as int32 bytes; "" for the root, which has no
+    key       the page's tokens, and `lookahead` more, as int32 bytes; "" for the root, which has no
               page (-1)
     children  entries of the pages that follow, by key
     """
@@ -40,15 +40,15 @@ class PrefixIndex:
     an entry becomes idle before its parent does, so the least recently used idle entry is
     always a leaf, and eviction is taking the first of one ordered dictionary.
 
-    ahead  tokens after a page that what it contains depends on, 0 or 1
+    lookahead  tokens after a page that what it contains depends on, 0 or 1
     """
 
-    def __init__(self, pool: PagePool, page_size: int, ahead: int = 0) -> None:
+    def __init__(self, pool: PagePool, page_size: int, lookahead: int = 0) -> None:
         if not 1 <= page_size <= 256:
             raise ValueError(f"page size must be 1 to 256 tokens, not {page_size}")
         self.pool = pool
         self.page_size = page_size
-        self.ahead = ahead
+        self.lookahead = lookahead
         self.root = Entry(page=-1, key=b"", parent=None)
         self._entries: dict[int, Entry] = {}
         self._idle: OrderedDict[int, Entry] = OrderedDict()
@@ -69,11 +69,11 @@ class PrefixIndex:
         The entries, first page first, at most (T - ahead) // page_size; the caller holds one
         reference to each page until it releases it.
         """
-        size, ahead, node = self.page_size, self.ahead, self.root
+        size, lookahead, node = self.page_size, self.lookahead, self.root
         found: list[Entry] = []
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
-        for start in range(0, len(tokens) - size - ahead + 1, size):
-            child = node.children.get(data[4 * start : 4 * (start + size + ahead)])
+        for start in range(0, len(tokens) - size - lookahead + 1, size):
+            child = node.children.get(data[4 * start : 4 * (start + size + lookahead)])
             if child is None:
                 break
             self._hold(child)
@@ -83,7 +83,7 @@ class PrefixIndex:
 
     def insert(self, parent: Entry, tokens: Ints, page: int) -> Entry:
         """Make known that `page`, held by the caller, contains `tokens` after `parent`; the last
-        `ahead` of them are not in the page, but follow it.
+        `lookahead` of them are not in the page, but follow it.
 
         Where an equal page is known already, the caller's reference moves to that one and
         `page` becomes free: two sequences that computed the same page end up with one.

@@ -66,13 +66,13 @@ class PageTable:
         The index may replace a newly full page by an equal one it already has: numbers in
         `pages` can change, content cannot. Raises ValueError beyond what was reserved.
         """
-        size, ahead, end = self._index.page_size, self._index.ahead, self.length + count
+        size, lookahead, end = self._index.page_size, self._index.lookahead, self.length + count
         if count < 0 or end > self.reserved:
             raise ValueError(f"commit to {end}, but only {self.reserved} positions are reserved")
         self.length = end
-        for number in range(len(self._chain), min(end, len(tokens) - ahead) // size):
+        for number in range(len(self._chain), min(end, len(tokens) - lookahead) // size):
             parent = self._chain[-1] if self._chain else self._index.root
-            content = tokens[number * size : (number + 1) * size + ahead]
+            content = tokens[number * size : (number + 1) * size + lookahead]
             entry = self._index.insert(parent, content, self.pages[number])
             self._chain.append(entry)
             self.pages[number] = entry.page

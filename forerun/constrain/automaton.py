@@ -51,7 +51,7 @@ class Automaton(Protocol):
 class Backend(Protocol):
     """A library that compiles grammars.
 
-    command, opening  of its compiling process: see Child
+    command, init_message  of its compiling process: see SandboxProcess
     """
 
     @property
@@ -59,7 +59,7 @@ class Backend(Protocol):
         """See above."""
         ...
 
-    def opening(self) -> str | None:
+    def init_message(self) -> str | None:
         """See above."""
         ...
 

@@ -2,7 +2,7 @@
 
 from forerun.constrain.automaton import Backend
 from forerun.constrain.compile import Compiler
-from forerun.constrain.guidance import Guidance
+from forerun.constrain.llguidance_backend import Guidance
 from forerun.errors import ConfigError
 from forerun.text.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ def backend(name: str, tokenizer: Tokenizer) -> Backend:
     if name == "llguidance":
         return Guidance(tokenizer)
     try:
-        from forerun.constrain.xgr import Xgrammar
+        from forerun.constrain.xgrammar_backend import Xgrammar
     except ImportError as error:
         raise ConfigError(
             f"--grammar-backend xgrammar needs that package, which cannot be imported ({error}). "

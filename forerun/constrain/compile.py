@@ -3,13 +3,13 @@
 import threading
 from collections import OrderedDict
 
-from forerun.child import Child
 from forerun.constrain.automaton import Automaton, Backend
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.guidance import Guidance
 from forerun.constrain.limits import SECONDS
+from forerun.constrain.llguidance_backend import Guidance
 from forerun.constrain.matcher import Compiled
 from forerun.errors import BusyError, ModelError, RequestError
+from forerun.sandbox import SandboxProcess
 from forerun.text.tokenizer import Tokenizer
 
 MAX_WAITING = 64
@@ -41,10 +41,10 @@ class Compiler:
         self._tokenizer = tokenizer
         self._backend = Guidance(tokenizer) if backend is None else backend
         self._seconds = seconds
-        self._worker = Child(self._backend.command, seconds, self._backend.opening())
+        self._worker = SandboxProcess(self._backend.command, seconds, self._backend.init_message())
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._serial = threading.Lock()
         self._waiting = threading.Semaphore(MAX_WAITING)
 
     def compile(self, grammar: Grammar) -> Compiled:
@@ -58,22 +58,22 @@ class Compiler:
         with self._lock:
             found = self._cache.get(key)
         if found is None:
-            found = self._compile_in_turn(key, grammar)
+            found = self._compile_serially(key, grammar)
         if isinstance(found, str):
             raise RequestError(self._backend.explained(grammar, found), grammar.field)
         return Compiled(found, grammar.start, self._tokenizer.vocab_size)
 
     def close(self) -> None:
         """End the compiling process."""
-        with self._turn:
+        with self._serial:
             self._worker.close()
 
-    def _compile_in_turn(self, key: _Key, grammar: Grammar) -> _Value:
+    def _compile_serially(self, key: _Key, grammar: Grammar) -> _Value:
         """One at a time; whoever waited for the same grammar finds it in the cache."""
         if not self._waiting.acquire(blocking=False):
             raise BusyError("Too many grammars are being compiled; try again later.")
         try:
-            with self._turn:
+            with self._serial:
                 with self._lock:
                     found = self._cache.get(key)
                 if found is None:

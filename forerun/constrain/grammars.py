@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from forerun.spec.tree import Draft, NodeMasks, TreeBatch
+from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints
 
 
@@ -19,7 +19,9 @@ class Grammars(Protocol):
         ...
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts without illegal guesses, with forced and likely tokens; others pass unchanged."""
+        """Drafts without illegal draft tokens, with forced and likely tokens; others pass
+        unchanged.
+        """
         ...
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:

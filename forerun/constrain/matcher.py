@@ -12,7 +12,7 @@ COPIES = 4
 a schema of hundreds of properties."""
 
 Path = tuple[int, ...]
-"""Guesses, from what is decided on."""
+"""Draft tokens behind the decided ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Compiled:
 
 
 @dataclass(slots=True)
-class _Place:
-    """What is known of a place behind guesses; None = nobody has asked.
+class _Position:
+    """What is known of a position behind draft tokens; None = nobody has asked.
 
     fits  whether a token fits there
     left  how often a copy has moved on from there
@@ -45,12 +45,13 @@ class _Place:
 
 
 class Matcher:
-    """Follows one sequence through a grammar, ahead over guesses and back again.
+    """Follows one sequence through a grammar, ahead over draft tokens and back again.
 
     No automaton is ever rolled back (see Automaton). One takes what is decided and nothing else;
-    guesses are taken by copies of it, which are thrown away with the next decision. To copy takes
-    time in proportion to the text, so a copy moves on with the first guess behind a place, the
-    answers given there are remembered, and another is made only for the next guess or question.
+    draft tokens are taken by copies of it, which are thrown away with the next decision. To copy
+    takes time in proportion to the text, so a copy moves on with the first draft token behind a
+    position, the answers given there are remembered, and another copy is made only for the next
+    draft token or question.
 
     An automaton that fails (a limit was reached) says so in `error` as long as the matcher stands
     there. It is never shown an id that the tokenizer does not have.
@@ -61,11 +62,11 @@ class Matcher:
         self._vocab = compiled.vocab
         self._start = compiled.start
         self._seen = 0
-        # How much of the start had been seen before each guess; None = the automaton takes it.
+        # How much of the start had been seen before each draft token; None = an automaton takes it.
         self._trail: list[int | None] = []
-        # Guesses that copies took, up to here; places behind such, and copies that stand there.
+        # Draft tokens that copies took, up to here; positions behind such, and copies there.
         self._path: Path = ()
-        self._places: dict[Path, _Place] = {}
+        self._positions: dict[Path, _Position] = {}
         self._copies: dict[Path, Automaton] = {}
 
     @property
@@ -78,23 +79,23 @@ class Matcher:
         """Whether the text is whole and nothing but its end may follow."""
         if self.waiting:
             return False
-        place = self._place()
-        if place.complete is None:
+        position = self._position()
+        if position.complete is None:
             here = self._here()
-            place.complete = here.complete and not here.error
-        return place.complete
+            position.complete = here.complete and not here.error
+        return position.complete
 
     @property
     def error(self) -> str:
         """Why the automaton failed here; empty while it has not."""
-        return self._place().error if self._path else self._automaton.error
+        return self._position().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
-        """Step over `token`, which is decided; guesses are forgotten. False where it does not fit;
-        then nothing else has changed.
+        """Step over `token`, which is decided; draft tokens are forgotten. False where it does not
+        fit; then nothing else has changed.
         """
         self.back(len(self._trail))
-        self._places.clear()
+        self._positions.clear()
         self._copies.clear()
         if self.waiting:
             self._seen = self._progress(token)
@@ -102,15 +103,15 @@ class Matcher:
         return 0 <= token < self._vocab and self._automaton.take(token)
 
     def advance(self, token: int) -> bool:
-        """Step over `token`, a guess. False where it does not fit; then nothing has changed."""
+        """Step over a draft token. False where it does not fit; then nothing has changed."""
         if self.waiting:
             self._trail.append(self._seen)
             self._seen = self._progress(token)
             return True
-        place = self._place()
-        fits = place.fits.get(token)
+        position = self._position()
+        fits = position.fits.get(token)
         if fits is None:
-            fits = place.fits[token] = self._try(place, token)
+            fits = position.fits[token] = self._try(position, token)
         if not fits:
             return False
         self._path = (*self._path, token)
@@ -132,26 +133,26 @@ class Matcher:
         """Tokens that alone can follow, in order; often none."""
         if self.waiting:
             return []
-        place = self._place()
-        if place.forced is None:
-            place.forced = self._here().forced()
-            place.error = self._here().error
-        return place.forced
+        position = self._position()
+        if position.forced is None:
+            position.forced = self._here().forced()
+            position.error = self._here().error
+        return position.forced
 
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
         if self.waiting:
             return None
         mask = self._here().mask()
-        self._place().error = self._here().error
+        self._position().error = self._here().error
         return mask
 
-    def _place(self) -> _Place:
+    def _position(self) -> _Position:
         """What is known of where the matcher stands."""
-        place = self._places.get(self._path)
-        if place is None:
-            place = self._places[self._path] = _Place()
-        return place
+        position = self._positions.get(self._path)
+        if position is None:
+            position = self._positions[self._path] = _Position()
+        return position
 
     def _here(self) -> Automaton:
         """An automaton that stands where the matcher stands; only for questions."""
@@ -161,13 +162,13 @@ class Matcher:
             self._keep(self._path, self._copy())
         return self._copies[self._path]
 
-    def _try(self, place: _Place, token: int) -> bool:
-        """Whether `token`, a guess, fits here; where it does, a copy stands behind it."""
+    def _try(self, position: _Position, token: int) -> bool:
+        """Whether a draft token fits here; where it does, a copy stands behind it."""
         if not 0 <= token < self._vocab:
             return False
         copy = self._copies.pop(self._path, None) or self._copy()
-        place.left += 1
-        if self._path and place.left > 2:  # Here the guesses branch; not to come here once more.
+        position.left += 1
+        if self._path and position.left > 2:  # The draft branches here: others will go on from it.
             self._keep(self._path, copy.fork())
         fits = copy.take(token)
         if fits:

@@ -2,21 +2,21 @@
 
 A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
-target's best legal token, whatever was guessed.
+target's best legal token, whatever was drafted.
 """
 
 from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.constrain.guide import Growth, Walker, children, guide
-from forerun.constrain.habits import shared_places
+from forerun.constrain.grammar_draft import GrammarState, Growth, children, guide
 from forerun.constrain.matcher import Compiled, words
-from forerun.constrain.share import Share
+from forerun.constrain.token_prior import shared_places
+from forerun.control.cost_model import StepCosts
+from forerun.control.grammar_budget import GrammarBudget
 from forerun.errors import RequestError
 from forerun.models.ngram_table import NgramTable
-from forerun.spec.costs import StepCosts
-from forerun.spec.tree import Draft, NodeMasks, TreeBatch
+from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
 
 
@@ -31,9 +31,9 @@ class TreeGrammars:
     def __init__(
         self, vocab: int, costs: StepCosts | None = None, table: NgramTable | None = None
     ) -> None:
-        self._share, self._table = Share(costs), table
+        self._budget, self._table = GrammarBudget(costs), table
         self._words = -(-vocab // 32)
-        self._walkers: dict[int, Walker] = {}
+        self._states: dict[int, GrammarState] = {}
         self._places = shared_places()
         self._failed: dict[int, str] = {}
 
@@ -45,64 +45,67 @@ class TreeGrammars:
         """
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
-        self._walkers[slot] = Walker(grammar, self._places, self._table)
-        self._walkers[slot].commit(output)
+        self._states[slot] = GrammarState(grammar, self._places, self._table)
+        self._states[slot].commit(output)
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
-        self._walkers.pop(slot, None)
+        self._states.pop(slot, None)
         self._failed.pop(slot, None)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts without illegal guesses, with forced and likely tokens; others pass unchanged."""
-        if not self._walkers:
+        """Drafts without illegal draft tokens, with forced and likely tokens; others pass
+        unchanged.
+        """
+        if not self._states:
             return drafts
         grown: dict[int, Growth] = {}
         for row, slot in enumerate(slots.tolist()):
-            walker = self._walkers.get(slot)
-            if walker is not None and nodes[row] > 0:
-                grown[row] = guide(walker, drafts[row], int(depth[row]))
+            state = self._states.get(slot)
+            if state is not None and nodes[row] > 0:
+                grown[row] = guide(state, drafts[row], int(depth[row]))
         others = sum(len(draft) for row, draft in enumerate(drafts) if row not in grown)
         scores = [growth.scores(int(nodes[row])) for row, growth in grown.items()]
-        counts = self._share.of(len(slots), others, scores) if scores else []
+        counts = self._budget.of(len(slots), others, scores) if scores else []
         guided = list(drafts)
         for (row, growth), count in zip(grown.items(), counts, strict=True):
             guided[row] = growth.best(count)
-        self._share.made(len(slots), others + sum(counts))
+        self._budget.made(len(slots), others + sum(counts))
         return guided
 
     @property
     def held(self) -> bool:
         """Whether a grammar holds any slot."""
-        return bool(self._walkers)
+        return bool(self._states)
 
     def mask(self, slot: int) -> bytes | None:
         """Bits of what may follow next; None where everything may."""
-        walker = self._walkers.get(slot)
-        return walker.mask(()) if walker is not None else None
+        state = self._states.get(slot)
+        return state.mask(()) if state is not None else None
 
     def room(self, slots: Ints) -> list[int]:
         """How many nodes are worth giving to each row for what is certain to follow there or
         likely; none where no grammar holds the slot.
         """
-        walkers = [self._walkers.get(slot) for slot in slots.tolist()]
-        least = self._share.least(len(walkers))
+        states = [self._states.get(slot) for slot in slots.tolist()]
+        min_prob = self._budget.min_prob(len(states))
         scores = [
-            [guess.score for guess in walker.ahead(least)] if walker else [] for walker in walkers
+            [draft_token.score for draft_token in state.predicted(min_prob)] if state else []
+            for state in states
         ]
-        return self._share.of(len(walkers), 0, scores)
+        return self._budget.of(len(states), 0, scores)
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
-        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._walkers]
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._states]
         if not rows:
             return None
         table = _MaskTable(self._words, len(trees.tokens))
         for row, slot in rows:
-            walker = self._walkers[slot]
-            _mask_row(walker, trees, row, table)
-            if () in walker.failed:
-                self._failed[slot] = walker.failed[()]
+            state = self._states[slot]
+            _mask_row(state, trees, row, table)
+            if () in state.failed:
+                self._failed[slot] = state.failed[()]
         return table.masks()
 
     def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
@@ -110,9 +113,9 @@ class TreeGrammars:
 
         Raises EngineError for this slot alone when a token does not fit.
         """
-        said = list(tokens)
-        self._share.brought(len(said))
-        return self._walkers[slot].commit(said)
+        tokens = list(tokens)
+        self._budget.brought(len(tokens))
+        return self._states[slot].commit(tokens)
 
     def errors(self) -> dict[int, str]:
         """Slots whose matcher failed since the last call, with the message; clears them."""
@@ -138,18 +141,18 @@ class _MaskTable:
         return NodeMasks(self.row, np.stack(bits) if bits else empty)
 
 
-def _mask_row(walker: Walker, trees: TreeBatch, row: int, table: _MaskTable) -> None:
-    """Walk one tree depth first. Nodes under an illegal guess are out of reach: no mask.
+def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
+    """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
 
     Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
-    that follows where the matcher fails (see Walker.commit); the other nodes are as they would be.
+    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
     """
-    root, matcher = trees.root(row), walker.matcher
+    root, matcher = trees.root(row), state.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
-    table.add(root, walker.mask(()))
+    table.add(root, state.mask(()))
     path: list[int] = []
     todo = [(node, 0) for node in reversed(below.get(root, []))]
-    while todo and () not in walker.failed:
+    while todo and () not in state.failed:
         node, depth = todo.pop()
         matcher.back(len(path) - depth)
         del path[depth:]
@@ -158,7 +161,7 @@ def _mask_row(walker: Walker, trees: TreeBatch, row: int, table: _MaskTable) -> 
             continue
         path.append(token)
         if not matcher.complete:
-            table.add(node, walker.mask(tuple(path)))
+            table.add(node, state.mask(tuple(path)))
             if not matcher.error:
                 todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
     matcher.back(len(path))

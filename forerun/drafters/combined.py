@@ -5,19 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.drafter import Drafter, DrafterTraits
-from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.interface.drafter import Drafter, DrafterTraits
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import Draft, TreeBatch
 
 
 class CombinedDrafter:
     """The Drafter contract around two others.
 
     A row whose lookup finds something gives the head no work, and what is found may be deeper
-    than what the head guesses well: names, code and quotations are repeated whole. To the head
-    such a row looks like one for which nobody wants guesses.
+    than what the head drafts well: names, code and quotations are repeated whole. To the head
+    such a row looks like one for which nobody wants draft tokens.
 
-    bar  least score of a lookup's first guess, its estimate of being right
+    bar  least score of a lookup's first draft token, its estimate of being right
     """
 
     def __init__(self, lookup: Drafter, head: Drafter, bar: float) -> None:
@@ -29,10 +29,10 @@ class CombinedDrafter:
         self._lookup, self._head, self._bar = lookup, head, bar
         self._left: Plan | None = None
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Pass on to both."""
-        self._lookup.begin(opening)
-        self._head.begin(opening)
+        self._lookup.begin(slot_init)
+        self._head.begin(slot_init)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """The lookup's draft where it is sure, else the head's."""

@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from forerun.engine.drafter import Drafter
-from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.policy import Budget, Policy
-from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
+from forerun.control.policy import Budget, Policy
+from forerun.interface.drafter import Drafter
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import Ints
 
 log = logging.getLogger("forerun.engine")
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def off(reason: str) -> str:
-    """How every part of the system words that nothing is guessed although it should be."""
+    """How every part of the system words that nothing is drafted although it should be."""
     return f"speculation is off: {reason}"
 
 
@@ -26,7 +26,7 @@ class GuardedDrafter:
     From then on nothing is proposed and the other is not called again: what it knows of the
     sequences may be half written.
 
-    fault  why nothing is guessed although it should be, in the words of `off`; None = all is well
+    fault  why nothing is drafted although it should be, in the words of `off`; None = all is well
     """
 
     def __init__(self, inner: Drafter, fault: str | None = None) -> None:
@@ -34,13 +34,13 @@ class GuardedDrafter:
         self.fault = fault
         self._inner = inner
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Pass on."""
-        self._attempt(lambda: self._inner.begin(opening), None)
+        self._attempt(lambda: self._inner.begin(slot_init), None)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """What the other drafter proposes, or an empty draft per row."""
-        return self._attempt(lambda: self._inner.propose(plan), [NO_GUESSES] * plan.rows)
+        return self._attempt(lambda: self._inner.propose(plan), [NO_DRAFT] * plan.rows)
 
     def carry(self, plan: Plan) -> bool:
         """Pass on; no step is carried for a drafter that failed."""
@@ -88,9 +88,9 @@ class GuardedPolicy:
             return [Budget(0, 0, fault)] * len(slots)
         return self._inner.budgets(slots, kv_len)
 
-    def observe(self, slot: int, guesses: int, accepted: int) -> None:
+    def observe(self, slot: int, draft_tokens: int, accepted: int) -> None:
         """Pass on."""
-        self._inner.observe(slot, guesses, accepted)
+        self._inner.observe(slot, draft_tokens, accepted)
 
     def close(self, slot: int) -> None:
         """Pass on."""

@@ -1,12 +1,12 @@
-"""Guesses from the text itself: what followed the last time these tokens came.
+"""Draft tokens from the text itself: what followed the last time these tokens came.
 
 After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on hash chains as in
 LZ77. For each order n, every position is linked to the one before it that follows the same n
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
-agrees, a table of what the target usually says (models/ngram_table) guesses.
+agrees, a table of what the target usually says (models/ngram_table) draft tokens.
 
-The compiled core has a twin of this (csrc/ngram.h) that guesses the same 4 to 20 times faster.
+The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20 times faster.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.drafter import DrafterTraits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
+from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
-from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import Ints
 
 ORDERS = (4, 1)
@@ -31,11 +31,12 @@ LONGEST = 16
 DOUBT = 4.0
 """Weight of "something else follows", where a place with m agreeing tokens weighs 2**m."""
 SURE = 0.93
-"""Chance at most that a vote is right, however long the agreement. (Measured: without it, guesses
-with a score of .97 were right in .91, .88, .81, .75 and .71 at depths 1, 2, 3, 4 and beyond.)"""
+"""Chance at most that a vote is right, however long the agreement. (Measured: without it, draft
+tokens with a score of .97 were right in .91, .88, .81, .75 and .71 at depths 1, 2, 3, 4 and
+beyond.)"""
 
-LEAST = 0.1
-"""Guesses with a smaller estimated probability are not looked at further."""
+MIN_PROB = 0.1
+"""Draft tokens with a smaller estimated probability are not looked at further."""
 TAIL = 8
 """Tokens of the text that a table is shown: more than any table's contexts have."""
 
@@ -90,8 +91,8 @@ class _Chains:
 class _Text:
     """One sequence: its tokens, and the links between equal runs of them.
 
-    The links are brought up to date when guesses are asked for, not before: a sequence that is
-    not asked for its guesses should cost nothing.
+    The links are brought up to date when draft tokens are asked for, not before: a sequence that is
+    not asked for its draft tokens should cost nothing.
     """
 
     tokens: list[int]
@@ -119,12 +120,12 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where guesses are hung: chance that the path to it is right, its guess (-1: the root), the
-    level of its children, and the tokens on the path to it.
+    """Where draft tokens are hung: chance that the path to it is right, its draft token (-1: the
+    root), the level of its children, and the tokens on the path to it.
     """
 
     score: float = 1.0
-    guess: int = -1
+    draft_token: int = -1
     level: int = 1
     path: tuple[int, ...] = ()
 
@@ -133,20 +134,21 @@ class _Growth:
     """The likeliest paths that follow earlier places of a text, and its target's habits.
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
-    with 2**(m+1) for the next one once that was right, and so on. A guess's share of the votes,
-    DOUBT's among them, times SURE is its probability; where there is a table, the share that is
-    DOUBT's is divided as the table says. A guess's score is the product along its path; those
-    with a score below `least` are left out. (Measured on 320 answers of SmolLM2-135M: guesses
-    with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and .92.)
+    with 2**(m+1) for the next one once that was right, and so on. A draft token's share of the
+    votes, DOUBT's among them, times SURE is its probability; where there is a table, the share that
+    is DOUBT's is divided as the table says. A draft token's score is the product along its path;
+    those with a score below `min_prob` are left out. (Measured on 320 answers of SmolLM2-135M:
+    draft tokens with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and
+    .92.)
     """
 
-    def __init__(self, text: list[int], least: float, table: NgramTable | None) -> None:
-        self._text, self._least, self._table = text, least, table
-        # (-score, order, token, guess above, path, voters)
+    def __init__(self, text: list[int], min_prob: float, table: NgramTable | None) -> None:
+        self._text, self._min_prob, self._table = text, min_prob, table
+        # (-score, order, token, draft token above, path, voters)
         self._heap: list[tuple[float, int, int, int, tuple[int, ...], Voters]] = []
 
     def draft(self, places: Voters, nodes: int, depth: int) -> Draft:
-        """The best `nodes` guesses, best first, at most `depth` deep."""
+        """The best `nodes` draft tokens, best first, at most `depth` deep."""
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[float] = []
@@ -179,41 +181,45 @@ class _Growth:
             agreeing = votes.get(token, [])
             weight = sum(pair[1] for pair in agreeing)
             heard = SURE * where.score * weight / (2 * total)
-            share = heard + where.score * DOUBT * usual.get(token, 0.0) / total
-            if share >= self._least:
+            probability = heard + where.score * DOUBT * usual.get(token, 0.0) / total
+            if probability >= self._min_prob:
                 # Equal scores: what was found first, nearer the root first.
                 order = (where.level << 8) + number
                 path = (*where.path, token)
-                heappush(self._heap, (-share, order, token, where.guess, path, agreeing))
+                heappush(
+                    self._heap, (-probability, order, token, where.draft_token, path, agreeing)
+                )
 
 
-def about(least: float, table: NgramTable | None) -> dict[str, Any]:
+def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:
     """Facts for /server_info that both twins tell."""
-    return {"least": least, "table": table.contexts if table else 0}
+    return {"least": min_prob, "table": table.contexts if table else 0}
 
 
 class NgramDrafter:
     """Looks up continuations in prompt and output.
 
     slots  S
-    least  guesses with a smaller estimated probability are not worth their node. The best
+    min_prob  draft tokens with a smaller estimated probability are not worth their node. The best
            choice is about twice what a node adds to the time of a step of one node: .1 where
            that is .02, .15 at .05, .3 at .14 (simulated on the answers named in `grow`)
     table  what the target usually says, beside what the text repeats
     """
 
-    def __init__(self, slots: int, least: float = LEAST, table: NgramTable | None = None) -> None:
+    def __init__(
+        self, slots: int, min_prob: float = MIN_PROB, table: NgramTable | None = None
+    ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64)
-        self._table, self._least = table, least
+        self._table, self._min_prob = table, min_prob
         self._slots = slots
         self._texts: dict[int, _Text] = {}
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Index all tokens of the sequence."""
-        if not 0 <= opening.slot < self._slots:
-            raise EngineError(f"there is no slot {opening.slot}")
-        chains = [_Chains(order, opening.tokens) for order in ORDERS]
-        self._texts[opening.slot] = _Text(opening.tokens.tolist(), chains)
+        if not 0 <= slot_init.slot < self._slots:
+            raise EngineError(f"there is no slot {slot_init.slot}")
+        chains = [_Chains(order, slot_init.tokens) for order in ORDERS]
+        self._texts[slot_init.slot] = _Text(slot_init.tokens.tolist(), chains)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row; empty where nothing is likely enough."""
@@ -223,19 +229,19 @@ class NgramDrafter:
         ):
             text = self._text(slot)
             if nodes and depth:
-                growth = _Growth(text.tokens, max(self._least, plan.least), self._table)
+                growth = _Growth(text.tokens, max(self._min_prob, plan.min_prob), self._table)
                 drafts.append(growth.draft(text.places(), nodes, depth))
             else:
-                drafts.append(NO_GUESSES)
+                drafts.append(NO_DRAFT)
         return drafts
 
     def carry(self, plan: Plan) -> bool:
-        """Guesses need the text."""
+        """Draft tokens need the text."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
-        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
+        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             self._text(slot).tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
@@ -244,7 +250,7 @@ class NgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        return {"drafter": self.traits.name, "native": False} | about(self._least, self._table)
+        return {"drafter": self.traits.name, "native": False} | about(self._min_prob, self._table)
 
     def _text(self, slot: int) -> _Text:
         text = self._texts.get(slot)

@@ -1,23 +1,24 @@
-"""A drafter whose guesses are thinned out by what they cost, before anything verifies them."""
+"""A drafter whose draft tokens are thinned out by what they cost, before anything verifies them."""
 
 from operator import mul, sub
 from time import perf_counter
 from typing import Any
 
-from forerun.engine.drafter import Drafter
-from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.policy import GuessingPolicy
-from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
+from forerun.control.policy import DraftingPolicy
+from forerun.interface.drafter import Drafter
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 
 class SelectedDrafter:
-    """The Drafter contract around another drafter and the policy that chooses among its guesses.
+    """The Drafter contract around another drafter and the policy that chooses among its draft
+    tokens.
 
     It also tells the policy how long each step took, the host's part included, and what came
     of it.
     """
 
-    def __init__(self, inner: Drafter, policy: GuessingPolicy) -> None:
+    def __init__(self, inner: Drafter, policy: DraftingPolicy) -> None:
         self.traits = inner.traits
         self._inner = inner
         self._policy = policy
@@ -25,15 +26,15 @@ class SelectedDrafter:
         self._ended = self._drafting = self._pause = 0.0
         self._begun = 0.0
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Pass on."""
-        self._inner.begin(opening)
+        self._inner.begin(slot_init)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """What the other drafter proposes and the policy finds worth its cost."""
         started = perf_counter()
         self._pause = started - self._ended
-        drafts = [NO_GUESSES] * plan.rows
+        drafts = [NO_DRAFT] * plan.rows
         if any(plan.max_nodes.tolist()):
             drafts = self._policy.select(plan.slots, plan.kv_len, self._inner.propose(plan))
         self._begun = perf_counter()
@@ -63,18 +64,18 @@ class SelectedDrafter:
         seconds += self._pause if self._pause < seconds else 0.0
         start = trees.start.tolist()
         nodes = map(sub, start[1:], start)
-        self._policy.ledger.ran(
+        self._policy.slowdown_guard.ran(
             rows=plan.rows,
             nodes=start[-1],
             cached=sum(map(mul, nodes, plan.kv_len.tolist())),
             tokens=sum(outcome.n_tokens.tolist()),
             ms=1000.0 * seconds,
             drafting_ms=1000.0 * (self._drafting + self._ended - verified),
-            looked=any(plan.max_nodes.tolist()),
+            drafting_allowed=any(plan.max_nodes.tolist()),
         )
 
     def _learn(self, plan: Plan, outcome: Outcome) -> None:
-        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
+        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             if tokens:
                 self._policy.learn(slot, tokens)
 

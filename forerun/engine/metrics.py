@@ -4,8 +4,8 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 
+from forerun.control.policy import Budget
 from forerun.engine.request import Finish
-from forerun.spec.policy import Budget
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -60,10 +60,10 @@ class Stats:
     finished           sequences by how they ended
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
     output_tokens      tokens reported to clients
-    steps, nodes       steps, and known tokens plus guesses that they ran; `carried` of the steps
-                       were begun before the one before was looked at (overlap.py)
-    drafts             rows that carried guesses; guesses and accepted count theirs
-    accepted_at        accepted_at[i] drafts had their guess at depth i + 1 accepted
+    steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
+                       steps were begun before the one before was looked at (overlap.py)
+    drafts             rows that carried draft tokens; draft tokens and accepted count theirs
+    accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
     seconds            where the time of steps went: draft, verify, accept, commit, host
     first_token        from submission to the first decided token
@@ -81,7 +81,7 @@ class Stats:
     failed_steps: int
     nodes: int
     drafts: int
-    guesses: int
+    draft_tokens: int
     accepted: int
     accepted_at: tuple[int, ...]
     preemptions: int
@@ -100,7 +100,7 @@ class Metrics:
         self.finished = dict.fromkeys(Finish, 0)
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.steps = self.carried = self.failed_steps = self.nodes = 0
-        self.drafts = self.guesses = self.accepted = 0
+        self.drafts = self.draft_tokens = self.accepted = 0
         self.accepted_at: list[int] = []
         self.preemptions = 0
         self.seconds = dict.fromkeys(("draft", "verify", "accept", "commit"), 0.0)
@@ -111,16 +111,16 @@ class Metrics:
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._recent_sum = 0
 
-    def row(self, guesses: int, accepted: int) -> None:
-        """One row sampled: it carried `guesses`, of which a path of `accepted` was kept."""
+    def row(self, draft_tokens: int, accepted: int) -> None:
+        """One row sampled: it carried `draft_tokens`, of which a path of `accepted` was kept."""
         if len(self._recent) == RECENT:
             self._recent_sum -= self._recent[0]
         self._recent.append(accepted + 1)
         self._recent_sum += accepted + 1
-        if not guesses:
+        if not draft_tokens:
             return
         self.drafts += 1
-        self.guesses += guesses
+        self.draft_tokens += draft_tokens
         self.accepted += accepted
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for depth in range(accepted):
@@ -149,7 +149,7 @@ class Metrics:
             failed_steps=self.failed_steps,
             nodes=self.nodes,
             drafts=self.drafts,
-            guesses=self.guesses,
+            draft_tokens=self.draft_tokens,
             accepted=self.accepted,
             accepted_at=tuple(self.accepted_at),
             preemptions=self.preemptions,

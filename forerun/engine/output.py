@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish
 from forerun.engine.sequence import Sequence
+from forerun.interface.plan import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ the host does that for step n while step n+1 runs:
     host        plan n+1 | look n   plan n+2 | look n+1
 
 What step n+1 needs of step n stays on the device. The host plans it from bounds: as if every
-guess of step n were right, so that each position that can come has its page. Nothing else about
-an outcome changes but that it is known one step later. So a row that ended in step n runs in
+draft token of step n were right, so that each position that can come has its page. Nothing else
+about an outcome changes but that it is known one step later. So a row that ended in step n runs in
 step n+1 too: what comes of that is dropped, and slot and pages are given back when it is over.
 
-Where the host has a say - a prompt, a grammar, penalties, reports, guesses from the text, somebody
-waiting for a free slot, too few pages - step n is looked at first, as without overlap.
+Where the host has a say - a prompt, a grammar, penalties, reports, draft tokens from the text,
+somebody waiting for a free slot, too few pages - step n is looked at first, as without overlap.
 """
 
 import logging
@@ -21,13 +21,13 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
-from forerun.engine.drafter import Drafter
-from forerun.engine.executor import CarryingExecutor, Executor, Scores
 from forerun.engine.metrics import Metrics
-from forerun.engine.plan import Outcome, Plan
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.spec.tree import TreeBatch
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor, OverlapExecutor, Scores
+from forerun.interface.plan import Outcome, Plan
+from forerun.speculative.tree import TreeBatch
 
 log = logging.getLogger("forerun.engine")
 
@@ -58,7 +58,7 @@ class Overlap:
 
     def __init__(
         self,
-        executor: CarryingExecutor | None,
+        executor: OverlapExecutor | None,
         drafter: Drafter,
         scheduler: Scheduler,
         metrics: Metrics,
@@ -91,7 +91,7 @@ class Overlap:
         return before
 
     def complete(self, before: Running, outcome: Outcome) -> None:
-        """What came of the step before the running one: its plan is no longer a guess."""
+        """What came of the step before the running one: its plan is no longer a draft token."""
         if self.running is not None:
             self.running.plan = completed(self.running.plan, before.plan, outcome)
 
@@ -134,12 +134,14 @@ class Overlap:
         """Begin the step after `before`; None where that must be looked at first."""
         assert self._executor is not None
         traits, schedule = self._drafter.traits, before.schedule
-        # Mostly the next step guesses if this one does, and a policy should be asked once.
-        guesses = schedule.plan.max_nodes.any()
-        if (guesses and not traits.ahead) or (traits.needs_features and not guesses):
+        # Mostly the next step draft tokens if this one does, and a policy should be asked once.
+        draft_tokens = schedule.plan.max_nodes.any()
+        if (draft_tokens and not traits.drafts_on_device) or (
+            traits.needs_features and not draft_tokens
+        ):
             return None
         since = monotonic()
-        schedule_ahead = self._scheduler.plan_ahead(schedule)
+        schedule_ahead = self._scheduler.plan_next(schedule)
         if schedule_ahead is None or not self._drafter.carry(schedule_ahead.plan):
             return None
         scores = self._executor.carry(schedule_ahead.plan)
@@ -149,9 +151,9 @@ class Overlap:
         return Running(schedule_ahead, schedule_ahead.plan, None, scores, since)
 
 
-def carrying(executor: Executor) -> CarryingExecutor | None:
+def carrying(executor: Executor) -> OverlapExecutor | None:
     """The executor, from now on one that steps can be carried on by; None where it cannot be."""
-    if isinstance(executor, CarryingExecutor) and executor.keep_state():
+    if isinstance(executor, OverlapExecutor) and executor.keep_state():
         return executor
     return None
 
@@ -163,8 +165,8 @@ def completed(plan: Plan, before: Plan, outcome: Outcome) -> Plan:
     """
     place = {slot: row for row, slot in enumerate(before.slots.tolist())}
     rows = [place[slot] for slot in plan.slots.tolist()]
-    said = outcome.said
-    last = [said[row][-1:] for row in rows]
+    output_tokens = outcome.output_tokens
+    last = [output_tokens[row][-1:] for row in rows]
     return replace(
         plan,
         kv_len=before.kv_len[rows] + outcome.n_tokens[rows],

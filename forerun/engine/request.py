@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from forerun.engine.plan import TokenLogprobs
-from forerun.spec.sampling import Sampling
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
 
@@ -74,14 +74,15 @@ class SpeculationStats:
     """Counts over one finished sequence (vLLM's `metrics.speculative_decoding` derives from it).
 
     steps      verify steps that emitted tokens
-    guesses    nodes proposed
-    accepted   guesses accepted
-    histogram  histogram[a] = steps in which exactly `a` guesses were accepted
-    reason     why the last step was allowed the guesses it was, in words; "" where none was asked
+    draft_tokens  nodes proposed
+    accepted   draft tokens accepted
+    histogram  histogram[a] = steps in which exactly `a` draft tokens were accepted
+    reason     why the last step was allowed the draft tokens it was, in words; "" where none was
+               asked
     """
 
     steps: int = 0
-    guesses: int = 0
+    draft_tokens: int = 0
     accepted: int = 0
     histogram: tuple[int, ...] = ()
     reason: str = ""

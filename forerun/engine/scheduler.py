@@ -1,4 +1,4 @@
-"""Who runs in the next step, on which tokens, with how many guesses. Bookkeeping only."""
+"""Who runs in the next step, on which tokens, with how many draft tokens. Bookkeeping only."""
 
 from bisect import insort
 from dataclasses import dataclass, replace
@@ -7,11 +7,11 @@ import numpy as np
 
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
-from forerun.engine.executor import ExecutorLimits
+from forerun.control.policy import Budget, Policy
 from forerun.engine.metrics import Load
-from forerun.engine.plan import Plan
 from forerun.engine.sequence import Sequence
-from forerun.spec.policy import Budget, Policy
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan
 from forerun.types import Ints
 
 UNWANTED = "off: the request wants no speculation"
@@ -38,15 +38,16 @@ class Schedule:
 class _Row:
     """One row of a plan while it takes shape.
 
-    ahead  positions by which the running step, not looked at yet, may be further than the sequence
+    in_flight  positions by which the running step, not looked at yet, may be further than the
+               sequence
     """
 
     sequence: Sequence
     known: int
     nodes: int = 0
     depth: int = 0
-    ahead: int = 0
-    least: float = 0.0
+    in_flight: int = 0
+    min_prob: float = 0.0
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -79,7 +80,7 @@ class Scheduler:
     def __init__(self, limits: ExecutorLimits, policy: Policy, features: bool = False) -> None:
         self.limits = limits
         self.policy = policy
-        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, ahead=int(features))
+        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
@@ -122,7 +123,7 @@ class Scheduler:
         """Plan the next step; None when nobody waits or runs.
 
         Pages go first to rows that must grow by a token (preempting the youngest where they
-        run out), then to sequences that wait, and what is left over to guesses.
+        run out), then to sequences that wait, and what is left over to draft tokens.
         """
         closed = self._grow()
         opened = () if closed else self._admit()
@@ -136,7 +137,7 @@ class Scheduler:
             closed=closed,
         )
 
-    def plan_ahead(self, before: Schedule) -> Schedule | None:
+    def plan_next(self, before: Schedule) -> Schedule | None:
         """Plan the step after one that runs and was not looked at: its rows once more, but those
         that end there whatever comes. None where that outcome must be known first.
 
@@ -144,7 +145,7 @@ class Scheduler:
         nobody is preempted for that.
         """
         rows = [
-            _Row(sequence, 1, ahead=1 + depth)
+            _Row(sequence, 1, in_flight=1 + depth)
             for sequence, depth in zip(before.rows, before.plan.max_depth.tolist(), strict=True)
             if not sequence.over
         ]
@@ -152,7 +153,7 @@ class Scheduler:
         if waits or len(rows) != len(self.running):
             return None  # Somebody could join, or is not in the running step.
         rows = [row for row in rows if row.sequence.remaining > 1]
-        if not rows or not all(row.sequence.table.reserve(row.ahead + 1) for row in rows):
+        if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
             return None
         self._grant(rows, self.limits.max_nodes - len(rows))
         ends = np.array([row.sequence.end for row in rows], np.int32)
@@ -212,7 +213,7 @@ class Scheduler:
         table, index = sequence.table, self.index
         if sequence.reuses_prefix:
             # One token at least must run, or nothing would be there to sample from.
-            table.start(sequence.tokens[: sequence.total - 1 + index.ahead])
+            table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()
@@ -235,7 +236,7 @@ class Scheduler:
     def _rows(self, opened: tuple[Sequence, ...]) -> list[_Row]:
         """Divide the step's nodes.
 
-        0 ... decoding rows ... + guesses ............ max_nodes
+        0 ... decoding rows ... + draft tokens ............ max_nodes
               one node each     | at most half of the | prefill chunks,
                                 | rest if any prefill | oldest first
         """
@@ -256,42 +257,42 @@ class Scheduler:
     def _decoding_rows(
         self, decoding: list[Sequence], opened: tuple[Sequence, ...], room: int
     ) -> list[_Row]:
-        """Rows of one known token each, with guesses for at most `room` nodes in all."""
+        """Rows of one known token each, with draft tokens for at most `room` nodes in all."""
         fresh = {sequence.slot for sequence in opened}
         rows = [_Row(sequence, 1) for sequence in decoding if sequence.slot not in fresh]
         self._grant(rows, room)
         return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
 
     def _grant(self, rows: list[_Row], room: int) -> None:
-        """Let rows have guesses for at most `room` nodes in all, and pages for them."""
+        """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
         budgets = self.policy.budgets(
             np.array([row.sequence.slot for row in rows], np.int32),
-            np.array([row.sequence.table.length + row.ahead for row in rows], np.int32),
+            np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
         )
         asking: list[_Row] = []
         for row, budget in zip(rows, budgets, strict=True):
             wanted = row.sequence.request.speculation.enabled
             row.sequence.tally.reason = budget.reason if wanted else UNWANTED
             if budget.nodes:
-                row.nodes, row.depth = _wish(row, budget.nodes, budget.depth)
-                row.least = budget.least
+                row.nodes, row.depth = _draft_request(row, budget.nodes, budget.depth)
+                row.min_prob = budget.min_prob
                 asking.append(row)
         given = share_out([row.nodes for row in asking], room)
         for row, nodes in zip(asking, given, strict=True):
-            row.depth = self._reserve_guesses(row, min(row.depth, nodes))
+            row.depth = self._reserve_draft_tokens(row, min(row.depth, nodes))
             row.nodes = nodes if row.depth else 0
         if rows:
             self._granted = (rows, budgets)
 
-    def _reserve_guesses(self, row: _Row, depth: int) -> int:
-        """Pages for paths of up to `depth` guesses; how deep they may be. Preempts nobody."""
+    def _reserve_draft_tokens(self, row: _Row, depth: int) -> int:
+        """Pages for paths of up to `depth` draft tokens; how deep they may be. Preempts nobody."""
         table = row.sequence.table
         within = table.reserved + self.index.available * self.index.page_size
-        depth = min(depth, within - table.length - row.ahead - 1)
+        depth = min(depth, within - table.length - row.in_flight - 1)
         if depth > 0:
-            # Ahead, the end of the text may be nearer than all that.
+            # JumpForward, the end of the text may be nearer than all that.
             last = row.sequence.end + 1 - table.length
-            table.reserve(min(row.ahead + 1 + depth, last))
+            table.reserve(min(row.in_flight + 1 + depth, last))
         return max(depth, 0)
 
     def _plan(self, rows: list[_Row]) -> Plan:
@@ -301,7 +302,7 @@ class Scheduler:
         facts = [
             (
                 row.sequence.slot,
-                row.sequence.table.length + row.ahead,
+                row.sequence.table.length + row.in_flight,
                 row.nodes,
                 row.depth,
                 row.known == row.sequence.pending,
@@ -319,7 +320,7 @@ class Scheduler:
             max_depth=depth,
             page_table=page_rows(sequences),
             constrained=constrained.astype(np.bool_),
-            least=min((row.least for row in rows if row.nodes), default=0.0),
+            min_prob=min((row.min_prob for row in rows if row.nodes), default=0.0),
         )
 
     def load(self, entering: int) -> Load:
@@ -345,8 +346,8 @@ class Scheduler:
         for page, count in held.items():
             assert pool.references(page) == count, f"page {page} has a holder too many"
         assert pool.held == len(held), "a page leaked: it is held, but in no table"
-        taken = [s.slot for s in self.running + self.leaving if s.slot is not None]
-        assert sorted(self._slots + taken) == list(range(self._slot_count)), "a slot leaked"
+        open_slots = [s.slot for s in self.running + self.leaving if s.slot is not None]
+        assert sorted(self._slots + open_slots) == list(range(self._slot_count)), "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
         for queue in (self.waiting, self.running):
             orders = [s.order for s in queue]
@@ -372,25 +373,25 @@ def page_rows(sequences: list[Sequence]) -> Ints:
 
 def _granted(row: _Row, budget: Budget) -> Budget:
     """What a row was allowed in the end, and why, where that is less than the policy gave it."""
-    wishes = row.sequence.request.speculation
-    if not wishes.enabled:
+    speculation = row.sequence.request.speculation
+    if not speculation.enabled:
         return Budget(0, 0, UNWANTED)
     if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
         return budget
-    if row.nodes == wishes.max_nodes or row.depth == wishes.max_depth:
+    if row.nodes == speculation.max_nodes or row.depth == speculation.max_depth:
         return replace(budget, nodes=row.nodes, depth=row.depth, reason=BOUND)
     return replace(budget, nodes=row.nodes, depth=row.depth, reason=CRAMPED)
 
 
-def _wish(row: _Row, nodes: int, depth: int) -> tuple[int, int]:
-    """Guesses and levels the policy would spend, within what the request and its end allow."""
-    wishes = row.sequence.request.speculation
-    if not wishes.enabled:
+def _draft_request(row: _Row, nodes: int, depth: int) -> tuple[int, int]:
+    """Draft tokens and levels the policy would spend, within what the request and its end allow."""
+    speculation = row.sequence.request.speculation
+    if not speculation.enabled:
         return 0, 0
     # The target adds a token of its own, so a path may leave room for one; a running step, too.
-    depth = min(depth, row.sequence.remaining - 1 - (row.ahead > 0))
-    if wishes.max_nodes is not None:
-        nodes = min(nodes, wishes.max_nodes)
-    if wishes.max_depth is not None:
-        depth = min(depth, wishes.max_depth)
+    depth = min(depth, row.sequence.remaining - 1 - (row.in_flight > 0))
+    if speculation.max_nodes is not None:
+        nodes = min(nodes, speculation.max_nodes)
+    if speculation.max_depth is not None:
+        depth = min(depth, speculation.max_depth)
     return (nodes, depth) if nodes > 0 and depth > 0 else (0, 0)

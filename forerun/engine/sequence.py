@@ -7,8 +7,8 @@ import numpy as np
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
-from forerun.engine.plan import Opening, TokenLogprobs
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
+from forerun.interface.plan import SlotInit, TokenLogprobs
 from forerun.text.stream import TextStream
 from forerun.types import Ints
 
@@ -17,13 +17,13 @@ from forerun.types import Ints
 class Tally:
     """What SpeculationStats will say, while it grows."""
 
-    guesses: int = 0
+    draft_tokens: int = 0
     reason: str = ""
     histogram: list[int] = field(default_factory=list)
 
-    def add(self, guesses: int, accepted: int) -> None:
+    def add(self, draft_tokens: int, accepted: int) -> None:
         """Count one step that emitted tokens."""
-        self.guesses += guesses
+        self.draft_tokens += draft_tokens
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
@@ -31,7 +31,7 @@ class Tally:
         """The counts as they are reported."""
         return SpeculationStats(
             steps=sum(self.histogram),
-            guesses=self.guesses,
+            draft_tokens=self.draft_tokens,
             accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
             histogram=tuple(self.histogram),
             reason=self.reason,
@@ -125,10 +125,10 @@ class Sequence:
             return True
         return len(self.prompt_logprobs) >= self.prompt_len - 1
 
-    def opening(self) -> Opening:
+    def slot_init(self) -> SlotInit:
         """What an executor and a drafter must know. The sequence has a slot."""
         assert self.slot is not None
-        return Opening(self.slot, self.tokens.copy(), self.prompt_len, self.sampling)
+        return SlotInit(self.slot, self.tokens.copy(), self.prompt_len, self.sampling)
 
     def append(self, tokens: list[int]) -> None:
         """More tokens are decided. Raises ValueError beyond what the request allows."""

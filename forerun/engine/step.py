@@ -1,6 +1,6 @@
 """One step of speculative decoding: the page to read first.
 
-draft    guess a small tree of continuations for each sequence
+draft    draft token a small tree of continuations for each sequence
 verify   let the target score every node of every tree in one forward pass
 accept   keep one root-to-node path per tree, plus one token of the target's own
 commit   make the kept keys and values permanent, forget the rest
@@ -10,10 +10,10 @@ may be at work between them, with the host free for something else (see engine/o
 """
 
 from forerun.constrain.grammars import Grammars
-from forerun.engine.drafter import Drafter
-from forerun.engine.executor import Executor, Scores
-from forerun.engine.plan import Outcome, Plan
-from forerun.spec.tree import TreeBatch, batch
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor, Scores
+from forerun.interface.plan import Outcome, Plan
+from forerun.speculative.tree import TreeBatch, batch
 
 
 def begin(

@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.engine.request import Request
 from forerun.errors import ContextError, RequestError
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from forerun.types import Ints
 
 

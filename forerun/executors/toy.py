@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError
-from forerun.executors.host import HostAccepted, HostSampler
-from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 END = 257
@@ -64,9 +64,9 @@ class ToyExecutor:
         ramp = -np.arange(limits.vocab, dtype=np.float32) / np.float32(2)
         self._ramps = np.concatenate([ramp, ramp])
 
-    def open(self, opening: Opening) -> None:
+    def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
-        self._sampler.open(opening)
+        self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget the slot's sequence."""
@@ -135,15 +135,15 @@ class ToyExecutor:
 
     def _verify_row(self, prefix: Ints, trees: TreeBatch, row: int, best: Ints) -> None:
         """Fill in best[node] for the nodes of `row`."""
-        nodes, first_guess = trees.nodes(row), trees.root(row) + 1
-        chain = np.concatenate([prefix[-1:], trees.tokens[nodes.start : first_guess]])
+        nodes, first_draft_token = trees.nodes(row), trees.root(row) + 1
+        chain = np.concatenate([prefix[-1:], trees.tokens[nodes.start : first_draft_token]])
         if not len(prefix):
             chain = np.concatenate([np.zeros(1, np.int32), chain])
         sums = np.zeros(len(nodes), np.int64)
         sums[: len(chain) - 1] = int(prefix.sum()) + np.cumsum(chain[1:])
         before = np.zeros(len(nodes), np.int64)
         before[: len(chain) - 1] = chain[:-1]
-        for node in range(first_guess, nodes.stop):
+        for node in range(first_draft_token, nodes.stop):
             parent = int(trees.parents[node])
             sums[node - nodes.start] = sums[parent - nodes.start] + trees.tokens[node]
             before[node - nodes.start] = trees.tokens[parent]

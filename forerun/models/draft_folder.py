@@ -17,7 +17,8 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import shortened
 from forerun.models.config_json import read_json, rope_from
-from forerun.models.drafts import (
+from forerun.models.config_variants import read_as
+from forerun.models.draft_config import (
     TARGET_TENSORS,
     DraftHead,
     FeatureNorm,
@@ -27,7 +28,6 @@ from forerun.models.drafts import (
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.mapped import TensorFile
-from forerun.models.readings import read_as
 from forerun.types import AnyArray, Floats, Ints
 
 _RENAMED = (
@@ -65,8 +65,8 @@ class DraftFile:
         return values
 
 
-def open_draft(folder: Path, target: Architecture, reading: str | None = None) -> DraftFile:
-    """Read a draft for `target`, its configuration as `reading` says (readings.py), if given.
+def open_draft(folder: Path, target: Architecture, variant: str | None = None) -> DraftFile:
+    """Read a draft for `target`, its configuration as `variant` says (readings.py), if given.
 
     Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
     """
@@ -78,10 +78,10 @@ def open_draft(folder: Path, target: Architecture, reading: str | None = None) -
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     warnings = _warnings(head, target)
-    if reading is None:
+    if variant is None:
         warnings += _doubts(keys, head, target)
     else:
-        head = read_as(head, reading)
+        head = read_as(head, variant)
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     draft = DraftFile(folder, head, _target_ids(head, files, folder), tuple(warnings), files)

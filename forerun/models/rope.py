@@ -1,6 +1,6 @@
-"""Rotary position embedding: which frequencies a model turns its queries and keys by.
+"""Rotary position embedding: which frequencies a model rotations its queries and keys by.
 
-RoPE (Su et al. 2021, arXiv 2104.09864) turns the pair (x[i], x[i + E/2]) of a head by the angle
+RoPE (Su et al. 2021, arXiv 2104.09864) rotations the pair (x[i], x[i + E/2]) of a head by the angle
 position * frequency[i]. This is the half-split layout of `transformers`; files in another
 layout are brought to it when they are read. The arithmetic is float32 in transformers' order
 of operations, so that the numbers are the same up to the last bit of `pow`.
@@ -40,7 +40,7 @@ class Llama3:
 class Yarn:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), "NTK-by-parts" and a factor on cos and sin.
 
-    fast, slow        turns within the original context that bound the ramp
+    fast, slow        rotations within the original context that bound the ramp
     attention_factor  multiplies cos and sin
     truncate          round the ramp's ends outward to whole dimensions
     """
@@ -145,9 +145,9 @@ def _llama3(plain: Floats, scaling: Llama3) -> Floats:
 def _yarn(powers: Floats, scaling: Yarn, theta: float, head_size: int) -> Floats:
     """YaRN's blend of kept and interpolated frequencies. powers = theta ** (2i/E)."""
 
-    def dimension(turns: float) -> float:
-        """Which dimension makes `turns` turns within the original context."""
-        ratio = scaling.original_context / (turns * 2 * math.pi)
+    def dimension(rotations: float) -> float:
+        """Which dimension makes `rotations` rotations within the original context."""
+        ratio = scaling.original_context / (rotations * 2 * math.pi)
         return head_size * math.log(ratio) / (2 * math.log(theta))
 
     low, high = dimension(scaling.fast), dimension(scaling.slow)

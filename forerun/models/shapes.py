@@ -12,8 +12,8 @@ import numpy as np
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, Rope, expected_tensors
 from forerun.models.checkpoint import Packed
+from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import DraftFile
-from forerun.models.drafts import expected_draft_tensors, head_for
 from forerun.types import Floats
 
 _LLAMA, _QWEN = Rope(5e5), Rope(1e6)

@@ -1,4 +1,6 @@
-"""The ASGI application: routes, the gate around them, and a model that loads in the background."""
+"""The ASGI application: routes, the middleware around them, and a model that loads in the
+background.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,10 +11,10 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.serve.errors import ApiError
-from forerun.serve.gate import Gate
+from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
 
@@ -33,7 +35,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
 
     app = Starlette(
         routes=ROUTES,
-        middleware=[Middleware(Gate, keys=settings.api_keys)],
+        middleware=[Middleware(RequestMiddleware, keys=settings.api_keys)],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )

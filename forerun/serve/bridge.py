@@ -19,7 +19,7 @@ MERGE_AT = 64
 log = logging.getLogger("forerun.serve")
 
 
-class Mailbox:
+class EventQueue:
     """The news of one HTTP request. `put` on the engine's thread, the rest on the event loop.
 
     first, last  when the first and the latest news with tokens came, on the monotonic clock
@@ -100,16 +100,16 @@ class Bridge:
         self._loop = loop
         self._gap = gap
         self._lock = threading.Lock()
-        self._ready: list[Mailbox] = []
+        self._ready: list[EventQueue] = []
 
-    def mailbox(self) -> Mailbox:
+    def events(self) -> EventQueue:
         """A new mailbox on this bridge."""
-        return Mailbox(self, self._gap)
+        return EventQueue(self, self._gap)
 
-    def wake(self, mailbox: Mailbox) -> None:
-        """Have `mailbox` looked at soon. Only the first of several calls crosses threads."""
+    def wake(self, events: EventQueue) -> None:
+        """Have `events` looked at soon. Only the first of several calls crosses threads."""
         with self._lock:
-            self._ready.append(mailbox)
+            self._ready.append(events)
             if len(self._ready) > 1:
                 return
         try:
@@ -120,8 +120,8 @@ class Bridge:
     def _deliver(self) -> None:
         with self._lock:
             ready, self._ready = self._ready, []
-        for mailbox in ready:
-            mailbox.nudge()
+        for events in ready:
+            events.nudge()
 
 
 def merged(news: Iterable[Delta]) -> list[Delta]:

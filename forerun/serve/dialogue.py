@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.constrain.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
 from forerun.serve.errors import ApiError
+from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import ChatBody, TokenizeBody
-from forerun.serve.speech import Speech
 from forerun.serve.tools import Tool, ToolChoice
 from forerun.text.chat import ChatTemplate
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
@@ -27,13 +27,13 @@ class Dialogue:
 
     prompt   int32[T]
     rules    what the answer is constrained to
-    speech   makes the reader of one choice; None where its text is plain
-    control  control tokens leave text, because some of them are marks that `speech` reads
+    parser   makes the reader of one choice; None where its text is plain
+    control  control tokens leave text, because some of them are marks that `parser` reads
     """
 
     prompt: Ints
     rules: Rules | None
-    speech: Callable[[], Speech] | None = None
+    parser: Callable[[], OutputParser] | None = None
     control: bool = False
 
 
@@ -60,13 +60,13 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
         if not plain:
             return Dialogue(prompt, rules)
         control = _is_control(loaded, format.opener)
-        return Dialogue(prompt, rules, lambda: Speech(None, tools()), control)
+        return Dialogue(prompt, rules, lambda: OutputParser(None, tools()), control)
     found = _after_reasoning(Dialogue(prompt, rules), marks, loaded.tokenizer, free)
     stage = _stage(found.prompt, marks, loaded.tokenizer)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     return replace(
         found,
-        speech=lambda: Speech(ReasoningReader(marks, stage), tools()),
+        parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()),
         control=any(_is_control(loaded, mark) for mark in heard),
     )
 

@@ -25,8 +25,8 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found in pages.", lambda s: s.cached_tokens),
     ("vllm:spec_decode_num_drafts", "Drafts verified.", lambda s: s.drafts),
-    ("vllm:spec_decode_num_draft_tokens", "Guesses verified.", lambda s: s.guesses),
-    ("vllm:spec_decode_num_accepted_tokens", "Guesses accepted.", lambda s: s.accepted),
+    ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", lambda s: s.draft_tokens),
+    ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted),
     ("forerun:steps", "Steps of the engine.", lambda s: s.steps),
     ("forerun:failed_steps", "Steps that raised an error.", lambda s: s.failed_steps),
     ("forerun:carried_steps", "Steps begun before the last was looked at.", lambda s: s.carried),
@@ -58,14 +58,14 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
     ),
     ("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda s: s.duration),
     ("forerun:step_seconds", "Time of a step.", lambda s: s.step_seconds),
-    ("forerun:step_nodes", "Tokens and guesses of a step.", lambda s: s.step_nodes),
+    ("forerun:step_nodes", "Tokens and draft tokens of a step.", lambda s: s.step_nodes),
 )
 
 
 class Meter:
     """All that /metrics shows of one engine that serves the model `name`.
 
-    fault      why nothing is guessed although it should be; None = all is well
+    fault      why nothing is drafted although it should be; None = all is well
     gap        called with the seconds between two pieces of news of one sequence
     per_token  called with the seconds per token of an ended request, after its first news
     """
@@ -124,7 +124,7 @@ class EngineCollector(Collector):
         )
         yield self._labelled(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts whose guess at this depth (from 0) was accepted.",
+            "Drafts whose draft token at this depth (from 0) was accepted.",
             "position",
             enumerate(stats.accepted_at),
         )
@@ -134,7 +134,7 @@ class EngineCollector(Collector):
 
     def _state(self) -> Metric:
         fault = self._fault()
-        text = "1 where nothing is guessed although it should be, and why."
+        text = "1 where nothing is drafted although it should be, and why."
         family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[LABEL, "reason"])
         family.add_metric([self._name, fault or ""], float(fault is not None))
         return family

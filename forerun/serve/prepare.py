@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.constrain.calls import Rules
 from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
 from forerun.serve.dialogue import dialogue
-from forerun.serve.render import ChatShape, CompletionShape, Echo, Shape
+from forerun.serve.render import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from forerun.serve.schema import (
     ChatBody,
     CompletionBody,
@@ -22,7 +22,7 @@ from forerun.serve.schema import (
     SampledBody,
     StreamOptions,
 )
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints, RequestId
 
@@ -46,7 +46,7 @@ class Generation:
     created: int
     requests: tuple[Request, ...]
     n: int
-    shape: Shape
+    shape: ResponseFormat
     stream: StreamOptions | None
     stats: bool
     rules: Rules | None
@@ -76,7 +76,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
         # One at least, so that a prompt that fills the context is refused as what it is.
         limit = max(loaded.context - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    shape = ChatShape(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.speech)
+    shape = ChatFormat(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.parser)
     sampling = _sampling(body, loaded.tokenizer, logprobs)
     stopping = _stopping(body, sampling, limit)
     made = _generation(body, (prompt,), stopping, sampling, shape, settings)
@@ -102,7 +102,7 @@ def completion_generation(
         pairs = zip(body.prompt, prompts, strict=True)
         echoes = tuple(_echo(given, ids, body, tokenizer) for given, ids in pairs)
     silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
-    shape = CompletionShape(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
+    shape = CompletionFormat(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
     sampling = _sampling(body, tokenizer, body.logprobs, body.logprobs if body.echo else None)
     stopping = _stopping(body, sampling, body.max_tokens)
     made = _generation(body, prompts, stopping, sampling, shape, settings)
@@ -114,14 +114,14 @@ def _generation(
     prompts: tuple[Ints, ...],
     stopping: Stopping,
     sampling: Sampling,
-    shape: Shape,
+    shape: ResponseFormat,
     settings: ServeSettings,
 ) -> Generation:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
-    wish = body.speculative
-    speculation = Speculation(wish.enabled, wish.max_nodes, wish.max_depth, wish.stats)
+    asked = body.speculative
+    speculation = Speculation(asked.enabled, asked.max_nodes, asked.max_depth, asked.stats)
     name = shape.prefix + uuid.uuid4().hex
     requests = tuple(
         Request(
@@ -136,7 +136,7 @@ def _generation(
         for index, prompt in enumerate(prompts)
     )
     stream = (body.stream_options or StreamOptions()) if body.stream else None
-    return Generation(name, int(time.time()), requests, body.n, shape, stream, wish.stats, None)
+    return Generation(name, int(time.time()), requests, body.n, shape, stream, asked.stats, None)
 
 
 def _sampling(

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish, SpeculationStats
-from forerun.serve.speech import Heard, Speech, streamed_calls, whole_calls
+from forerun.interface.plan import TokenLogprobs
+from forerun.serve.output_parser import Heard, OutputParser, streamed_calls, whole_calls
 from forerun.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -16,7 +16,7 @@ LEAST_LOGPROB = -9999.0
 Choice = dict[str, Any]
 
 
-class Shape(Protocol):
+class ResponseFormat(Protocol):
     """How one route words its answers. Belongs to one request: it may count along a stream.
 
     prefix   of the answer's id
@@ -37,11 +37,11 @@ class Shape(Protocol):
         ...
 
 
-class ChatShape:
+class ChatFormat:
     """/v1/chat/completions.
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
-    speech  makes the reader of one choice's text; None where all of it is content
+    parser  makes the reader of one choice's text; None where all of it is content
     """
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -50,12 +50,12 @@ class ChatShape:
         self,
         tokenizer: Tokenizer,
         unseen: frozenset[int],
-        speech: Callable[[], Speech] | None = None,
+        parser: Callable[[], OutputParser] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._unseen = unseen
-        self._new_speech = speech or (lambda: Speech(None, None))
-        self._speeches: dict[int, Speech] = {}
+        self._new_parser = parser or (lambda: OutputParser(None, None))
+        self._speeches: dict[int, OutputParser] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
         """A message and why it ended."""
@@ -96,8 +96,8 @@ class ChatShape:
         return found
 
     def _heard(self, index: int, news: Delta) -> Heard:
-        speech = self._speeches.setdefault(index, self._new_speech())
-        return speech.push(news.text, news.finish is not None)
+        parser = self._speeches.setdefault(index, self._new_parser())
+        return parser.push(news.text, news.finish is not None)
 
     def _finish(self, index: int, news: Delta) -> str | None:
         called = news.finish == Finish.STOP and self._speeches[index].called
@@ -141,10 +141,10 @@ class Offsets:
         return place
 
 
-class CompletionShape:
+class CompletionFormat:
     """/v1/completions.
 
-    unseen  as in ChatShape
+    unseen  as in ChatFormat
     silent  tokens whose text is skipped
     echoes  one per prompt, or none
     n       choices of one prompt
@@ -242,21 +242,21 @@ def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
 
 def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
     """The `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons: for
-    each choice, why it got as many guesses as it did in the end.
+    each choice, why it got as many draft tokens as it did in the end.
     """
     found = list(stats)
-    steps, guesses = sum(s.steps for s in found), sum(s.guesses for s in found)
+    steps, draft_tokens = sum(s.steps for s in found), sum(s.draft_tokens for s in found)
     accepted = sum(s.accepted for s in found)
     longest = max((len(s.histogram) for s in found), default=0)
     padded = ([*s.histogram, *[0] * (longest - len(s.histogram))] for s in found)
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else None,
-            "draft_acceptance_rate": accepted / guesses if guesses else None,
+            "draft_acceptance_rate": accepted / draft_tokens if draft_tokens else None,
             "acceptance_histogram": [sum(column) for column in zip(*padded, strict=True)],
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": guesses,
+            "num_draft_tokens": draft_tokens,
             "reasons": [s.reason for s in found],
         }
     }

@@ -11,11 +11,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from forerun import __version__
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.errors import RequestError
 from forerun.serve.dialogue import chat_prompt
-from forerun.serve.exchange import Exchange
 from forerun.serve.fields import read
 from forerun.serve.prepare import (
     Generation,
@@ -26,6 +25,7 @@ from forerun.serve.prepare import (
 from forerun.serve.render import token_text
 from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
 from forerun.serve.service import Served, Service
+from forerun.serve.session import GenerationSession
 from forerun.serve.sse import EventStream
 from forerun.serve.wire import dump_json, parse_json
 
@@ -71,19 +71,19 @@ class Generated(Response):
         """Submit, and answer as the news comes."""
         served, generation, settings = self._served, self._generation, self._service.settings
         self._service.enter()  # The server may have begun to drain while the body came.
-        mailbox, engine = served.bridge.mailbox(), served.loaded.engine
+        events, engine = served.bridge.events(), served.loaded.engine
         with (
             self._service.busy(),
-            Exchange(generation, engine, mailbox, settings, receive) as exchange,
+            GenerationSession(generation, engine, events, settings, receive) as session,
         ):
-            scope["state"]["record"].exchange = exchange
+            scope["state"]["record"].session = session
             if generation.stream is not None:
                 envelope = self._envelope(generation.shape.chunk)
-                await EventStream(exchange, envelope, send, settings.send_seconds).run()
+                await EventStream(session, envelope, send, settings.send_seconds).run()
             else:
-                answer = await self._whole(exchange)
+                answer = await self._whole(session)
                 await Json(answer)(scope, receive, send)
-        _observe(exchange, served)
+        _observe(session, served)
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -94,12 +94,12 @@ class Generated(Response):
             "system_fingerprint": self._served.fingerprint,
         }
 
-    async def _whole(self, exchange: Exchange) -> dict[str, Any]:
-        choices = await exchange.whole()
+    async def _whole(self, session: GenerationSession) -> dict[str, Any]:
+        choices = await session.whole()
         answer = self._envelope(self._generation.shape.whole)
-        answer |= {"choices": choices, "usage": exchange.tally.usage()}
+        answer |= {"choices": choices, "usage": session.tally.usage()}
         if self._generation.stats:
-            answer["metrics"] = exchange.tally.metrics()
+            answer["metrics"] = session.tally.metrics()
         return answer
 
 
@@ -257,9 +257,9 @@ def _text(body: DetokenizeBody, loaded: Loaded) -> str:
     return loaded.tokenizer.decode(ids.tolist(), skip_special=False)
 
 
-def _observe(exchange: Exchange, served: Served) -> None:
+def _observe(session: GenerationSession, served: Served) -> None:
     """Count the speed of an answer that came to its end."""
-    mailbox, generation = exchange.mailbox, exchange.generation
-    tokens = exchange.tally.output_tokens / (len(generation.requests) * generation.n)
-    if mailbox.first is not None and mailbox.last is not None and tokens > 1:
-        served.meter.per_token((mailbox.last - mailbox.first) / (tokens - 1))
+    events, generation = session.events, session.generation
+    tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
+    if events.first is not None and events.last is not None and tokens > 1:
+        served.meter.per_token((events.last - events.first) / (tokens - 1))

@@ -55,7 +55,7 @@ class StreamOptions:
 class SpeculativeOptions:
     """`speculative`: control and statistics of speculation, Forerun's own field.
 
-    max_nodes and max_depth bound the guesses of a step and the longest path of them; the
+    max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
     server's own bounds hold beside them. None of it changes the text.
     """
 

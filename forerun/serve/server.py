@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.errors import ConfigError
 from forerun.serve.app import create_app

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from forerun import __version__
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.constrain.calls import Rules
 from forerun.constrain.compile import MAX_WAITING

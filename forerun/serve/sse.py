@@ -15,7 +15,7 @@ from starlette.types import Send
 
 from forerun.engine.request import Delta
 from forerun.serve.errors import ApiError, ClientGoneError
-from forerun.serve.exchange import Exchange
+from forerun.serve.session import GenerationSession
 from forerun.serve.wire import dump_json
 
 HEADERS = [
@@ -35,11 +35,11 @@ class EventStream:
     """
 
     def __init__(
-        self, exchange: Exchange, envelope: dict[str, Any], send: Send, patience: float
+        self, session: GenerationSession, envelope: dict[str, Any], send: Send, patience: float
     ) -> None:
-        options = exchange.generation.stream
+        options = session.generation.stream
         assert options is not None
-        self._exchange = exchange
+        self._session = session
         self._envelope = envelope
         self._send = send
         self._patience = patience
@@ -49,10 +49,10 @@ class EventStream:
     async def run(self) -> None:
         """Write until the end. Raises ApiError only where nothing was written before."""
         try:
-            async with aclosing(self._exchange.news()) as pieces:
+            async with aclosing(self._session.news()) as pieces:
                 async for news in pieces:
                     events = _events(self._chunks(news)) if news else PING
-                    if not self._exchange.ended:
+                    if not self._session.ended:
                         await self._write(events)
             await self._write(events + DONE, last=True)
         except ApiError as error:
@@ -62,20 +62,20 @@ class EventStream:
 
     def _chunks(self, news: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
         """One chunk per choice and kind of news; the very last carries what was asked beside."""
-        exchange, options = self._exchange, self._options
-        shape = exchange.generation.shape
+        session, options = self._session, self._options
+        shape = session.generation.shape
         chunks = [
             {**self._envelope, "choices": [choice]}
             for index, delta in news
             for choice in shape.chunks(index, delta)
         ]
         if options.include_usage:
-            counts = exchange.tally.usage() if options.continuous_usage_stats else None
+            counts = session.tally.usage() if options.continuous_usage_stats else None
             chunks = [{**chunk, "usage": counts} for chunk in chunks]
-        if exchange.ended and options.include_usage:
-            chunks.append({**self._envelope, "choices": [], "usage": exchange.tally.usage()})
-        if exchange.ended and exchange.generation.stats:
-            chunks[-1]["metrics"] = exchange.tally.metrics()
+        if session.ended and options.include_usage:
+            chunks.append({**self._envelope, "choices": [], "usage": session.tally.usage()})
+        if session.ended and session.generation.stats:
+            chunks[-1]["metrics"] = session.tally.metrics()
         return chunks
 
     async def _write(self, data: bytes, last: bool = False) -> None:

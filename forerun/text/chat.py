@@ -18,7 +18,7 @@ from forerun.text.tokenizer import Tokenizer, matcher
 from forerun.types import Ints
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_SAID = ("content", "reasoning_content", "reasoning", "thinking")
+_OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -194,6 +194,6 @@ def _escaped(message: dict[str, Any], escape: Escape, own: Escape) -> dict[str, 
     escaped: dict[str, Any] = escape.value(message)
     escaped["role"] = role if role in _KNOWN_ROLES else escape.name(role)
     if role == "assistant":
-        said = {name: message[name] for name in _SAID if name in message}
-        escaped |= own.value(said)
+        own_words = {name: message[name] for name in _OWN_WORDS if name in message}
+        escaped |= own.value(own_words)
     return escaped

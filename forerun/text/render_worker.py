@@ -4,8 +4,8 @@ import resource
 from functools import lru_cache
 from typing import Any
 
-from forerun.child import serve
 from forerun.errors import ModelError, RequestError
+from forerun.sandbox import serve
 from forerun.text.template import Template
 
 MEMORY = 1 << 29

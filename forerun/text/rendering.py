@@ -5,8 +5,8 @@ import sys
 import threading
 from typing import Any, Protocol
 
-from forerun.child import Child
 from forerun.errors import ModelError, RequestError
+from forerun.sandbox import SandboxProcess
 from forerun.text.template import Template
 
 BYTE_LEVEL_TEMPLATE = (
@@ -65,7 +65,7 @@ class Apart:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._child = Child(COMMAND, SECONDS)
+        self._child = SandboxProcess(COMMAND, SECONDS)
         self._turn = threading.Lock()
         self._asked({})
 

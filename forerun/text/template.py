@@ -39,12 +39,12 @@ class Template:
         try:
             return self._environment.render_template("chat", **names)
         except minijinja.TemplateError as error:
-            said = error.detail or error.kind
+            reason = error.detail or error.kind
             where = f"line {error.line} of the chat template"
             if "fuel" in str(error).splitlines()[0]:
                 raise ModelError(f"the chat template does not end (at {where})") from error
             raise RequestError(
-                f"the chat template cannot render these messages: {said} ({where})", "messages"
+                f"the chat template cannot render these messages: {reason} ({where})", "messages"
             ) from error
 
 
@@ -72,8 +72,8 @@ def _environment(source: str) -> minijinja.Environment:
     try:
         environment.add_template("chat", source)
     except minijinja.TemplateError as error:
-        said = error.detail or error.kind
-        raise ModelError(f"the model's chat template, line {error.line}: {said}") from error
+        reason = error.detail or error.kind
+        raise ModelError(f"the model's chat template, line {error.line}: {reason}") from error
     return environment
 
 

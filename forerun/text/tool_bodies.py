@@ -196,8 +196,8 @@ class GlmCalls:
             calls.append(CallPiece(self.count, self._name))
             self.count += 1
         while "</arg_value>" in text and (pair := _PAIR.match(text)):
-            opening = ", " if self._pairs else "{"
-            argument = f"{opening}{json.dumps(pair[1])}: {self._value(pair[1], pair[2])}"
+            first_mark = ", " if self._pairs else "{"
+            argument = f"{first_mark}{json.dumps(pair[1])}: {self._value(pair[1], pair[2])}"
             calls.append(CallPiece(self.count - 1, None, argument))
             self._pairs += 1
             text = text[pair.end() :]

@@ -19,7 +19,7 @@ from forerun.text.tool_bodies import Body, CallPiece, DividedCall, GlmCalls, Jso
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Parsed:
     """What a piece of text turned out to be."""
 
     content: str = ""
@@ -97,7 +97,7 @@ class ToolReader:
         """Whether a call has begun."""
         return self._body.count > 0
 
-    def push(self, text: str) -> Said:
+    def push(self, text: str) -> Parsed:
         """What `text` makes certain."""
         content, calls = "", list[CallPiece]()
         self._held += text
@@ -111,14 +111,14 @@ class ToolReader:
             if self._inside == before:
                 break
         self._spoke = self._spoke or bool(content)
-        return Said(content, tuple(calls))
+        return Parsed(content, tuple(calls))
 
-    def finish(self) -> Said:
+    def finish(self) -> Parsed:
         """What was held back, once no text will follow."""
         held, self._held = self._held, ""
         if self._inside:
-            return Said(self._no_call() + (held if not self._read else ""))
-        return Said(held.rstrip() if self.called else held)
+            return Parsed(self._no_call() + (held if not self._read else ""))
+        return Parsed(held.rstrip() if self.called else held)
 
     def _enter(self, opener: str, rest: str) -> None:
         self._inside, self._read, self._unread = True, False, [opener]

@@ -102,7 +102,7 @@ class Writer:
         self.recipe, self.width, self.begun = recipe, width, begun
         self.problems = Problems()
         self._random = np.random.default_rng([recipe.seed, begun])
-        self._opening: Ints | None = None
+        self._first_message: Ints | None = None
 
     def write(
         self, prompts: Iterator[Messages] | None, done: Callable[[Chat], None], written: int = 0
@@ -127,7 +127,7 @@ class Writer:
                 return
             for key, ids in self.author.finished():
                 session = flying[key]
-                session.take(ids, follow=monotonic() < until)
+                session.take(ids, extra_turn=monotonic() < until)
                 if self._go_on(key, session):
                     continue
                 del flying[key]
@@ -143,17 +143,17 @@ class Writer:
                     "chat model, and is its template right?"
                 )
 
-    def opening(self, messages: Messages) -> Ints:
+    def first_message(self, messages: Messages) -> Ints:
         """The template up to where the user's words would begin."""
-        if not messages and self._opening is not None:
-            return self._opening
+        if not messages and self._first_message is not None:
+            return self._first_message
         marked = [*messages, {"role": "user", "content": _MARK}]
         ids = self.chat.encode(marked, add_generation_prompt=False)
         for begin in range(len(ids) - 1, -1, -1):
             text = self.tokenizer.decode(ids[begin:], skip_special=False)
             if text.startswith(_MARK):
                 if not messages:
-                    self._opening = ids[:begin]
+                    self._first_message = ids[:begin]
                 return ids[:begin]
         raise ModelError("the chat template hides the user's words; give a file of --prompts")
 
@@ -162,14 +162,14 @@ class Writer:
         key = self.begun
         self.begun += 1
         greedy = self._random.random() < self.recipe.greedy
-        follow = self._random.random() < self.recipe.follow_up
+        extra_turn = self._random.random() < self.recipe.follow_up
         session = Session(
             writer=self,
             number=key,
             messages=messages,
             temperature=0.0 if greedy else self.recipe.temperature,
             seed=int(self._random.integers(1 << 62)),
-            follow=bool(follow),
+            extra_turn=bool(extra_turn),
         )
         if self._go_on(key, session):
             flying[key] = session
@@ -200,10 +200,10 @@ class Session:
         messages: Messages,
         temperature: float,
         seed: int,
-        follow: bool,
+        extra_turn: bool,
     ) -> None:
         self._writer, self._number, self._messages = writer, number, list(messages)
-        self._temperature, self._seed, self._follow = temperature, seed, follow
+        self._temperature, self._seed, self._follow = temperature, seed, extra_turn
         self._asked: Ask | None = None
         self._chat: Chat | None = None
         self._over = False
@@ -222,14 +222,14 @@ class Session:
             prompt = self._writer.chat.encode(self._messages)
             self._asked = Ask(prompt, self._temperature, self._seed, most)
         else:
-            opening = self._writer.opening(self._messages)
-            self._asked = Ask(opening, 1.0, self._seed + len(self._messages), most)
+            first_message = self._writer.first_message(self._messages)
+            self._asked = Ask(first_message, 1.0, self._seed + len(self._messages), most)
         return self._asked
 
-    def take(self, ids: Ints, follow: bool) -> None:
-        """Use the output of what `next` asked for. Without `follow` no second turn begins."""
+    def take(self, ids: Ints, extra_turn: bool) -> None:
+        """Use the output of what `next` asked for. Without `extra_turn` no second turn begins."""
         if self._answering:
-            self._take_answer(ids, follow)
+            self._take_answer(ids, extra_turn)
         else:
             self._take_question(ids)
 
@@ -248,13 +248,13 @@ class Session:
         self._over = len(words) < 8
         self._messages.append({"role": "user", "content": words})
 
-    def _take_answer(self, ids: Ints, follow: bool) -> None:
+    def _take_answer(self, ids: Ints, extra_turn: bool) -> None:
         if not len(ids) or repeats(ids):
             self._writer.problems.loops += bool(len(ids))
             self._writer.problems.empty += not len(ids)
             self._over = True
             return
-        self._over = not (follow and self._follow) or self.answered
+        self._over = not (extra_turn and self._follow) or self.answered
         assert self._asked is not None
         tokens = np.concatenate([self._asked.prompt, ids]).astype(np.int32)
         wanted = np.arange(len(tokens)) >= len(self._asked.prompt)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from forerun.errors import ModelError
-from forerun.models.drafts import DraftHead
+from forerun.models.draft_config import DraftHead
 from forerun.train.answers import Chat
 from forerun.train.teacher import Teacher
 from forerun.types import AnyArray, Floats, Ints

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from forerun.executors.torch.eagle import EagleHead
-from forerun.models.drafts import DraftHead
+from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Linear, Llama3, Rope, Yarn
 from forerun.types import Ints
 

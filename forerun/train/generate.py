@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from forerun.errors import MemoryPlanError, RequestError
-from forerun.executors.torch.graphs import Programs, recorder
+from forerun.executors.torch.captured.graphs import Programs, recorder
 from forerun.train.answers import Ask
 from forerun.train.target import DenseTarget
 from forerun.types import Ints
@@ -56,7 +56,7 @@ class _Busy:
     key: int
     reach: int
     most: int
-    looks: int = 0
+    attends: int = 0
 
 
 class DenseAuthor:
@@ -89,7 +89,7 @@ class DenseAuthor:
         self._token, self._length, self._count, self._limit = (
             torch.zeros(width, dtype=torch.int64, device=device) for _ in range(4)
         )
-        self._heat = torch.zeros(width, device=device)
+        self._temperature = torch.zeros(width, device=device)
         self._done = torch.ones(width, dtype=torch.bool, device=device)
         # The last column takes what rows that are done go on writing.
         self._output = torch.zeros(width, longest + 1, dtype=torch.int32, device=device)
@@ -99,7 +99,7 @@ class DenseAuthor:
         self._waiting: deque[tuple[int, Ask]] = deque()
         self._busy: dict[int, _Busy] = {}
         self._free = list(range(width))
-        self._look: _Look | None = None
+        self._attend: _Look | None = None
 
     def ask(self, key: int, ask: Ask) -> None:
         """Queue one continuation. Raises RequestError where the prompt does not fit."""
@@ -113,7 +113,7 @@ class DenseAuthor:
     def finished(self) -> list[tuple[int, Ints]]:
         """Run STEPS steps; return what had finished before them (often nothing)."""
         self._admit()
-        before, self._look = self._look, self._run() if self._busy else None
+        before, self._attend = self._attend, self._run() if self._busy else None
         return self._collect(before) if before else []
 
     def _affordable(self, width: int) -> int:
@@ -168,8 +168,10 @@ class DenseAuthor:
         ]
         token, before, limit = torch.tensor(facts, device=self._device).T
         self._token[rows], self._length[rows], self._limit[rows] = token, before, limit
-        heat = [ask.temperature for _, ask in group]
-        self._heat[rows] = torch.tensor(heat, dtype=torch.float32, device=self._device)
+        temperature = [ask.temperature for _, ask in group]
+        self._temperature[rows] = torch.tensor(
+            temperature, dtype=torch.float32, device=self._device
+        )
         self._count[rows], self._done[rows] = 0, False
 
     def _run(self) -> _Look:
@@ -180,7 +182,7 @@ class DenseAuthor:
             self._programs.run(size)
         for busy in self._busy.values():
             busy.reach = min(busy.reach + STEPS, busy.most)
-            busy.looks += 1
+            busy.attends += 1
         return self._copied()
 
     def _copied(self) -> _Look:
@@ -194,16 +196,16 @@ class DenseAuthor:
         ready.record()
         return _Look(*copies, ready=ready)
 
-    def _collect(self, look: _Look) -> list[tuple[int, Ints]]:
-        """Free the rows that `look` shows done. It is one run old: what it shows of rows begun
+    def _collect(self, attend: _Look) -> list[tuple[int, Ints]]:
+        """Free the rows that `attend` shows done. It is one run old: what it shows of rows begun
         since is their predecessors'.
         """
-        if look.ready:
-            look.ready.synchronize()
-        done, count, output = (t.numpy() for t in (look.done, look.count, look.output))
+        if attend.ready:
+            attend.ready.synchronize()
+        done, count, output = (t.numpy() for t in (attend.done, attend.count, attend.output))
         found = []
         for row, busy in list(self._busy.items()):
-            if done[row] and busy.looks > 1:
+            if done[row] and busy.attends > 1:
                 found.append((busy.key, output[row, : count[row]].copy()))
                 del self._busy[row]
                 self._free.append(row)
@@ -235,8 +237,8 @@ class DenseAuthor:
 
     def _chosen(self, logits: Tensor) -> Tensor:
         """int64[B] from float32[B,V], overwritten."""
-        hot = self._heat[:, None] > 0
-        logits /= torch.where(hot, self._heat[:, None], 1.0)
+        hot = self._temperature[:, None] > 0
+        logits /= torch.where(hot, self._temperature[:, None], 1.0)
         noise = torch.empty_like(logits).exponential_().clamp_min_(1e-30).log_()
         return (logits - noise * hot).argmax(-1)
 

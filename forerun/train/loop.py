@@ -14,8 +14,8 @@ from torch import Tensor
 
 from forerun.errors import ForerunError
 from forerun.executors.torch.eagle import EagleHead
-from forerun.train.average import Average
 from forerun.train.corpus import Corpus, Piece, batches
+from forerun.train.ema import WeightEma
 from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot, save_snapshot
@@ -35,7 +35,7 @@ class Schedule:
     minutes     train this long at most, earlier runs counted in: the learning rate then falls
                 with the time that has passed, so it reaches its floor on any machine; 0 = off
     look_every  steps between looks at the loss: each waits for the device
-    average     decay of the weights' running average, 0 = none is kept
+    ema         decay of the weights' running average, 0 = none is kept
     """
 
     epochs: float = 4.0
@@ -52,7 +52,7 @@ class Schedule:
     seed: int = 0
     minutes: float = 0.0
     look_every: int = 1
-    average: float = 0.0
+    ema: float = 0.0
 
     def rate_at(self, step: float, total: int) -> float:
         """Linear warm-up, then a cosine from `rate` to `floor` times it."""
@@ -113,10 +113,10 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
     schedule = trial.schedule
     trained = [p for p in trial.head.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=schedule.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    average = Average(trial.head, schedule.average) if schedule.average else None
-    run = _Run(trial, optimiser, trained, average)
+    ema = WeightEma(trial.head, schedule.ema) if schedule.ema else None
+    run = _Run(trial, optimiser, trained, ema)
     progress = Progress()
-    load_snapshot(trial.folder / "last", trial.head, optimiser, progress, average)
+    load_snapshot(trial.folder / "last", trial.head, optimiser, progress, ema)
     progress.total = _steps(trial)  # Of this schedule: a longer one goes on.
     if progress.step == 0:
         progress.history.append(evaluate(trial, 0))
@@ -131,7 +131,7 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
             progress.seconds = monotonic() - started
             checks = progress.step % schedule.check_every == 0 or _over(schedule, progress)
             if checks or progress.step % schedule.look_every == 0:
-                _look(trial, score, progress)
+                _attend(trial, score, progress)
                 report(progress)
             if checks:
                 _check(run, progress)
@@ -150,12 +150,12 @@ class _Run:
     trial: Trial
     optimiser: torch.optim.Optimizer
     trained: list[Tensor]
-    average: Average | None
+    ema: WeightEma | None
 
     def save(self, progress: Progress) -> None:
         """Write the checkpoint from which training goes on. Raises OSError."""
         folder = self.trial.folder / "last"
-        save_snapshot(folder, self.trial.head, self.optimiser, progress, self.average)
+        save_snapshot(folder, self.trial.head, self.optimiser, progress, self.ema)
 
 
 def _one_step(run: _Run, pieces: list[Piece], progress: Progress) -> Tensor:
@@ -176,8 +176,8 @@ def _one_step(run: _Run, pieces: list[Piece], progress: Progress) -> Tensor:
     torch.nn.utils.clip_grad_norm_(trained, schedule.clip)
     run.optimiser.step()
     progress.step += 1
-    if run.average is not None:
-        run.average.update(progress.step)
+    if run.ema is not None:
+        run.ema.update(progress.step)
     progress.tokens += wanted
     return torch.stack([part.loss * (part.wanted / wanted) for part in parts]).sum()
 
@@ -211,7 +211,7 @@ def _over(schedule: Schedule, progress: Progress) -> bool:
     return _done(schedule, progress) >= 1.0
 
 
-def _look(trial: Trial, loss: Tensor, progress: Progress) -> None:
+def _attend(trial: Trial, loss: Tensor, progress: Progress) -> None:
     """Wait for the device and read the loss. Raises TrainingError where it is not finite: a bad
     step spoils the weights, so every later loss shows it too.
     """
@@ -226,13 +226,13 @@ def _look(trial: Trial, loss: Tensor, progress: Progress) -> None:
 
 def _check(run: _Run, progress: Progress) -> None:
     """Evaluate, keep the best, save. Raises TrainingError where nothing can be written."""
-    trial, average = run.trial, run.average
+    trial, ema = run.trial, run.ema
     row = evaluate(trial, progress.step)
     progress.history.append(row)
     with _written(trial):
         _keep_best(trial, float(row["length"]), progress)  # type: ignore[arg-type]
-        if average is not None:
-            with average.worn():
+        if ema is not None:
+            with ema.worn():
                 averaged = float(evaluate(trial, progress.step)["length"])  # type: ignore[arg-type]
                 row["averaged"] = averaged
                 _keep_best(trial, averaged, progress)

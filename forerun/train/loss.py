@@ -184,7 +184,8 @@ def ttt_loss(
 
 
 def simulated_length(accuracies: list[float]) -> float:
-    """Mean tokens per step of a chain whose depth-i guess agrees with probability accuracies[i].
+    """Mean tokens per step of a chain whose depth-i draft token agrees with probability
+    accuracies[i].
 
     1 + sum over j of the product of the first j: the conditional acceptances of a chain on text
     that the target wrote itself.

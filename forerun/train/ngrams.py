@@ -15,7 +15,7 @@ answers of SmolLM2-135M with 367,000 tokens counted: all contexts, 7.0 MB, bring
 speed of plain decoding, these 1.381 with 1.2 MB; without a table it is 1.219.)"""
 FOLLOWERS = 4
 """Predictions of a context at most."""
-LEAST = 0.05
+MIN_PROB = 0.05
 """Predictions below this chance are left out."""
 DISCOUNT = 0.75
 """Taken from each follower's count: absolute discounting. (.5 and .9 were no better.)"""
@@ -100,13 +100,13 @@ def _predict(
     owner, token = kinds // width, kinds % width
     total = np.bincount(context, minlength=contexts) + CAUTION
     different = np.bincount(owner, minlength=contexts)
-    share = (seen - DISCOUNT) / total[owner]
-    order = np.lexsort((token, -share, owner))
-    owner, token, share = owner[order], token[order], share[order]
+    probability = (seen - DISCOUNT) / total[owner]
+    order = np.lexsort((token, -probability, owner))
+    owner, token, probability = owner[order], token[order], probability[order]
     place = np.arange(len(owner)) - np.append(0, np.cumsum(different))[owner]
-    kept = (place < FOLLOWERS) & (share >= LEAST)
+    kept = (place < FOLLOWERS) & (probability >= MIN_PROB)
     rest = (DISCOUNT * different + CAUTION) / total
-    return rest, np.bincount(owner[kept], minlength=contexts), token[kept], share[kept]
+    return rest, np.bincount(owner[kept], minlength=contexts), token[kept], probability[kept]
 
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:

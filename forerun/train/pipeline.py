@@ -20,11 +20,13 @@ import torch
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_config import DraftHead, head_for
 from forerun.models.draft_folder import DraftFile
-from forerun.models.drafts import DraftHead, head_for
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
+from forerun.train.answer_store import AnswerStore
 from forerun.train.answers import Author, Chat, Recipe, Writer
+from forerun.train.batches import online_reader, stored_reader
 from forerun.train.corpus import (
     Corpus,
     batches,
@@ -34,16 +36,14 @@ from forerun.train.corpus import (
 )
 from forerun.train.export import export_head
 from forerun.train.generate import DenseAuthor
+from forerun.train.init import calibrate, start_from_draft, start_from_target
 from forerun.train.loop import Progress, Schedule, Trial, train
 from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Messages, Problems, read_prompts
-from forerun.train.reader import online_reader, stored_reader
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
-from forerun.train.shelf import Shelf
 from forerun.train.snapshot import load_snapshot
-from forerun.train.start import calibrate, start_from_draft, start_from_target
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
@@ -86,18 +86,18 @@ def write_corpus(
         minutes=config.answer_minutes,
         seed=config.seed,
     )
-    shelf = Shelf(out / "answers")
-    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, shelf.begun)
+    store = AnswerStore(out / "answers")
+    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.begun)
 
     def done(chat: Chat) -> None:
-        shelf.add(chat, writer.begun)
-        report("answers", len(shelf.chats), config.answers)
+        store.add(chat, writer.begun)
+        report("answers", len(store.chats), config.answers)
 
     try:
-        writer.write(_remaining(prompts, writer), done, len(shelf.chats))
+        writer.write(_remaining(prompts, writer), done, len(store.chats))
     finally:
-        shelf.save()
-    return write_chats(out / "corpus", shelf.chats, config.held_out), writer.problems
+        store.save()
+    return write_chats(out / "corpus", store.chats, config.held_out), writer.problems
 
 
 def _remaining(prompts: Path | None, writer: Writer) -> Iterator[Messages] | None:
@@ -180,7 +180,7 @@ def make_draft(
         seed=config.seed,
         minutes=config.train_minutes,
         look_every=1 if device.type == "cpu" else 25,
-        average=config.ema,
+        ema=config.ema,
     )
     head = EagleHead(about).to(device)
     trial = Trial(

@@ -129,5 +129,5 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
     """The preset's values with whatever was said explicitly (not None) in their place."""
-    said = {name: value for name, value in changes.items() if value is not None}
-    return replace(PRESETS[preset][1], **said)
+    given = {name: value for name, value in changes.items() if value is not None}
+    return replace(PRESETS[preset][1], **given)

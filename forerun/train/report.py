@@ -40,7 +40,8 @@ def write_report(path: Path, metrics: dict[str, Any]) -> None:
     steps = [row["step"] for row in history]
     depths = range(len(history[0]["accuracy"]))
     agreement = [
-        Line(f"guess {depth + 1}", [row["accuracy"][depth] for row in history]) for depth in depths
+        Line(f"draft token {depth + 1}", [row["accuracy"][depth] for row in history])
+        for depth in depths
     ]
     lengths = [Line("chain", [row["length"] for row in history])]
     if any("averaged" in row for row in history):
@@ -49,13 +50,17 @@ def write_report(path: Path, metrics: dict[str, Any]) -> None:
     plots = (
         plot("Simulated tokens per step", steps, lengths)
         + plot("Agreement with the target", steps, agreement)
-        + plot("Loss of the first guess, nats", steps, [Line("loss", [r["loss"] for r in history])])
+        + plot(
+            "Loss of the first draft token, nats",
+            steps,
+            [Line("loss", [r["loss"] for r in history])],
+        )
     )
     summary = (
         f"{metrics['chats']:,} chats with {metrics['answer_tokens']:,} answer tokens; best "
         f"simulated length {metrics['best_simulated_length']:.3f} tokens per step."
     )
-    heads = ["step", "loss", *(f"guess {depth + 1}" for depth in depths), "length"]
+    heads = ["step", "loss", *(f"draft token {depth + 1}" for depth in depths), "length"]
     rows = [
         [f"{r['step']:.0f}"] + [f"{n:.3f}" for n in (r["loss"], *r["accuracy"], r["length"])]
         for r in history

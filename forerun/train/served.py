@@ -4,9 +4,9 @@ from queue import Queue
 
 import numpy as np
 
-from forerun.api import Loaded
+from forerun.build.engine import Loaded
 from forerun.engine.request import Delta, Finish, Request, Stopping
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from forerun.train.answers import Ask
 from forerun.types import Ints, RequestId
 

@@ -13,8 +13,8 @@ import torch
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
+from forerun.train.init import check_trainable, start_from_draft
 from forerun.train.loss import Batch, Likely, Vocabulary, simulated_length, ttt_loss
-from forerun.train.start import check_trainable, start_from_draft
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.train.unroll import Unrolling
@@ -61,7 +61,7 @@ class Simulation:
     def _scores(
         self, tokens: Ints, asked: int, features: Floats, steps: int
     ) -> list[tuple[int, int]]:
-        """Of every unrolled step: how often the guess is the answer's token, of how many."""
+        """Of every unrolled step: how often the draft token is the answer's token, of how many."""
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         wanted = torch.zeros_like(ids, dtype=torch.bool)
         wanted[:, asked + 1 :] = True  # The prompt's own step says the first token.

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
-from forerun.train.average import Average
+from forerun.train.ema import WeightEma
 
 
 def save_snapshot(
@@ -17,7 +17,7 @@ def save_snapshot(
     head: torch.nn.Module,
     optimiser: torch.optim.Optimizer | None,
     progress: Any,
-    average: Average | None = None,
+    ema: WeightEma | None = None,
 ) -> None:
     """Head, optimiser moments and averages (where given) and progress, atomically.
 
@@ -32,8 +32,8 @@ def save_snapshot(
         for parameter, moments in optimiser.state.items():
             for key, value in moments.items():
                 tensors[f"optimiser.{named[id(parameter)]}.{key}"] = value.detach().cpu()
-    if average is not None:
-        tensors |= {f"average.{name}": value.cpu() for name, value in average.weights.items()}
+    if ema is not None:
+        tensors |= {f"average.{name}": value.cpu() for name, value in ema.weights.items()}
     facts = {name: getattr(progress, name) for name in progress.__slots__}
     try:
         save_file({n: t.contiguous() for n, t in tensors.items()}, fresh / "state.safetensors")
@@ -59,7 +59,7 @@ def load_snapshot(
     head: torch.nn.Module,
     optimiser: torch.optim.Optimizer | None,
     progress: Any,
-    average: Average | None = None,
+    ema: WeightEma | None = None,
 ) -> bool:
     """Restore what `save_snapshot` wrote; False where there is nothing. An average that was not
     kept before begins with the weights as they are.
@@ -89,8 +89,8 @@ def load_snapshot(
                 optimiser.state[parameter] = {
                     k: v if k == "step" else v.to(device) for k, v in moments.items()
                 }
-    if average is not None:
-        for name, weights in average.weights.items():
+    if ema is not None:
+        for name, weights in ema.weights.items():
             weights.copy_(tensors.get(f"average.{name}", saved[name]))
     for name, value in json.loads((folder / "progress.json").read_text()).items():
         setattr(progress, name, value)

@@ -4,11 +4,11 @@ Row q of a sequence holds feature f_q and stands, at step s, for position q + s:
 token after that position and predicts the one after that. Step 0 starts from true features;
 step s >= 1 from the row's own output of step s - 1. Attention at step s: the true history, i.e.
 the step-0 keys of rows 0..q, then the row's own keys of steps 1..s. No row sees another row's
-later keys. This is what serving computes: true history, own guesses after it.
+later keys. This is what serving computes: true history, own draft tokens after it.
 
 Only rows that the loss asks about ("asking" rows) run the whole layer; the others, most of a
 prompt, give keys and values at step 0 and nothing else. `thin` lets only a share of the asking
-rows go on to each further step: the first guess decides most, and a step costs what its rows
+rows go on to each further step: the first draft token decides most, and a step costs what its rows
 cost.
 """
 

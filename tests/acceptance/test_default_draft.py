@@ -6,12 +6,12 @@ aims of a draft trained on a CPU, which this one exceeds (docs/draft-smollm2-135
 
 import pytest
 
-from forerun.api import open_target
 from forerun.bench.acceptance import CHAIN, TREE, Question, ask
 from forerun.bench.workload import read_prompts, spread
-from forerun.catalog import shipped_draft
+from forerun.build.engine import open_target
 from forerun.config import EngineConfig
 from forerun.executors import cpu
+from forerun.hub.catalog import shipped_draft
 
 pytestmark = [
     pytest.mark.model,
@@ -45,5 +45,5 @@ def test_acceptance_length(target, shape, temperature):
     question = Question("built-in", tuple(spread(read_prompts(), 16)), temperature, 64, 8)
     (found,) = ask(target, target.config, question, [shape], lambda *_: None)
     assert found.length >= AT_LEAST[shape.name, temperature]
-    # A guess that follows a right one is about as good: the head's cache holds true features.
+    # A draft token that follows a right one is about as good: the head's cache holds true features.
     assert found.agreement[1] > 0.6 * found.agreement[0]

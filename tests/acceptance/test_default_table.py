@@ -1,4 +1,4 @@
-"""The n-gram table that comes with the default model is used, and guesses what its card says.
+"""The n-gram table that comes with the default model is used, and draft tokens what its card says.
 
 A useless table cannot be seen in the text, so tokens per step are asserted, on the built-in
 prompts, beside lookup alone (docs/draft-smollm2-135m.md).
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.api import open_target
 from forerun.bench.acceptance import Question, Shape, ask
 from forerun.bench.workload import read_prompts, spread
-from forerun.catalog import shipped_draft
+from forerun.build.engine import open_target
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
+from forerun.hub.catalog import shipped_draft
 
 pytestmark = [
     pytest.mark.model,

@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from forerun.catalog import shipped_draft
-from forerun.cli import main
+from forerun.cli.main import main
 from forerun.executors import cpu
+from forerun.hub.catalog import shipped_draft
 
 pytestmark = [
     pytest.mark.slow,

@@ -1,21 +1,21 @@
 """Under a grammar more tokens come per step than without, on prompts that ask for JSON.
 
-Guesses change no text, so a guide that had stopped guessing would not be seen. Steps cost on both
-sides what the log says (docs/structured-output.md); three answers of 96 tokens per prompt reach
-1.48 times free text, where four of 160, with more to learn from, reach 1.56 on more prompts.
+Draft tokens change no text, so a guide that had stopped speculation would not be seen. Steps cost
+on both sides what the log says (docs/structured-output.md); three answers of 96 tokens per prompt
+reach 1.48 times free text, where four of 160, with more to learn from, reach 1.56 on more prompts.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from forerun.api import encode_chat, make_engine, open_target
-from forerun.completion import acceptance_length, complete, make_request
+from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
+from forerun.control.cost_model import StepCosts
+from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.executors import cpu
-from forerun.spec.costs import StepCosts
-from forerun.spec.ledger import Ledger
 
 pytestmark = [
     pytest.mark.model,
@@ -66,7 +66,7 @@ COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
 @pytest.fixture
 def target(monkeypatch):
-    monkeypatch.setattr(Ledger, "ran", lambda *_, **__: None)
+    monkeypatch.setattr(SlowdownGuard, "ran", lambda *_, **__: None)
     target = open_target(EngineConfig(kv_tokens=2048))
     yield replace(target, costs=COSTS)
     target.close()

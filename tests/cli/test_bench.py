@@ -10,7 +10,7 @@ import pytest
 from forerun.bench import report
 from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.bench.workload import read_prompts
-from forerun.cli import main
+from forerun.cli.main import main
 from forerun.config import AskConfig
 from forerun.errors import ConfigError
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from forerun.bench.sized import PUBLISHED, Published, Sweep, length, lines, measure, speed_ups
-from forerun.cli import main
-from forerun.executors.torch import executor, rounds
+from forerun.cli.main import main
+from forerun.executors.torch import executor
+from forerun.executors.torch.captured import runner
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS
 
@@ -23,20 +24,20 @@ def test_a_rate_gives_back_the_published_length():
 def test_speed_up_is_tokens_over_time():
     free = speed_ups(10.0, {2: 10.0, 4: 10.0, 8: 10.0})
     for name, published in PUBLISHED.items():
-        assert free[name]["guesses"] == published.chain
+        assert free[name]["draft_tokens"] == published.chain
         assert free[name]["speed_up"] == pytest.approx(published.tau, abs=0.01)
     by_position = speed_ups(10.0, {2: 10.0, 8: 10.0})["llama-3.1-8b MT-bench"]
-    assert by_position == {"guesses": 1.0, "speed_up": 1.73}  # Of more nothing is published.
-    # Where guesses cost more than they bring, none is made.
+    assert by_position == {"draft_tokens": 1.0, "speed_up": 1.73}  # Of more nothing is published.
+    # Where draft tokens cost more than they bring, none is made.
     dear = speed_ups(10.0, {2: 35.0, 8: 155.0})
-    assert all(gain == {"guesses": 0.0, "speed_up": 1.0} for gain in dear.values())
+    assert all(gain == {"draft_tokens": 0.0, "speed_up": 1.0} for gain in dear.values())
 
 
 @pytest.mark.slow
 def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
     monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(executor, "recorder", lambda device: Tape())
-    monkeypatch.setattr(rounds, "COMMON", ())
+    monkeypatch.setattr(runner, "COMMON", ())
     report = measure("tiny", "cpu", "float32", Sweep((1, 2), (1, 2, 4), 32, 2, 1 << 16))
     for rows, entry in report["batches"].items():
         assert entry["drafted_within_rounds"] and set(entry["drafted_ms"]) == {2, 4}

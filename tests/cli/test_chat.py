@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from forerun.commands.chat import Conversation
+from forerun.cli.chat import Conversation
 from forerun.config import AskConfig
 from forerun.errors import RequestError
 from tests.cli.toys import toy_loaded

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from forerun.cli import COMMANDS, main
+from forerun.cli.main import COMMANDS, main
 
 TOY = ["--model", "toy", "--kv-tokens", "8192"]
 FORERUN = [sys.executable, "-m", "forerun.cli"]
@@ -19,14 +19,18 @@ def test_every_command_exists_and_explains_itself(command, capsys):
         main([command, "--help"])
     assert caught.value.code == 0
     assert "--json" in capsys.readouterr().out
-    assert callable(importlib.import_module(f"forerun.commands.{command}").main)
+    assert callable(importlib.import_module(f"forerun.cli.{command}").main)
 
 
 def test_train_does_not_offer_the_toy(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    said = capsys.readouterr().out
-    assert "toy" not in said and "--model" in said and "--executor {auto,cpu,torch}" in said
+    output_tokens = capsys.readouterr().out
+    assert (
+        "toy" not in output_tokens
+        and "--model" in output_tokens
+        and "--executor {auto,cpu,torch}" in output_tokens
+    )
 
 
 def test_run_prints_the_answer_alone_on_stdout(capsys):
@@ -42,7 +46,7 @@ def test_run_as_json_compared_with_plain(capsys):
     assert report["same_text"] is True
     assert report["tokens"] == 60 and len(report["text"]) == 60
     assert report["tokens_per_step"] > 1.2
-    assert report["speculation"]["guesses"] >= report["speculation"]["accepted"] > 0
+    assert report["speculation"]["draft_tokens"] >= report["speculation"]["accepted"] > 0
     ratios = sorted(again / plain for plain, again in report["rounds"])
     assert len(ratios) == 3 and report["speedup"] == pytest.approx(ratios[1])
     plain = sorted(plain for plain, _ in report["rounds"])
@@ -56,9 +60,9 @@ def test_run_says_when_the_plain_speed_is_only_reckoned(capsys):
 
 def test_run_tells_no_speed_of_a_few_tokens(capsys):
     assert main(["run", "Hi", *TOY, "--raw", "--max-tokens", "3", "--compare"]) == 0
-    said = capsys.readouterr().err
-    assert "3 tokens, too few to tell a speed" in said
-    assert "tokens/s" not in said and "same text" in said
+    output_tokens = capsys.readouterr().err
+    assert "3 tokens, too few to tell a speed" in output_tokens
+    assert "tokens/s" not in output_tokens and "same text" in output_tokens
     assert main(["run", "Hi", *TOY, "--raw", "--max-tokens", "3", "--compare", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens_per_second"] is report["speedup"] is None
@@ -217,7 +221,7 @@ def test_doctor_describes_the_machine(capsys):
 
 def test_help_loads_nothing_heavy_and_is_quick():
     program = (
-        "import sys, forerun.cli as cli; cli.build_parser().format_help();"
+        "import sys, forerun.cli.main as cli; cli.build_parser().format_help();"
         "print([m for m in ('numpy','rich','torch','httpx','starlette') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -6,15 +6,15 @@ import pytest
 from forerun.bench import mixed
 from forerun.bench.prove import Trial, answers, first_difference, prove
 from forerun.bench.workload import read_prompts, spread
-from forerun.completion import Completion
+from forerun.client.completion import Completion
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Finish
 from forerun.errors import ContextError, RequestError
-from forerun.executors import host
+from forerun.executors import host_sampler
 from forerun.executors.toy import ToyExecutor, ToyScores
-from forerun.spec.sampling import Sampling
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.sampling import Sampling
 from tests.cli.toys import CONFIG, toy_target
 
 TRIAL = Trial(tuple(spread(read_prompts(), 6)), tokens=40, group=3)
@@ -33,7 +33,7 @@ def test_the_toy_is_proved():
     for run in proof.runs:
         assert (run.identical, run.answers, run.tokens) == (6, 6, 6 * 40)
         if run.speculation == "off":
-            assert (run.guesses, run.tokens_per_step) == (0, 1.0)
+            assert (run.draft_tokens, run.tokens_per_step) == (0, 1.0)
         elif run.temperature == 0.0:
             assert run.tokens_per_step > 1.1
             assert 0.0 < run.share_accepted <= 1.0
@@ -54,7 +54,7 @@ def test_pages_and_trees_of_any_shape_are_proved(changes):
 
 
 class LeakyToy(ToyExecutor):
-    """Scores a root differently when guesses hang below it: what `prove` must catch."""
+    """Scores a root differently when draft tokens hang below it: what `prove` must catch."""
 
     def verify(self, plan, trees):
         best = super().verify(plan, trees).best.copy()
@@ -172,12 +172,12 @@ def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
 
 
 def test_equal_tokens_are_not_all_that_is_compared():
-    said = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))
-    one = Completion(tokens=[5], logprobs=[said], text="a", finish=Finish.STOP)
+    output_tokens = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))
+    one = Completion(tokens=[5], logprobs=[output_tokens], text="a", finish=Finish.STOP)
     assert mixed.told_otherwise(one, replace(one)) is None
     for other, at in (
-        (replace(one, logprobs=[replace(said, logprob=-0.6)]), 0),
-        (replace(one, logprobs=[replace(said, top=((5, -0.5), (7, -1.0)))]), 0),
+        (replace(one, logprobs=[replace(output_tokens, logprob=-0.6)]), 0),
+        (replace(one, logprobs=[replace(output_tokens, top=((5, -0.5), (7, -1.0)))]), 0),
         (replace(one, text="b"), 1),
         (replace(one, finish=Finish.LENGTH), 1),
         (replace(one, logprobs=[]), 1),
@@ -187,14 +187,14 @@ def test_equal_tokens_are_not_all_that_is_compared():
 
 def test_a_leak_that_only_parameters_show_is_found(monkeypatch):
     """No bias and no penalty below the root: without --mixed nobody would see it."""
-    right = host.process
+    right = host_sampler.process
 
     def forgetful(logits, sampling, history, ancestors, mask):
         if ancestors:
             sampling = Sampling(temperature=sampling.temperature, seed=sampling.seed)
         return right(logits, sampling, history, ancestors, mask)
 
-    monkeypatch.setattr(host, "process", forgetful)
+    monkeypatch.setattr(host_sampler, "process", forgetful)
     with toy_target() as target:
         assert prove(target, target.config, TRIAL).holds
         proof = prove(target, target.config, replace(MIXED, grammar=None))

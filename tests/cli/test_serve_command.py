@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from forerun.bench.launch import launched
-from forerun.cli import main
-from forerun.commands.serve import read_keys
+from forerun.cli.main import main
+from forerun.cli.serve import read_keys
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, EngineError
 

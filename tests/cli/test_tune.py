@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from forerun import profile
-from forerun.api import load, open_target
 from forerun.bench.tune import OFF, Sweep, Trial, _best, tune
 from forerun.bench.workload import read_prompts
-from forerun.cli import main
+from forerun.build import tuned
+from forerun.build.engine import load, open_target
+from forerun.build.tuned import Setting
+from forerun.cli.main import main
 from forerun.config import EngineConfig
 from forerun.executors.toy import ToyExecutor
-from forerun.profile import Setting
 
 TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
 FOUR = Setting("ngram", 4, 4, "fixed")
@@ -60,10 +60,10 @@ def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys):
 
 def test_a_broken_profile_is_no_profile():
     config = EngineConfig(model="toy")
-    path = profile.save(config, FOUR, {})
-    assert profile.find(config, config) == FOUR
+    path = tuned.save(config, FOUR, {})
+    assert tuned.find(config, config) == FOUR
     path.write_text('{"setting": {"speculation": "nonsense"}}')
-    assert profile.find(config, config) is None
+    assert tuned.find(config, config) is None
 
 
 def test_there_is_nothing_to_tune_without_a_drafter(capsys):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from forerun.api import Loaded, Target, load, open_target
+from forerun.build.engine import Loaded, Target, load, open_target
 from forerun.config import EngineConfig
 from forerun.executors.toy import ToyExecutor
 

@@ -6,15 +6,15 @@ import time
 import numpy as np
 import pytest
 
-from forerun.child import Child
 from forerun.constrain import compile as compile_module
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.guidance import LONG, Guidance
+from forerun.constrain.llguidance_backend import LONG, Guidance
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import BusyError, ModelError, RequestError
-from forerun.spec.tree import Draft, batch
+from forerun.sandbox import SandboxProcess
+from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import Ends, Tokenizer
 from tests.constrain.tools import BPE, BYTES, compiled, compiler, members
@@ -27,7 +27,7 @@ def schema(value) -> Grammar:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "tokens"),
     [
         (
             schema({"properties": {"a": {"not": {"type": "string"}}}}),
@@ -49,10 +49,10 @@ def schema(value) -> Grammar:
         (Grammar.grammar("start: x\nx: x"), "cannot be satisfied by any text"),
     ],
 )
-def test_errors_name_the_field_and_the_place(grammar, said):
+def test_errors_name_the_field_and_the_place(grammar, tokens):
     with pytest.raises(RequestError) as error:
         compiler("bytes").compile(grammar)
-    assert said in str(error.value)
+    assert tokens in str(error.value)
     assert error.value.field == grammar.field and grammar.field in str(error.value)
 
 
@@ -132,11 +132,11 @@ def test_a_long_forced_text_is_spelled_a_piece_at_a_time():
 
 
 def test_what_takes_too_long_is_ended_and_the_next_one_answered():
-    worker = Child(["sleep", "60"], 0.3)
+    worker = SandboxProcess(["sleep", "60"], 0.3)
     began = time.monotonic()
     assert worker.ask({"kind": "regex"}) is None
     assert time.monotonic() - began < 10
-    worker = Child(Guidance.command, 20)
+    worker = SandboxProcess(Guidance.command, 20)
     request = {"kind": "regex", "source": "a", "lenient": False, "one_line": False}
     assert "grammar" in worker.ask(request)
     worker._process.kill()

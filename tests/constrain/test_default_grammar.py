@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.api import make_engine, open_target
-from forerun.completion import complete, make_request
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu

@@ -90,7 +90,7 @@ def test_character_classes_mean_what_they_mean_in_python(inside, text):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "place", "said"),
+    ("pattern", "place", "tokens"),
     [
         ("(Paris|Amsterdam}", 16, "'}' where ')' was expected"),
         ("a(b(c)", 1, "'(' is never closed"),
@@ -103,12 +103,12 @@ def test_character_classes_mean_what_they_mean_in_python(inside, text):
         ("x|((ab){200}|c{9000}){60}", 21, "every text has more than 10000 characters"),
     ],
 )
-def test_unbalanced_patterns_point_at_the_bracket(pattern, place, said):
+def test_unbalanced_patterns_point_at_the_bracket(pattern, place, tokens):
     with pytest.raises(RequestError) as error:
         Grammar.regex(pattern, "structured_outputs.regex")
     assert error.value.field == "structured_outputs.regex"
     message = str(error.value)
-    assert said in message and f"at character {place}\n" in message
+    assert tokens in message and f"at character {place}\n" in message
     shown, caret = message.splitlines()[-2:]
     assert shown[caret.index("^")] == pattern[place]
 
@@ -121,7 +121,7 @@ def test_balanced_patterns_pass(pattern):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "tokens"),
     [
         (lambda: Grammar.json_schema(3), "must be a JSON schema"),
         (lambda: Grammar.json_schema(deep(5000)), "nested deeper than 100"),
@@ -139,8 +139,8 @@ def test_balanced_patterns_pass(pattern):
         (lambda: Grammar.grammar("start: " + "(" * 5000), "nests brackets deeper"),
     ],
 )
-def test_unusable_sources_are_explained_at_once(make, said):
-    with pytest.raises(RequestError, match=said) as error:
+def test_unusable_sources_are_explained_at_once(make, tokens):
+    with pytest.raises(RequestError, match=tokens) as error:
         make()
     assert error.value.field == "grammar"
 

@@ -8,17 +8,17 @@ from functools import cache
 import numpy as np
 import pytest
 
-from forerun.constrain.budget import ForcedBudgets
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.share import DECAY, LEAST, LIKELY, Share, least_chance
+from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.drafters.nothing import NoDrafter
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.loop import Engine, EngineOptions
+from forerun.control.cost_model import StepCosts
+from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
+from forerun.control.policy import FixedPolicy
+from forerun.drafters.none import NoDrafter
 from forerun.engine.request import Finish, Request
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.costs import StepCosts
-from forerun.spec.policy import FixedPolicy
+from forerun.interface.executor import ExecutorLimits
 from tests.constrain.tools import (
     BYTES,
     PERSON,
@@ -51,7 +51,7 @@ def engine(name: str, kind: str, nodes=6, depth=5, **shape) -> Engine:
     policy = FixedPolicy(nodes, depth) if name not in ("none", "grammar") else FixedPolicy(0, 0)
     grammars = TreeGrammars(vocab)
     if name != "none":
-        policy = ForcedBudgets(policy, grammars)
+        policy = GrammarPolicy(policy, grammars)
     made = {
         "grammar": NoDrafter,
         "random": lambda: RandomDrafter(range(vocab)),
@@ -198,8 +198,8 @@ def test_the_paris_request_with_only_illegal_guesses_moves_one_token_a_step():
     made = engine("illegal", "bytes", nodes=1, depth=1)
     ear = run(made, constrained("letters", "bytes"))
     stats = ear.last().stats
-    assert stats.accepted == 0, "none of the drafter's guesses was legal"
-    assert stats.guesses < 6, "illegal guesses cost nothing, habit guesses little"
+    assert stats.accepted == 0, "none of the drafter's draft tokens was legal"
+    assert stats.draft_tokens < 6, "illegal draft tokens cost nothing, habit draft tokens little"
     assert stats.steps == len(ear.tokens())
 
 
@@ -217,14 +217,14 @@ def test_json_stays_json_under_spaces():
 
 @pytest.mark.parametrize("nodes", [0, 2])
 def test_forced_tokens_need_no_budget(nodes):
-    """A policy that would not guess, or too little, still takes what the grammar forces."""
+    """A policy that would not draft, or too little, still takes what the grammar forces."""
     vocab = BYTES.vocab_size
     executor = ToyExecutor(ExecutorLimits(4, 400, 4, 64, 300, vocab))
     grammars = TreeGrammars(vocab)
     seen: list[tuple[int, int]] = []
     inner = FixedPolicy(nodes, min(nodes, 2))
-    policy = ForcedBudgets(inner, grammars)
-    policy.observe = lambda slot, guesses, accepted: seen.append((guesses, accepted))
+    policy = GrammarPolicy(inner, grammars)
+    policy.observe = lambda slot, draft_tokens, accepted: seen.append((draft_tokens, accepted))
     made = Engine(executor, RandomDrafter([0]), policy, BYTES, grammars, EngineOptions())
     request = constrained("city", "bytes")
     ear = run(made, request)
@@ -238,8 +238,8 @@ def test_what_is_forced_teaches_the_policy_nothing():
     seen = []
 
     class Inner(FixedPolicy):
-        def observe(self, slot, guesses, accepted):
-            seen.append((slot, guesses, accepted))
+        def observe(self, slot, draft_tokens, accepted):
+            seen.append((slot, draft_tokens, accepted))
 
     class Forced:
         held = True
@@ -247,7 +247,7 @@ def test_what_is_forced_teaches_the_policy_nothing():
         def room(self, slots):
             return [0, 3]
 
-    policy = ForcedBudgets(Inner(2, 2), Forced())
+    policy = GrammarPolicy(Inner(2, 2), Forced())
     slots = np.array([0, 1], np.int32)
     budgets = policy.budgets(slots, slots)
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
@@ -262,7 +262,7 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
     costs = StepCosts(nodes=(1, 3, 64, 512), verify_ms=(4.0, 4.2, 54.0, 440.0))
     chances = [least_chance(costs, rows) for rows in (1, 8, 64)]
     assert chances == sorted(chances)
-    assert chances[0] == LEAST < chances[1] and chances[2] > 0.9
+    assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
     assert least_chance(None, 64) == LIKELY
     steep = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0))
     assert least_chance(steep, 4) == 1.0, "a forced token has probability 1"
@@ -275,14 +275,14 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
     """Against every other choice, at the speed that is reached on average."""
     random = np.random.default_rng(0)
     for _ in range(40):
-        share, sizes = Share(COSTS), random.integers(0, 7, 2)
+        probability, sizes = GrammarBudget(COSTS), random.integers(0, 7, 2)
         chains = [np.sort(random.uniform(0.02, 1.0, size))[::-1].tolist() for size in sizes]
         for _ in range(int(random.integers(0, 200))):
-            share.made(2, int(random.integers(0, 6)))
-            share.brought(int(random.integers(1, 5)))
-        speed = share._brought / share._paid * 2 / float(COSTS.verify(np.array(2)))
+            probability.made(2, int(random.integers(0, 6)))
+            probability.brought(int(random.integers(1, 5)))
+        speed = probability._brought / probability._paid * 2 / float(COSTS.verify(np.array(2)))
         others = int(random.integers(0, 3))
-        chosen = share.of(2, others, chains)
+        chosen = probability.of(2, others, chains)
 
         def won(counts, chains=chains, speed=speed, others=others):
             tokens = sum(sum(chain[:n]) for chain, n in zip(chains, counts, strict=True))
@@ -290,17 +290,17 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
 
         every = [(a, b) for a in range(sizes[0] + 1) for b in range(sizes[1] + 1)]
         assert won(chosen) >= max(map(won, every)) - 1e-6
-    assert Share(COSTS).of(2, 0, [[], []]) == [0, 0]
-    assert Share(None).of(1, 0, [[1.0, 0.5]]) == [2]
+    assert GrammarBudget(COSTS).of(2, 0, [[], []]) == [0, 0]
+    assert GrammarBudget(None).of(1, 0, [[1.0, 0.5]]) == [2]
 
 
 def test_easy_text_makes_a_doubtful_guess_dear():
     """Where most steps bring much, their time is worth more."""
-    easy, hard = Share(COSTS), Share(COSTS)
-    for share, tokens in ((easy, 4), (hard, 1)):
+    easy, hard = GrammarBudget(COSTS), GrammarBudget(COSTS)
+    for probability, tokens in ((easy, 4), (hard, 1)):
         for _ in range(100):
-            share.made(1, 3)
-            share.brought(tokens)
+            probability.made(1, 3)
+            probability.brought(tokens)
     assert easy.of(1, 0, [[0.3]]) == [0] and hard.of(1, 0, [[0.3]]) == [1]
     assert easy.of(1, 0, [[1.0] * 6]) == [6], "what is certain is worth it"
     assert easy._paid == pytest.approx(hard._paid) and easy._paid < 1.5 / (1 - DECAY)
@@ -308,7 +308,7 @@ def test_easy_text_makes_a_doubtful_guess_dear():
 
 def test_over_many_steps_the_share_is_faster_than_any_step_by_itself():
     """Steps of two kinds in turns, sure and doubtful: more tokens per millisecond than with as
-    many guesses as make each step the fastest.
+    many draft tokens as make each step the fastest.
     """
     kinds = ([1.0] * 3 + [0.85] * 4, [0.2, 0.15, 0.12])
 
@@ -321,12 +321,12 @@ def test_over_many_steps_the_share_is_faster_than_any_step_by_itself():
         for turn in range(400):
             scores = kinds[turn % 2]
             count = choose(scores)
-            share.made(1, count)
-            share.brought(1 + sum(scores[:count]))
+            probability.made(1, count)
+            probability.brought(1 + sum(scores[:count]))
             if turn >= 200:
                 tokens += 1 + sum(scores[:count])
                 ms += float(COSTS.verify(np.array(1 + count)))
         return tokens / ms
 
-    share = Share(COSTS)
-    assert speed(lambda scores: share.of(1, 0, [scores])[0]) > 1.03 * speed(greedy)
+    probability = GrammarBudget(COSTS)
+    assert speed(lambda scores: probability.of(1, 0, [scores])[0]) > 1.03 * speed(greedy)

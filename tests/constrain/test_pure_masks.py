@@ -13,8 +13,8 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import EngineError
-from forerun.spec.sampling import unpack
-from forerun.spec.tree import Draft, batch
+from forerun.speculative.sampling import unpack
+from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import SPANNING, TOKENIZERS, chosen, compiled, members, random_draft
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -234,7 +234,7 @@ class Brittle:
         return self._inner.mask()
 
 
-def test_a_guess_that_breaks_a_matcher_breaks_nothing_unless_it_was_right():
+def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right():
     """Plain decoding would not have gone there either."""
     a, b, c = map(ord, "abc")
     slots, grammar = np.zeros(1, np.int32), Grammar.regex("[a-c]{9}")
@@ -242,7 +242,7 @@ def test_a_guess_that_breaks_a_matcher_breaks_nothing_unless_it_was_right():
     for emitted, fails in (((a, b, c), True), ((a, c, a), False), ((b,), False)):
         grammars = TreeGrammars(300)
         grammars.open(0, compiled(grammar), [])
-        matcher = grammars._walkers[0].matcher
+        matcher = grammars._states[0].matcher
         matcher._automaton = Brittle(matcher._automaton, (a, b))
         masks = grammars.masks(slots, batch([np.array([1], np.int32)], [wide]))
         assert grammars.errors() == {} and not matcher.error

@@ -9,8 +9,8 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.errors import EngineError, RequestError
-from forerun.spec.sampling import unpack
-from forerun.spec.tree import Draft, batch
+from forerun.speculative.sampling import unpack
+from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import BYTES, PERSON, chosen, compiled, members, random_draft
 
 pytestmark = pytest.mark.usefixtures("library")
@@ -114,9 +114,9 @@ def test_guided_drafts_hold_what_is_legal_and_what_is_forced(name):
         grammars.open(0, compiled(grammar), output)
         guided = guide(grammars, draft, 64, 8)
         legal = {path for path in paths(draft) if goes_on(grammar, output, path)}
-        assert legal <= paths(guided), "a legal guess was lost"
+        assert legal <= paths(guided), "a legal draft token was lost"
         for path in paths(guided):
-            assert goes_on(grammar, output, path), "an illegal guess stayed"
+            assert goes_on(grammar, output, path), "an illegal draft token stayed"
             before = fresh(grammar, [*output, *path[:-1]])
             assert path in legal or before.forced()[:1] == [path[-1]], "invented"
         assert np.all(guided.parents < np.arange(len(guided)))
@@ -210,7 +210,9 @@ def test_the_constraint_begins_after_its_marker_wherever_it_falls():
     grammars.open(0, compiled(grammar), ids("hm"))
     draft = chain(*ids("<</t>Px"))
     guided = guide(grammars, draft, 16, 16)
-    assert guided.tokens.tolist() == ids("<</t>Paris"), "forced text replaces the illegal guess"
+    assert guided.tokens.tolist() == ids("<</t>Paris"), (
+        "forced text replaces the illegal draft token"
+    )
     masks = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [guided]))
     assert masks.row[:5].tolist() == [-1] * 5, "free while it reasons"
     assert set(np.flatnonzero(unpack(masks.bits[masks.row[5]], VOCAB))) == set(ids("PA"))
@@ -264,9 +266,9 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
     for slot in (0, 1):  # Slot 2 is not constrained.
         grammars.open(slot, compiled(Grammar.regex("[a-z]{9}")), ids("ab"))
     counts = []
-    for walker in grammars._walkers.values():
-        walker.matcher._automaton = Counted(walker.matcher._automaton)
-        counts.append(walker.matcher._automaton)
+    for state in grammars._states.values():
+        state.matcher._automaton = Counted(state.matcher._automaton)
+        counts.append(state.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
     assert grammars.room(slots) == [0, 0, 0]
     drafts = grammars.guide(
@@ -308,7 +310,7 @@ def test_a_failed_matcher_is_reported_once_and_alone():
     grammars = TreeGrammars(VOCAB)
     for slot in (0, 1):
         grammars.open(slot, compiled(CITY), [])
-    broken(grammars._walkers[0].matcher._automaton)
+    broken(grammars._states[0].matcher._automaton)
     known = np.array([1], np.int32)
     slots = np.array([0, 1], np.int32)
     numbers = np.array([4, 4], np.int32)

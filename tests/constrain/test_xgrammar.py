@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from forerun.api import load
+from forerun.build.engine import load
 from forerun.config import EngineConfig
 from forerun.constrain.backends import backend
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Matcher
-from forerun.constrain.xgr_rules import plain_dots
+from forerun.constrain.xgrammar_rules import plain_dots
 from forerun.errors import ConfigError, RequestError
 from tests.constrain import tools
 from tests.constrain.tools import BPE, BYTES, PERSON, compiled, fits, members
@@ -32,7 +32,7 @@ def schema(value, lenient=False) -> Grammar:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "tokens"),
     [
         (schema({"properties": {"a": {"not": TEXT}}, "type": "object"}), "properties.a.not cannot"),
         (schema({"maxLength": 3}), "maxLength cannot be honoured by xgrammar: a type that has it"),
@@ -65,10 +65,10 @@ def schema(value, lenient=False) -> Grammar:
     ],
     ids=lambda value: value.source[:40] if isinstance(value, Grammar) else "",
 )
-def test_what_it_does_not_honour_is_refused_by_name(grammar, said):
+def test_what_it_does_not_honour_is_refused_by_name(grammar, tokens):
     with pytest.raises(RequestError) as error:
         compiled(grammar)
-    assert said in str(error.value) and str(error.value).startswith(grammar.field)
+    assert tokens in str(error.value) and str(error.value).startswith(grammar.field)
     assert error.value.field == grammar.field and ".cc" not in str(error.value)
 
 
@@ -187,7 +187,7 @@ def test_masks_takes_and_forced_tokens_agree(name, tokenizer):
 
 
 def test_the_flag_says_what_is_missing(monkeypatch):
-    monkeypatch.delitem(sys.modules, "forerun.constrain.xgr", raising=False)
+    monkeypatch.delitem(sys.modules, "forerun.constrain.xgrammar_backend", raising=False)
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ConfigError, match=r"pip install 'forerun\[xgrammar\]'"):
         backend("xgrammar", BYTES)

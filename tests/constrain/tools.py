@@ -11,8 +11,8 @@ from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
-from forerun.engine.drafter import DrafterTraits
-from forerun.spec.tree import Draft
+from forerun.interface.drafter import DrafterTraits
+from forerun.speculative.tree import Draft
 from forerun.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import byte_level, gguf_metadata
 
@@ -100,7 +100,7 @@ class RandomDrafter:
         self._tokens = list(tokens)
         self._random = Random(seed)
 
-    def begin(self, opening) -> None:
+    def begin(self, init_message) -> None:
         pass
 
     def propose(self, plan) -> list[Draft]:

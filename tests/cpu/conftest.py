@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from forerun.catalog import open_model
 from forerun.executors.cpu import CpuExecutor, available
+from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny

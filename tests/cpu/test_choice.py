@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.engine.plan import Opening, Plan
 from forerun.executors.cpu import CpuExecutor, native
-from forerun.executors.cpu.mailbox import Mailbox
-from forerun.executors.host import EXCLUDED, HostSampler
-from forerun.spec.accept import choose
-from forerun.spec.sampling import History, Sampling, process
-from forerun.spec.tree import Draft, NodeMasks, TreeBatch, batch
+from forerun.executors.cpu.step_buffers import StepBuffers
+from forerun.executors.host_sampler import EXCLUDED, HostSampler
+from forerun.interface.plan import Plan, SlotInit
+from forerun.speculative.accept import choose
+from forerun.speculative.sampling import History, Sampling, process
+from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -37,7 +37,7 @@ class Case:
         """`choice` of the rows that the core decides, -1 in the others."""
         scored = self.sampler.scored(self.plan, self.trees)
         box, logits = (
-            Mailbox(len(self.trees.tokens), self.sampler.choosing),
+            StepBuffers(len(self.trees.tokens), self.sampler.choosing),
             np.ascontiguousarray(self.logits[scored]),
         )
         box.fill(self.plan, self.trees, scored, logits)
@@ -51,7 +51,7 @@ def case(rows: list[tuple[int, Draft, Sampling]], logits, samples=None) -> Case:
     known = [np.arange(length, dtype=np.int32) for length, _, _ in rows]
     sampler = HostSampler(len(rows), logits.shape[1])
     for slot, (chain, (_, _, sampling)) in enumerate(zip(known, rows, strict=True)):
-        sampler.open(Opening(slot, chain, 1, sampling))
+        sampler.open(SlotInit(slot, chain, 1, sampling))
     count = len(rows)
     zeros = np.zeros(count, np.int32)
     plan = Plan(
@@ -142,8 +142,8 @@ KINDS = (
 
 
 def random_case(random, vocab) -> Case:
-    """Rows of every kind. Few distinct logits, so that ties are common and guesses come true; now
-    and then something that is not finite.
+    """Rows of every kind. Few distinct logits, so that ties are common and draft tokens come true;
+    now and then something that is not finite.
     """
     rows = []
     for _ in range(int(random.integers(1, 9))):
@@ -158,8 +158,8 @@ def random_case(random, vocab) -> Case:
     for _ in range(int(random.integers(0, 4))):
         bad = (np.nan, np.inf, -np.inf)[int(random.integers(3))]
         logits[random.integers(nodes), random.integers(vocab)] = bad
-    guessing = np.array([len(draft) > 0 for _, draft, _ in rows])
-    return case(rows, logits, guessing | (random.random(len(rows)) < 0.8))
+    drafting = np.array([len(draft) > 0 for _, draft, _ in rows])
+    return case(rows, logits, drafting | (random.random(len(rows)) < 0.8))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")

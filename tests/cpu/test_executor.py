@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
-from forerun.executors.host import HostAccepted
+from forerun.executors.host_sampler import HostAccepted
+from forerun.interface.plan import SlotInit
 from forerun.models.checkpoint import Packed
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, chain_draft, limits
 
@@ -135,7 +135,7 @@ def test_shutdown(executor):
     made = executor(threads=3)
     made.shutdown()
     made.shutdown()
-    made.open(Opening(0, np.zeros(1, np.int32), 1, EVERYTHING))
+    made.open(SlotInit(0, np.zeros(1, np.int32), 1, EVERYTHING))
     with pytest.raises(EngineError, match="shut down"), Driver(made) as driver:
         driver.open(1, [1, 2])
         driver.step([Row(1)])
@@ -196,9 +196,9 @@ START = """
 import re, time
 from pathlib import Path
 begin = time.process_time()
-from forerun.catalog import open_model
+from forerun.hub.catalog import open_model
 from forerun.executors.cpu import CpuExecutor
-from forerun.engine.executor import ExecutorLimits
+from forerun.interface.executor import ExecutorLimits
 model = open_model("smollm2-135m")
 limits = ExecutorLimits(16, 1024, 64, 512, 8192, model.architecture.vocab)
 executor = CpuExecutor(model.checkpoint, limits)

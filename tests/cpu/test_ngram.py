@@ -1,4 +1,5 @@
-"""The n-gram drafter of the compiled core against its slow twin: the same guesses, bit for bit."""
+"""The n-gram drafter of the compiled core against its slow twin: the same draft tokens, bit for
+bit."""
 
 from array import array
 
@@ -7,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.completion import complete, make_request
+from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import CpuNgramDrafter, native
-from forerun.spec.tree import NO_GUESSES, batch
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import NO_DRAFT, batch
 from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
 from tests.engine.test_host_cost import units
@@ -22,11 +23,11 @@ from tests.engine.toys import GREEDY
 SLOTS = 4
 
 
-def opening(slot, tokens):
-    return Opening(slot, np.array(tokens, np.int32), len(tokens), GREEDY)
+def slot_init(slot, tokens):
+    return SlotInit(slot, np.array(tokens, np.int32), len(tokens), GREEDY)
 
 
-def plan_of(slots, nodes, depths, least=0.0):
+def plan_of(slots, nodes, depths, min_prob=0.0):
     rows = len(slots)
     return Plan(
         slots=np.array(slots, np.int32),
@@ -37,7 +38,7 @@ def plan_of(slots, nodes, depths, least=0.0):
         max_depth=np.array(depths, np.int32),
         page_table=np.zeros((rows, 1), np.int32),
         constrained=np.zeros(rows, np.bool_),
-        least=least,
+        min_prob=min_prob,
     )
 
 
@@ -45,23 +46,23 @@ def outcome_of(emitted):
     """What the target said, row by row."""
     rows, width = len(emitted), max(map(len, emitted))
     tokens = np.full((rows, max(width, 1)), -1, np.int32)
-    for row, said in enumerate(emitted):
-        tokens[row, : len(said)] = said
-    counts = np.array([len(said) for said in emitted], np.int32)
+    for row, output_tokens in enumerate(emitted):
+        tokens[row, : len(output_tokens)] = output_tokens
+    counts = np.array([len(output_tokens) for output_tokens in emitted], np.int32)
     return Outcome(counts, tokens, np.zeros(rows, np.int32), np.ones(rows, np.bool_))
 
 
 class Twins:
     """Both drafters, told the same; every proposal is compared."""
 
-    def __init__(self, least=0.2, table=None):
+    def __init__(self, min_prob=0.2, table=None):
         kinds = (NgramDrafter, CpuNgramDrafter)
-        self.both = [kind(SLOTS, least, table) for kind in kinds]
+        self.both = [kind(SLOTS, min_prob, table) for kind in kinds]
         self.open: set[int] = set()
 
     def begin(self, slot, tokens):
         for drafter in self.both:
-            drafter.begin(opening(slot, tokens))
+            drafter.begin(slot_init(slot, tokens))
         self.open.add(slot)
 
     def end(self, slot):
@@ -69,16 +70,16 @@ class Twins:
             drafter.end(slot)
         self.open.discard(slot)
 
-    def step(self, slots, nodes, depths, emitted, least=0.0):
-        """Returns how many guesses there were."""
-        plan = plan_of(slots, nodes, depths, least)
+    def step(self, slots, nodes, depths, emitted, min_prob=0.0):
+        """Returns how many draft tokens there were."""
+        plan = plan_of(slots, nodes, depths, min_prob)
         slow, fast = (drafter.propose(plan) for drafter in self.both)
         assert len(slow) == len(fast) == len(slots)
         for one, other in zip(slow, fast, strict=True):
             for name in ("tokens", "parents", "score"):
                 mine, twins = getattr(one, name), getattr(other, name)
                 assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
-            assert (one.score >= least - 1e-6).all()
+            assert (one.score >= min_prob - 1e-6).all()
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
         for drafter in self.both:
             drafter.observe(plan, trees, outcome)
@@ -98,8 +99,8 @@ def table_of(answers, vocab):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.booleans())
-def test_any_course_of_events(data, least, tabled):
-    twins = Twins(least, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)
+def test_any_course_of_events(data, min_prob, tabled):
+    twins = Twins(min_prob, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
             twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS))
@@ -141,7 +142,7 @@ def test_long_texts(random, kind, tabled):
         at = int(random.integers(0, length // 2))
         twins.begin(slot, text[:at])
         rest[slot] = text[at:]
-    guesses = 0
+    draft_tokens = 0
     for turn in range(250):
         slots = random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist()
         # Now and then nobody is asked for a while, and much has to be taken in at once.
@@ -153,14 +154,14 @@ def test_long_texts(random, kind, tabled):
             count = int(random.integers(0, 9))
             emitted.append(rest[slot][:count])
             rest[slot] = rest[slot][count:]
-        guesses += twins.step(slots, nodes, depths, emitted)
-    assert guesses > 300
+        draft_tokens += twins.step(slots, nodes, depths, emitted)
+    assert draft_tokens > 300
 
 
 def test_drafts_survive_the_next_proposal():
     drafter = CpuNgramDrafter(2, 0.0)
-    drafter.begin(opening(0, [1, 2, 3, 1, 2, 4, 1]))
-    drafter.begin(opening(1, [5, 6, 7, 8, 5]))
+    drafter.begin(slot_init(0, [1, 2, 3, 1, 2, 4, 1]))
+    drafter.begin(slot_init(1, [5, 6, 7, 8, 5]))
     (first,) = drafter.propose(plan_of([0], [8], [4]))
     kept = first.tokens.tolist()
     drafter.propose(plan_of([1], [8], [4]))
@@ -171,16 +172,16 @@ def test_drafts_survive_the_next_proposal():
 @pytest.mark.parametrize("slot", [-1, 1, SLOTS, 2**31 - 1])
 def test_wrong_slots_are_refused(kind, slot):
     drafter = kind(SLOTS)
-    drafter.begin(opening(0, [1, 2, 1]))
+    drafter.begin(slot_init(0, [1, 2, 1]))
     plan = plan_of([0, slot], [4, 4], [4, 4])
     with pytest.raises(EngineError, match=f"slot {slot} is not open"):
         drafter.propose(plan)
-    trees = batch(list(plan.known), [NO_GUESSES] * 2)
+    trees = batch(list(plan.known), [NO_DRAFT] * 2)
     with pytest.raises(EngineError, match=f"slot {slot} is not open"):
         drafter.observe(plan, trees, outcome_of([[1], [1]]))
     if slot != 1:
         with pytest.raises(EngineError, match=f"there is no slot {slot}"):
-            drafter.begin(opening(slot, [1]))
+            drafter.begin(slot_init(slot, [1]))
     drafter.end(1)
     assert len(drafter.propose(plan_of([0], [4], [4]))[0])
 
@@ -198,7 +199,7 @@ def test_wrong_slots_are_refused(kind, slot):
 )
 def test_the_core_checks_what_it_is_told(message, fault):
     drafter, library = CpuNgramDrafter(2), native.load_short()
-    drafter.begin(opening(0, [1, 2, 1]))
+    drafter.begin(slot_init(0, [1, 2, 1]))
     numbers, out = array("i", message), np.empty(64, np.int32)
     code = library.forerun_ngram_propose(
         drafter._index, numbers.buffer_info()[0], len(numbers), 1, out.ctypes.data, 0.0
@@ -224,9 +225,9 @@ def test_what_a_row_costs(random, nodes, most):
     """Proposing and observing, in units of tests/engine/test_host_cost.py: about 50 us."""
     drafter, rows = CpuNgramDrafter(32), 32
     for slot in range(rows):
-        drafter.begin(opening(slot, texts(random, "repeated", 1000)))
+        drafter.begin(slot_init(slot, texts(random, "repeated", 1000)))
     plan, outcome = plan_of(range(rows), [nodes] * rows, [nodes] * rows), outcome_of([[7]] * rows)
-    trees = batch(list(plan.known), [NO_GUESSES] * rows)
+    trees = batch(list(plan.known), [NO_DRAFT] * rows)
 
     def work():
         for _ in range(10):

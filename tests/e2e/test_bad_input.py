@@ -405,16 +405,16 @@ def test_server_info(server):
     assert info["executor"]["executor"] == "toy"
     assert info["drafter"]["drafter"] == "ngram"
     assert info["settings"]["max_body_bytes"] == LIMIT
-    # Why the last rows got the guesses they got.
+    # Why the last rows got the draft tokens they got.
     (granted,) = info["stats"]["load"]["granted"]
     assert granted["reason"] in ("fixed by the configuration", ENDS)
-    for wish, allowed in (
+    for draft_request, allowed in (
         ({"enabled": False}, {"nodes": 0, "depth": 0, "reason": OFF}),
         ({"max_nodes": 0}, {"nodes": 0, "depth": 0, "reason": BOUND}),
         ({"max_depth": 1}, {"nodes": 8, "depth": 1, "reason": BOUND}),
     ):
-        server.complete(max_tokens=9, speculative=wish, stop="e")
-        assert server.load()["granted"] == [{"least": 0.0} | allowed]
+        server.complete(max_tokens=9, speculative=draft_request, stop="e")
+        assert server.load()["granted"] == [{"min_prob": 0.0} | allowed]
 
 
 def test_tokenize_and_detokenize(server):

@@ -8,7 +8,7 @@ import httpx
 from safetensors.torch import load_file, save_file
 
 from forerun.executors.torch.eagle import EagleHead
-from forerun.models.drafts import head_for
+from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from tests.models import tiny

@@ -225,17 +225,17 @@ def test_the_command_says_when_it_cannot_listen():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = command("--port", str(port))
-        _, said = process.communicate(timeout=60)
+        _, output_tokens = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert said == (
+    assert output_tokens == (
         f"forerun: port {port} on 127.0.0.1 is taken by another program; choose another with "
         "--port, or let --port 0 find a free one.\n"
     )
     process = command("--host", "no.such.host.invalid")
-    _, said = process.communicate(timeout=60)
+    _, output_tokens = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in said
-    assert "Traceback" not in said
+    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in output_tokens
+    assert "Traceback" not in output_tokens
 
 
 def test_the_command_serves(tmp_path):
@@ -252,8 +252,8 @@ def test_the_command_serves(tmp_path):
         answer = httpx.get(f"{url}/models", headers=headers, trust_env=False)
         assert answer.json()["data"][0]["id"] == "toy"
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 0, said
-        assert "GET /v1/models 200 id=" in said
+        _, output_tokens = process.communicate(timeout=60)
+        assert process.returncode == 0, output_tokens
+        assert "GET /v1/models 200 id=" in output_tokens
     finally:
         process.kill()

@@ -132,8 +132,8 @@ def test_speculation_changes_no_token(client, temperature):
     assert off.metrics["speculative_decoding"]["num_draft_tokens"] == 0
     counts = on.metrics["speculative_decoding"]
     assert counts["reasons"] == ["fixed by the configuration"]
-    said = off.metrics["speculative_decoding"]["reasons"]
-    assert said == ["off: the request wants no speculation"]
+    output_tokens = off.metrics["speculative_decoding"]["reasons"]
+    assert output_tokens == ["off: the request wants no speculation"]
     assert counts["num_draft_tokens"] > 0
     # Every token but those past the end came from a step, accepted or the target's own.
     assert counts["num_spec_steps"] + counts["num_accepted_draft_tokens"] >= 200

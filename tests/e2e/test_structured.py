@@ -70,14 +70,14 @@ def texts(server, route, **body):
     """The texts of all choices, asked for in one piece."""
     answer = server.post(route, {**starting(route), **body})
     assert answer.status_code == 200, answer.text
-    return [(said(choice), choice["finish_reason"]) for choice in answer.json()["choices"]]
+    return [(output_tokens(choice), choice["finish_reason"]) for choice in answer.json()["choices"]]
 
 
 def starting(route):
     return {"messages": ASKED} if route == CHAT else {"prompt": "Which city?"}
 
 
-def said(choice):
+def output_tokens(choice):
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
@@ -353,7 +353,7 @@ def thinking(tmp_path_factory):
 
 
 def test_a_constraint_begins_where_the_reasoning_ends(thinking):
-    """Guesses are accepted across the end of reasoning, which falls anywhere in a run."""
+    """Draft tokens are accepted across the end of reasoning, which falls anywhere in a run."""
 
     def asked(number):
         body = {"messages": [{"role": "user", "content": f"City {number}"}], "max_tokens": 300}

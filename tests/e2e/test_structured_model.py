@@ -5,7 +5,7 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.api import load
+from forerun.build.engine import load
 from forerun.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 

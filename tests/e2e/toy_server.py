@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 
-from forerun.api import load
+from forerun.build.engine import load
 from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ForerunError, ModelError
 from forerun.executors.toy import ToyExecutor

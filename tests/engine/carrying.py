@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.tree import TreeBatch, batch
+from forerun.speculative.tree import TreeBatch, batch
 
 
 @dataclass(eq=False)
@@ -21,7 +21,7 @@ class Begun:
 
 
 class CarryingToy(ToyExecutor):
-    """A CarryingExecutor, fastidious about how it is used.
+    """A OverlapExecutor, fastidious about how it is used.
 
     The rows of a carried step are where its own `state` says, by slot: kv_len and last token.
     Pages are read and written when a step is done, which is late, so one that was given away too
@@ -37,14 +37,14 @@ class CarryingToy(ToyExecutor):
         self._state, self._queue, self._count, self._drafter = {}, [], 0, None
 
     def guided_by(self, drafter):
-        """Guess what this drafter would; it is asked when it knows the text."""
+        """Draft token what this drafter would; it is asked when it knows the text."""
         self._drafter = drafter
-        ahead = drafter.traits.name not in ("none", "ngram")
-        drafter.traits = replace(drafter.traits, ahead=ahead)
+        drafts_on_device = drafter.traits.name not in ("none", "ngram")
+        drafter.traits = replace(drafter.traits, drafts_on_device=drafts_on_device)
 
-    def open(self, opening):
-        self._no_step_has(opening.slot)
-        super().open(opening)
+    def open(self, slot_init):
+        self._no_step_has(slot_init.slot)
+        super().open(slot_init)
 
     def close(self, slot):
         self._no_step_has(slot)
@@ -116,9 +116,9 @@ class CarryingToy(ToyExecutor):
         self._write(plan, begun.trees, begun.accepted)
         for row, slot in enumerate(plan.slots.tolist()):
             nodes = begun.trees.nodes(row)
-            said = begun.accepted.choice[nodes.start : nodes.stop]
-            said = said[said >= 0]
-            self._state[slot] = int(plan.kv_len[row]) + len(said), int(said[-1])
+            output_tokens = begun.accepted.choice[nodes.start : nodes.stop]
+            output_tokens = output_tokens[output_tokens >= 0]
+            self._state[slot] = int(plan.kv_len[row]) + len(output_tokens), int(output_tokens[-1])
 
     def _own(self, plan):
         """The plan, with what only the device knows."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.drafter import DrafterTraits
-from forerun.engine.plan import Opening, Outcome, Plan
-from forerun.spec.tree import Draft, TreeBatch
+from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import Draft, TreeBatch
 
-Foresee = Callable[[Opening, list[int], int], Sequence[int]]
+Foresee = Callable[[SlotInit, list[int], int], Sequence[int]]
 """(the sequence's opening, all its tokens so far, n) -> the n tokens the target will emit."""
 
 
@@ -24,13 +24,13 @@ class _Informed:
     def __init__(self, name: str, foresee: Foresee) -> None:
         self.traits = DrafterTraits(name=name, max_depth=64)
         self._foresee = foresee
-        self._open: dict[int, tuple[Opening, list[int]]] = {}
+        self._open: dict[int, tuple[SlotInit, list[int]]] = {}
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Keep the text. Raises ValueError where the slot is taken."""
-        if opening.slot in self._open:
-            raise ValueError(f"slot {opening.slot} was never ended")
-        self._open[opening.slot] = (opening, opening.tokens.tolist())
+        if slot_init.slot in self._open:
+            raise ValueError(f"slot {slot_init.slot} was never ended")
+        self._open[slot_init.slot] = (slot_init, slot_init.tokens.tolist())
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, made of the future."""
@@ -40,16 +40,16 @@ class _Informed:
         nodes, depth = int(plan.max_nodes[row]), int(plan.max_depth[row])
         if not nodes:
             return Draft()
-        opening, text = self._open[int(plan.slots[row])]
-        return self.draft(self._foresee(opening, text, min(nodes, depth)), nodes)
+        slot_init, text = self._open[int(plan.slots[row])]
+        return self.draft(self._foresee(slot_init, text, min(nodes, depth)), nodes)
 
     def draft(self, future: Sequence[int], nodes: int) -> Draft:
-        """At most `nodes` guesses, no deeper than `future` is long."""
+        """At most `nodes` draft tokens, no deeper than `future` is long."""
         raise NotImplementedError
 
     def carry(self, plan: Plan) -> bool:
-        """Whether CarryingToy asks for the guesses, when it comes to them."""
-        return self.traits.ahead or not plan.max_nodes.any()
+        """Whether CarryingToy asks for the draft tokens, when it comes to them."""
+        return self.traits.drafts_on_device or not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
@@ -103,7 +103,8 @@ class ErraticDrafter(_Informed):
         self._random = Random(seed)
 
     def draft(self, future: Sequence[int], nodes: int) -> Draft:
-        """Hang guesses below random earlier ones, right ones and wrong ones, siblings distinct."""
+        """Hang draft tokens below random earlier ones, right ones and wrong ones, siblings
+        distinct."""
         pick = self._random
         tokens: list[int] = []
         parents: list[int] = []

@@ -99,7 +99,7 @@ def test_two_that_compute_the_same_page_end_up_with_one():
 
 
 def test_pages_differ_by_the_token_after_them_where_that_matters():
-    shared = PrefixIndex(PagePool(8), 2, ahead=1)
+    shared = PrefixIndex(PagePool(8), 2, lookahead=1)
     tables = [PageTable(shared), PageTable(shared), PageTable(shared)]
     texts = [ints(1, 2, 3, 4, 5), ints(1, 2, 3, 4, 6), ints(1, 2, 3, 4, 5)]
     for table in tables:
@@ -119,7 +119,7 @@ def test_pages_differ_by_the_token_after_them_where_that_matters():
 
 
 def test_a_page_waits_for_the_token_after_it():
-    shared = PrefixIndex(PagePool(8), 2, ahead=1)
+    shared = PrefixIndex(PagePool(8), 2, lookahead=1)
     table = PageTable(shared)
     assert table.reserve(4)
     table.commit(2, ints(1, 2))

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from forerun.control.cost_model import StepCosts
+from forerun.control.policy import AdaptivePolicy
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.costs import StepCosts
-from forerun.spec.policy import AdaptivePolicy
 from tests.engine.toys import (
     Ear,
     ask,
@@ -56,12 +56,12 @@ def test_a_policy_that_learns_changes_speed_only(draft_ms):
     ear = run(engine, *requests)
     for request in requests:
         ear.expect(request)
-    assert (engine.stats().guesses > 20) == (draft_ms == 0)
+    assert (engine.stats().draft_tokens > 20) == (draft_ms == 0)
     assert all(budget.reason for budget in engine.stats().load.granted)
 
 
 def test_guesses_take_no_page_from_anyone():
-    """With guesses that are all rejected, who runs when is exactly as without."""
+    """With draft tokens that are all rejected, who runs when is exactly as without."""
 
     def history(name):
         engine = make(name, page_size=2, pages=20, slots=6, max_nodes=64)
@@ -76,11 +76,11 @@ def test_the_oracle_is_always_right():
     ear = run(engine, ask(max_tokens=21, prompt="abc"))
     stats = ear.last().stats
     assert ear.tokens() == following(b"abc", 21)
-    # One token after the prefill, then four guesses and one of the target's own, four times.
-    assert (stats.steps, stats.guesses, stats.accepted) == (5, 16, 16)
+    # One token after the prefill, then four draft tokens and one of the target's own, four times.
+    assert (stats.steps, stats.draft_tokens, stats.accepted) == (5, 16, 16)
     assert stats.histogram == (1, 0, 0, 0, 4)
     total = engine.stats()
-    assert (total.drafts, total.guesses, total.accepted) == (4, 16, 16)
+    assert (total.drafts, total.draft_tokens, total.accepted) == (4, 16, 16)
     assert total.accepted_at == (4, 4, 4, 4) and total.acceptance_length == 21 / 5
 
 
@@ -90,7 +90,7 @@ def test_the_adversary_is_never_right():
     stats = ear.last().stats
     assert ear.tokens() == following(b"abc", 21)
     assert (stats.steps, stats.accepted, stats.histogram) == (21, 0, (21,))
-    assert stats.guesses == 16 * 4 + 3 + 2 + 1  # Depth ends one before the last token.
+    assert stats.draft_tokens == 16 * 4 + 3 + 2 + 1  # Depth ends one before the last token.
 
 
 def test_lookup_finds_the_period():
@@ -377,12 +377,12 @@ class Fragile(ToyExecutor):
         self.how = how
         self.bad = set()
 
-    def open(self, opening):
-        if self.how == "open" and opening.tokens[0] == ord("!"):
+    def open(self, slot_init):
+        if self.how == "open" and slot_init.tokens[0] == ord("!"):
             raise RuntimeError("no room on the device")
-        super().open(opening)
-        if opening.tokens[0] == ord("!"):
-            self.bad.add(opening.slot)
+        super().open(slot_init)
+        if slot_init.tokens[0] == ord("!"):
+            self.bad.add(slot_init.slot)
 
     def close(self, slot):
         super().close(slot)

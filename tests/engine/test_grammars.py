@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from forerun.engine.loop import Engine, EngineOptions
+from forerun.control.policy import FixedPolicy
 from forerun.engine.request import Finish
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.policy import FixedPolicy
-from forerun.spec.tree import NodeMasks
+from forerun.speculative.tree import NodeMasks
 from tests.engine.toys import TOKENIZER, VOCAB, ask, drafter, limits, run
 
 DIGITS = range(48, 58)
@@ -54,8 +54,8 @@ class DigitGrammars:
             if slot not in self.left:
                 continue
             for node in trees.nodes(b):
-                guesses = int(trees.depth[node] - trees.depth[trees.root(b)])
-                row[node] = self.left[slot] <= guesses
+                draft_tokens = int(trees.depth[node] - trees.depth[trees.root(b)])
+                row[node] = self.left[slot] <= draft_tokens
             if self.trouble[slot] == "masks":
                 self.failed[slot] = "the matcher is stuck"
         bits = np.packbits(allowed, axis=1, bitorder="little")

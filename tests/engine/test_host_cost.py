@@ -14,10 +14,10 @@ from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.plan import Opening, Outcome
 from forerun.executors.toy import ToyExecutor
+from forerun.interface.plan import Outcome, SlotInit
 from forerun.text.stream import TextStream
-from tests.engine.test_drafters import plan as one_row
+from tests.drafters.test_ngram import plan as one_row
 from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make
 
 ROWS = 32
@@ -46,7 +46,7 @@ def units(work, repeats=5):
 class Parrot(ToyExecutor):
     """Says "a" at once, whatever the tree: what is left is the engine's own work."""
 
-    def open(self, opening):
+    def open(self, slot_init):
         pass
 
     def close(self, slot):
@@ -59,11 +59,11 @@ class Parrot(ToyExecutor):
         return None
 
     def commit(self, plan, trees, scores, accepted):
-        said = plan.samples.astype(np.int32)
+        output_tokens = plan.samples.astype(np.int32)
         return Outcome(
-            n_tokens=said,
+            n_tokens=output_tokens,
             tokens=np.full((plan.rows, 1), 97, np.int32),
-            n_guesses=(np.diff(trees.start) - trees.known).astype(np.int32),
+            n_draft_tokens=(np.diff(trees.start) - trees.known).astype(np.int32),
             finite=np.ones(plan.rows, np.bool_),
         )
 
@@ -88,7 +88,7 @@ def test_a_row_of_a_step(name, most):
 
 def test_planning_a_row():
     engine = running("none")
-    work = lambda: [engine._turns.scheduler.plan() for _ in range(10)]  # noqa: E731
+    work = lambda: [engine._core.scheduler.plan() for _ in range(10)]  # noqa: E731
     assert units(work) / (10 * ROWS) < 0.1
 
 
@@ -116,10 +116,10 @@ def test_text_of_a_token():
 
 
 def test_lookup_of_a_continuation():
-    """One draft of eight guesses from a text of 2,000 tokens that repeats itself."""
+    """One draft of eight draft tokens from a text of 2,000 tokens that repeats itself."""
     drafter = NgramDrafter(2)
     tokens = np.tile(np.arange(250, dtype=np.int32), 8)
-    drafter.begin(Opening(1, tokens, len(tokens), GREEDY))
+    drafter.begin(SlotInit(1, tokens, len(tokens), GREEDY))
     work = lambda: [drafter.propose(one_row(8, 8)) for _ in range(20)]  # noqa: E731
     assert len(drafter.propose(one_row(8, 8))[0]) == 8
     assert units(work) / 20 < 2.2
@@ -129,5 +129,5 @@ def test_indexing_a_prompt():
     """Per token, when a sequence takes a slot."""
     drafter = NgramDrafter(2)
     tokens = np.random.default_rng(0).integers(0, 50000, 4096).astype(np.int32)
-    work = lambda: drafter.begin(Opening(1, tokens, len(tokens), GREEDY))  # noqa: E731
+    work = lambda: drafter.begin(SlotInit(1, tokens, len(tokens), GREEDY))  # noqa: E731
     assert units(work) / 4096 < 0.012

@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.control.cost_model import StepCosts
+from forerun.control.policy import AdaptivePolicy, Budget, FixedPolicy
 from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.overlap import completed
-from forerun.engine.plan import Outcome, Plan
 from forerun.engine.request import Finish
-from forerun.spec.costs import StepCosts
-from forerun.spec.policy import AdaptivePolicy, Budget, FixedPolicy
+from forerun.interface.plan import Outcome, Plan
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
 
-GUESSERS = ["none", "oracle", "adversary", "erratic"]
+DRAFTERS = ["none", "oracle", "adversary", "erratic"]
 
 
 def overlapped(name="erratic", fails=(), nodes=4, depth=4, **shape):
@@ -27,7 +27,7 @@ def hot(id, prompt="Hello", max_tokens=20, **changes):
     return ask(id, prompt, max_tokens, temperature=0.8, seed=5, **changes)
 
 
-@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_texts_are_the_reference(name):
     engine, _ = overlapped(name)
     requests = [ask("a", "ab", 30), hot("b"), hot("c", "Hello, world", 9), ask("d", "xyz", 14)]
@@ -37,7 +37,7 @@ def test_texts_are_the_reference(name):
     assert engine.stats().carried > 5
 
 
-@pytest.mark.parametrize("name", GUESSERS)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_the_next_step_begins_before_this_one_is_looked_at(name):
     engine, toy = overlapped(name)
     run(engine, hot("a", max_tokens=30))
@@ -209,8 +209,8 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
     engine, toy = overlapped("oracle")
     inner = toy._drafter
     guarded = GuardedDrafter(inner)
-    engine._turns._overlap._drafter._inner = guarded
-    engine._turns._drafter._inner = guarded
+    engine._core._overlap._drafter._inner = guarded
+    engine._core._drafter._inner = guarded
 
     def broken(plan):
         raise RuntimeError("no more")
@@ -222,7 +222,7 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
 
 
 class Counting(FixedPolicy):
-    """No guesses but in every seventh step; counts how often it is asked."""
+    """No draft tokens but in every seventh step; counts how often it is asked."""
 
     def __init__(self):
         super().__init__(3, 3)
@@ -246,7 +246,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     toy, policy = CarryingToy(limits()), Counting()
     engine = make(name, executor=toy, overlap=True, policy=policy)
     toy._drafter.traits = replace(toy._drafter.traits, needs_features=features)
-    engine._turns._drafter.traits = toy._drafter.traits
+    engine._core._drafter.traits = toy._drafter.traits
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
     stats = engine.stats()
@@ -259,7 +259,7 @@ def test_adaptive_guessing_sees_every_step():
     policy, toy = AdaptivePolicy(costs, 4, 4), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     selected = SelectedDrafter(toy._drafter, policy)
-    engine._turns._drafter._inner = selected
+    engine._core._drafter._inner = selected
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)
     for request in requests:
@@ -280,7 +280,7 @@ def test_a_plan_is_completed_by_the_outcome_before():
     outcome = Outcome(
         n_tokens=np.array([2, 0, 1], np.int32),
         tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
-        n_guesses=np.array([1, 1, 0], np.int32),
+        n_draft_tokens=np.array([1, 1, 0], np.int32),
         finite=np.array([True, False, True]),
     )
     made = completed(plan([9, 4, 2], [32, 12, 22], ends=np.full(3, 99)), before, outcome)

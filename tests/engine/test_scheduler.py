@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from forerun.control.policy import FixedPolicy
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
 from forerun.engine.sequence import Sequence
-from forerun.spec.policy import FixedPolicy
 from forerun.text.stream import TextStream
 from tests.engine.toys import TOKENIZER, ask, limits
 
@@ -46,7 +46,7 @@ class World:
         return made[0] if n == 1 else made
 
     def step(self, accepted=0):
-        """Plan and pretend: every guess up to `accepted` deep is right."""
+        """Plan and pretend: every draft token up to `accepted` deep is right."""
         schedule = self.scheduler.plan()
         self.scheduler.check()
         if schedule is None:
@@ -171,7 +171,7 @@ def test_depth_leaves_room_for_the_targets_own_token():
 
 
 @pytest.mark.parametrize(
-    ("wish", "nodes", "depth"),
+    ("draft_request", "nodes", "depth"),
     [
         (Speculation(), 8, 6),
         (Speculation(enabled=False), 0, 0),
@@ -181,9 +181,9 @@ def test_depth_leaves_room_for_the_targets_own_token():
         (Speculation(max_nodes=99, max_depth=99), 8, 6),
     ],
 )
-def test_wishes(wish, nodes, depth):
+def test_wishes(draft_request, nodes, depth):
     world = World(nodes=8, depth=6, max_nodes=16)
-    world.add(prompt_len=3, max_tokens=32, speculation=wish)
+    world.add(prompt_len=3, max_tokens=32, speculation=draft_request)
     world.step()
     plan = world.step().plan
     assert (plan.max_nodes.tolist(), plan.max_depth.tolist()) == ([nodes], [depth])

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from forerun.engine.plan import Opening, Plan
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, batch
+from forerun.interface.plan import Plan, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, batch
 from tests.engine.toys import GREEDY, best, following, limits, logits
 
 
@@ -31,7 +31,7 @@ def step(toy, step_plan, draft=None):
 
 def opened(tokens, sampling=GREEDY):
     toy = ToyExecutor(limits())
-    toy.open(Opening(0, ints(*tokens), len(tokens), sampling))
+    toy.open(SlotInit(0, ints(*tokens), len(tokens), sampling))
     return toy
 
 
@@ -56,10 +56,10 @@ def test_logits_shape():
 def test_a_tree_is_accepted_along_the_right_path_and_only_that_is_written():
     toy = opened(b"Hi")
     step(toy, plan(b"Hi", 0, [7, 9]))
-    # root d; guesses: z, j (right), e below z (wrong parent), e below j (right)
+    # root d; draft tokens: z, j (right), e below z (wrong parent), e below j (right)
     draft = Draft(ints(122, 106, 101, 101), ints(-1, -1, 0, 1), np.zeros(4, np.float32))
     outcome = step(toy, plan(b"d", 2, [7, 9], depth=2), draft)
-    assert bytes(outcome.tokens[0].tolist()) == b"jel" and outcome.n_guesses.tolist() == [4]
+    assert bytes(outcome.tokens[0].tolist()) == b"jel" and outcome.n_draft_tokens.tolist() == [4]
     assert toy._values[7].tolist() == list(b"Hidj")
     assert toy._values[9].tolist() == [ord("e"), 0, 0, 0]
 

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.constrain.grammars import NoGrammars
+from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
-from forerun.drafters.nothing import NoDrafter
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.loop import Engine, EngineOptions
-from forerun.engine.plan import Opening
+from forerun.drafters.none import NoDrafter
 from forerun.engine.request import Delta, Finish, Request, Stopping, choice_seed
+from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.spec.accept import choose
-from forerun.spec.policy import FixedPolicy
-from forerun.spec.sampling import History, Sampling, process
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import SlotInit
+from forerun.speculative.accept import choose
+from forerun.speculative.sampling import History, Sampling, process
 from forerun.text.tokenizer import Tokenizer
 from tests.engine.carrying import CarryingToy
 from tests.engine.drafters import AdversaryDrafter, ErraticDrafter, OracleDrafter
@@ -69,8 +69,8 @@ def reference(request: Request, index: int = 0) -> tuple[list[int], str, Finish]
     return out, text, Finish.LENGTH
 
 
-def foresee(opening: Opening, text: list[int], count: int) -> list[int]:
-    return following(text, count, opening.sampling, opening.prompt_len)
+def foresee(slot_init: SlotInit, text: list[int], count: int) -> list[int]:
+    return following(text, count, slot_init.sampling, slot_init.prompt_len)
 
 
 def drafter(name: str, slots: int):
@@ -89,10 +89,10 @@ def make(name="none", nodes=4, depth=4, executor=None, policy=None, **shape) -> 
     options = EngineOptions(**{key: shape.pop(key) for key in names if key in shape})
     executor = executor or ToyExecutor(limits(**shape))
     policy = policy or (FixedPolicy(nodes, depth) if name != "none" else FixedPolicy(0, 0))
-    guesser = drafter(name, executor.limits.slots)
+    chosen = drafter(name, executor.limits.slots)
     if isinstance(executor, CarryingToy):
-        executor.guided_by(guesser)
-    return Engine(executor, guesser, policy, TOKENIZER, NoGrammars(), options)
+        executor.guided_by(chosen)
+    return Engine(executor, chosen, policy, TOKENIZER, NoGrammars(), options)
 
 
 def ask(id="r", prompt="Hello", max_tokens=16, **changes) -> Request:

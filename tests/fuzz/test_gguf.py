@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forerun.catalog import open_model
 from forerun.errors import ModelError
+from forerun.hub.catalog import open_model
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import read_header
 from tests.fuzz.bounded import bounded

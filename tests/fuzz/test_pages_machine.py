@@ -50,7 +50,8 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(text=texts, tokens=st.lists(st.integers(0, 1), max_size=8), slack=st.integers(0, 6))
     def advance(self, text, tokens, slack):
-        """Reserve, write, commit: as a step does, with or without guesses that were rejected."""
+        """Reserve, write, commit: as a step does, with or without draft tokens that were
+        rejected."""
         if text not in self.live:
             return
         before = self.index.available

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.api import open_target
 from forerun.bench.prove import Trial, prove
 from forerun.bench.workload import Prompt
+from forerun.build.engine import open_target
 from forerun.config import EngineConfig
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import choices, gumbel
-from forerun.spec import noise
-from forerun.spec.sampling import Sampling
+from forerun.speculative import noise
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, limits
 from tests.parity.test_torch_accept import SAMPLINGS, SEEDS, nodes, text

@@ -7,7 +7,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.parity.test_torch_head import (
+from tests.parity.test_torch_draft_model import (
     SWITCHES,
     Target,
     Twin,
@@ -57,7 +57,7 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 7, 1), (15, 4, 4)])
 def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
-    """Accepted guesses, of texts that are the same; near-ties of the draft are forgiven."""
+    """Accepted draft tokens, of texts that are the same; near-ties of the draft are forgiven."""
     twin, texts = learned
     names = ("draft_nodes", "draft_depth", "draft_width")
     found = []
@@ -75,7 +75,7 @@ def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, sh
         drafted = any(levels for _, _, levels, _ in sizes)
         assert drafted == (device == "cuda" and not eager)
         found.append(served)
-    ahead, alone = found
-    assert sum(a.tokens == b.tokens for a, b in zip(ahead, alone, strict=True)) >= 3
-    accepted = [sum(item.stats.accepted for item in side) for side in found]
+    carried, alone = found
+    assert sum(a.tokens == b.tokens for a, b in zip(carried, alone, strict=True)) >= 3
+    accepted = [sum(item.stats.accepted for item in staging) for staging in found]
     assert abs(accepted[0] - accepted[1]) <= 0.05 * accepted[1]

@@ -10,7 +10,7 @@ from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, 
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import Narrow, put
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -45,7 +45,7 @@ def step(kv_len, nodes, groups, size, device, dtype, seed=0):
         start=there(start),
         kv_len=there(np.array(kv_len)),
         table=there(pages),
-        turns=there(np.concatenate(spans, axis=1)),
+        tree_intervals=there(np.concatenate(spans, axis=1)),
         tiles=there(tiles_of(start, 4)),
         tile=4,
         page_size=page,
@@ -80,9 +80,9 @@ def test_float8_pages(kernels, device, groups):
     queries, _, _, geometry = step([5, 64, 700], 8, groups, 128, device, torch.bfloat16)
     draw = torch.Generator(device).manual_seed(3)
     total = geometry.scratch + 3 * 8 + 1
-    sides = []
+    staging = []
     for fast in (True, False):
-        sides.append(tuple(
+        staging.append(tuple(
             Narrow(
                 torch.zeros(groups[1], total, 128, device=device, dtype=FLOAT8),
                 torch.zeros(groups[1], total, device=device),
@@ -95,17 +95,17 @@ def test_float8_pages(kernels, device, groups):
         )
         keys[3, 0, 7] = torch.nan
         if fast:
-            kernels.write(keys, values, sides[-1], 0)
+            kernels.write(keys, values, staging[-1], 0)
         else:
-            for side, rows in zip(sides[-1], (keys, values), strict=True):
-                put(side, 0, rows + (keys * 0 if rows is keys else 0))
-    for one, other in zip(*sides, strict=True):
+            for cached, rows in zip(staging[-1], (keys, values), strict=True):
+                put(cached, 0, rows + (keys * 0 if rows is keys else 0))
+    for one, other in zip(*staging, strict=True):
         torch.testing.assert_close(one.scale, other.scale, rtol=1e-6, atol=0, equal_nan=True)
         whole = one.scale.isfinite()
         same = one.numbers.float()[whole] == other.numbers.float()[whole]
         assert same.float().mean() > 0.999  # A division may round to the other neighbour.
-    found = kernels.attend(queries, *sides[1], geometry).double()
-    expected = attend_dense(queries, *sides[1], geometry).double()
+    found = kernels.attend(queries, *staging[1], geometry).double()
+    expected = attend_dense(queries, *staging[1], geometry).double()
     assert (found - expected).nan_to_num().norm() / expected.nan_to_num().norm() < 1e-2
 
 
@@ -182,9 +182,9 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
         how = ("float32", graphs, compiled and graphs and device == "cuda")
         made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how, kv_dtype)
         with Driver(made) as driver:
-            for slot, heat in enumerate((0.0, 0.8, 1.0)):
+            for slot, temperature in enumerate((0.0, 0.8, 1.0)):
                 prompt = np.arange(20 + slot, 40 + 3 * slot)
-                driver.open(slot, prompt, Sampling(temperature=heat, seed=slot))
+                driver.open(slot, prompt, Sampling(temperature=temperature, seed=slot))
             driver.step([Row(slot) for slot in range(3)])
             for _ in range(30):
                 last = [driver.sequences[slot].tokens[-1] for slot in range(3)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.models.folder import FolderCheckpoint
-from tests.parity.test_torch_head import Target, learn, opened
+from tests.parity.test_torch_draft_model import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
 
 
@@ -50,5 +50,5 @@ def test_overlap_survives_a_thousand_steps(target, learned, device):
         for n, request in enumerate(asked(list(learned[1]) * 3, 0.8, [70] * 36))
     ]
     found, stats = answered(target, requests, True, **OFF)
-    assert [len(said) for said in tokens(found)] == [70] * 36
+    assert [len(output_tokens) for output_tokens in tokens(found)] == [70] * 36
     assert stats.load.pages_held == 0 and stats.failed_steps == 0

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
-from forerun.catalog import open_model
+from forerun.hub.catalog import open_model
 from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.gguf_header import read_header
 from forerun.models.rope import Rope

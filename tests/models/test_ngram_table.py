@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from forerun.catalog import shipped_draft
 from forerun.errors import ModelError
+from forerun.hub.catalog import shipped_draft
 from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.train import ngrams
 from forerun.train.ngrams import count_ngrams, write_ngrams
@@ -43,7 +43,7 @@ def by_hand(chats, text):
         shares = {token: (after.count(token) - ngrams.DISCOUNT) / total for token in set(after)}
         best = sorted(shares, key=lambda token: (-shares[token], token))[: ngrams.FOLLOWERS]
         for token in best:
-            if shares[token] >= ngrams.LEAST:
+            if shares[token] >= ngrams.MIN_PROB:
                 found[token] = found.get(token, 0.0) + shares[token]
     return found
 

@@ -35,8 +35,10 @@ def compiled(function, signature, constants, warps, stages):
         file.write(kernel.asm["cubin"])
         file.flush()
         command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        output_tokens = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {
+        key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output_tokens)
+    }
     return usage | {
         "shared": kernel.metadata.shared,
         "async_copies": len(re.findall(r"cp\.async\.c[ag]", kernel.asm["ptx"])),
@@ -44,7 +46,7 @@ def compiled(function, signature, constants, warps, stages):
     }
 
 
-def attention(dtype, share, size, tile, parts, pages=None):
+def attention(dtype, gqa_group, size, tile, parts, pages=None):
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -52,16 +54,16 @@ def attention(dtype, share, size, tile, parts, pages=None):
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
         "out": number if parts == 1 else "*fp32",
         "sums": number if parts == 1 else "*fp32",
-        **dict.fromkeys(("tiles", "start", "kv_len", "table", "turns"), "*i32"),
+        **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
         "group_stride": "i64",
         **dict.fromkeys(("table_stride", "scratch", "count"), "i32"),
         "scale": "fp32",
     }
     narrow = dtype != "fp32"
     constants = {
-        **{"SHARE": share, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
+        **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
         "NARROW": pages is not None,
-        "LINES": max(16, triton.next_power_of_2(tile * share)),
+        "LINES": max(16, triton.next_power_of_2(tile * gqa_group)),
         "KEYS": triton_attention.KEYS if narrow else triton_attention.KEYS // 2,
     }
     kernel = triton_attention._attend

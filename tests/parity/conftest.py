@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.catalog import open_model
 from forerun.executors.torch import TorchExecutor
+from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.executors.torch import TorchExecutor
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft, TreeBatch, batch
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, TreeBatch, batch
 
 EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
 """Greedy, and the logits of every node are computed."""
@@ -72,7 +72,7 @@ class Driver:
     def open(self, slot: int, tokens, sampling: Sampling = EVERYTHING, prompt_len=None) -> None:
         tokens = np.asarray(tokens, np.int32)
         prompt_len = len(tokens) if prompt_len is None else prompt_len
-        self.executor.open(Opening(slot, tokens, prompt_len, sampling))
+        self.executor.open(SlotInit(slot, tokens, prompt_len, sampling))
         self.sequences[slot] = Sequence(tokens.tolist(), 0, [])
 
     def close(self, slot: int) -> None:
@@ -93,14 +93,14 @@ class Driver:
         for line, sequence in zip(table, chosen, strict=True):
             line[: len(sequence.pages)] = sequence.pages
         ends = [s.kv_len + len(k) == len(s.tokens) for s, k in zip(chosen, known, strict=True)]
-        guesses = np.array([len(row.draft) for row in rows], np.int32)
+        draft_tokens = np.array([len(row.draft) for row in rows], np.int32)
         plan = Plan(
             slots=np.array([row.slot for row in rows], np.int32),
             kv_len=np.array([s.kv_len for s in chosen], np.int32),
             known=tuple(known),
             samples=np.array(ends),
-            max_nodes=guesses,
-            max_depth=guesses,
+            max_nodes=draft_tokens,
+            max_depth=draft_tokens,
             page_table=table,
             constrained=np.zeros(len(rows), np.bool_),
         )

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.host import HostSampler, PlainNodes
+from forerun.executors.host_sampler import HostSampler, PlainNodes
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import choices, gumbel
-from forerun.spec import noise
-from forerun.spec.accept import NOTHING, choose
-from forerun.spec.sampling import Sampling
+from forerun.speculative import noise
+from forerun.speculative.accept import NOTHING, choose
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 
@@ -47,9 +47,9 @@ def test_choices_are_the_hosts():
     logits = (random.normal(size=(150, 1000)) * 4).astype(np.float32)
     logits[::10] = np.round(logits[::10])  # Ties.
     found = choices(torch.from_numpy(logits), nodes(cases)).tolist()
-    for line, (seed, position, heat), token in zip(logits, cases, found, strict=True):
-        scaled = line if heat in (0.0, 1.0) else line / np.float32(heat)
-        assert token == choose(scaled, Sampling(temperature=heat, seed=seed), position)
+    for line, (seed, position, temperature), token in zip(logits, cases, found, strict=True):
+        scaled = line if temperature in (0.0, 1.0) else line / np.float32(temperature)
+        assert token == choose(scaled, Sampling(temperature=temperature, seed=seed), position)
     assert len(set(found)) > 50
 
 
@@ -60,10 +60,10 @@ def test_ties_go_to_the_lowest_id_and_trouble_to_nothing():
     logits[2, 8] = torch.inf
     logits[3] = -torch.inf
     logits[4, :8] = -torch.inf
-    for heat in (0.0, 1.0):
-        found = choices(logits, nodes([(5, 1, heat)] * 5)).tolist()
+    for temperature in (0.0, 1.0):
+        found = choices(logits, nodes([(5, 1, temperature)] * 5)).tolist()
         assert found[1:] == [NOTHING, NOTHING, NOTHING, 8]
-        assert heat or found[0] == 3
+        assert temperature or found[0] == 3
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +72,19 @@ def executor(checkpoint):
 
 
 def text(executor, samplings, count=14):
-    """Tokens of several rows with chains of partly right guesses, all in one batch."""
+    """Tokens of several rows with chains of partly right draft tokens, all in one batch."""
     prompt = list(range(20, 33))
     with Driver(executor) as driver:
         for slot, sampling in enumerate(samplings):
             driver.open(slot, prompt[slot:], sampling)
-        guesses = {slot: [] for slot in range(len(samplings))}
+        draft_tokens = {slot: [] for slot in range(len(samplings))}
         while min(len(s.tokens) for s in driver.sequences.values()) < len(prompt) + count:
-            rows = [Row(s, draft=chain_draft(np.array(g, np.int32))) for s, g in guesses.items()]
+            rows = [
+                Row(s, draft=chain_draft(np.array(g, np.int32))) for s, g in draft_tokens.items()
+            ]
             driver.step(rows)
             last = {slot: s.tokens[-1] for slot, s in driver.sequences.items()}
-            guesses = {slot: [last[slot], 40, 41] for slot in guesses}
+            draft_tokens = {slot: [last[slot], 40, 41] for slot in draft_tokens}
         return [s.tokens[: len(prompt) + count] for s in driver.sequences.values()]
 
 

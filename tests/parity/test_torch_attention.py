@@ -1,4 +1,4 @@
-"""Attention over chains and blocks is the reference attention of spec/verify.py."""
+"""Attention over chains and blocks is the reference attention of speculative/verify.py."""
 
 import numpy as np
 import pytest
@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.spec import verify
-from forerun.spec.tree import batch
+from forerun.speculative import verify
+from forerun.speculative.tree import batch
 from tests.parity.driver import limits
-from tests.spec.worlds import as_draft, drafts, paths, plan_of
+from tests.speculative.worlds import as_draft, drafts, paths, plan_of
 
 SIZE = 16
 
@@ -111,7 +111,9 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
     )
     clean = Pages([5, 9], trees, 4, 2, 16, 0)
     healthy = clean.ours()
-    getattr(clean, field)[5, 0, 3] = poison  # The first guess's first child: node 3 is its parent.
+    getattr(clean, field)[5, 0, 3] = (
+        poison  # The first draft token's first child: node 3 is its parent.
+    )
     clean.cache.write(0, torch.from_numpy(clean.keys), torch.from_numpy(clean.values))
     found = clean.ours()
     spoilt = [5, 6]

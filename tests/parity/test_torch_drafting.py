@@ -5,22 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun import draft_choice
-from forerun.api import make_engine
-from forerun.completion import make_request
-from forerun.drafters.heads import HeadDrafter
-from forerun.executors.torch import TorchHead, executor, rounds
+from forerun.build import drafting
+from forerun.build.engine import make_engine
+from forerun.client.completion import make_request
+from forerun.control.policy import Budget, FixedPolicy
+from forerun.drafters.eagle import EagleDrafter
+from forerun.executors.torch import TorchDraftModel, executor
 from forerun.executors.torch.accept import choose, pick
-from forerun.executors.torch.facts import Size
+from forerun.executors.torch.captured import runner
+from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import PLAIN
 from forerun.models.folder import FolderCheckpoint
-from forerun.spec.policy import Budget, FixedPolicy
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_head import SWITCHES, Target, Twin, learn, opened, serve
-from tests.parity.test_torch_rounds import write
+from tests.parity.test_torch_captured import write
+from tests.parity.test_torch_draft_model import SWITCHES, Target, Twin, learn, opened, serve
 
 KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
 
@@ -62,14 +63,14 @@ def pair(folder, learned):
 @pytest.fixture(autouse=True)
 def few_captures(monkeypatch):
     """Only what comes up: tests/parity/test_torch_rounds.py sees the common sizes."""
-    monkeypatch.setattr(rounds, "COMMON", ())
+    monkeypatch.setattr(runner, "COMMON", ())
 
 
 @pytest.fixture
 def seen(monkeypatch):
     """What head drafters propose, and how many passes they ask for."""
     found = {"drafts": [], "passes": 0}
-    propose = HeadDrafter.propose
+    propose = EagleDrafter.propose
 
     def proposed(self, plan):
         drafts = propose(self, plan)
@@ -77,25 +78,25 @@ def seen(monkeypatch):
         found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
         return drafts
 
-    monkeypatch.setattr(HeadDrafter, "propose", proposed)
-    for name in ("extend", "guess"):
-        asked = getattr(TorchHead, name)
+    monkeypatch.setattr(EagleDrafter, "propose", proposed)
+    for name in ("extend", "expand"):
+        asked = getattr(TorchDraftModel, name)
 
         def counted(self, work, asked=asked):
             found["passes"] += 1
             return asked(self, work)
 
-        monkeypatch.setattr(TorchHead, name, counted)
+        monkeypatch.setattr(TorchDraftModel, name, counted)
     return found
 
 
 def both(pair, seen, run):
     """Of each target: what `run` returns, the drafts proposed, the passes asked for."""
-    sides = []
+    staging = []
     for target in pair:
         seen["drafts"], seen["passes"] = [], 0
-        sides.append((run(target), seen["drafts"], seen["passes"]))
-    return sides
+        staging.append((run(target), seen["drafts"], seen["passes"]))
+    return staging
 
 
 def same(one, other, rtol=1e-3):
@@ -109,7 +110,8 @@ def same(one, other, rtol=1e-3):
 
 
 SHAPES = [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
-"""Guesses, depth, width; the first is one guess a step, two rows of products a sequence."""
+"""Draft tokens, depth, width; the first is one draft token a step, two rows of products a
+sequence."""
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -124,10 +126,10 @@ def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temper
             draft_nodes=nodes, draft_depth=depth, draft_width=width,
         )  # fmt: skip
 
-    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
-    assert [item.tokens for item in ahead] == [item.tokens for item in behind]
+    (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    assert [item.tokens for item in carried] == [item.tokens for item in behind]
     same(drafts, expected)
-    assert sum(item.stats.accepted for item in ahead) > 0
+    assert sum(item.stats.accepted for item in carried) > 0
     # Prompts are the host's affair, and what is grown below them; then no pass is asked for.
     assert few <= depth < many / 4
 
@@ -168,14 +170,14 @@ def answered(target, requests, **changes):
     """What is said to the requests, one more of which comes every five steps."""
     shape = {"speculation": "head", "draft_nodes": 5, "draft_depth": 5} | changes
     engine = make_engine(target, replace(target.config, **shape))
-    said, waiting, steps = [[] for _ in requests], list(requests), 0
+    output_tokens, waiting, steps = [[] for _ in requests], list(requests), 0
     while engine.step_once() or waiting:
         if waiting and steps % 5 == 0:
-            engine.submit(waiting[0], said[-len(waiting)].append)
+            engine.submit(waiting[0], output_tokens[-len(waiting)].append)
             waiting = waiting[1:]
         steps += 1
     engine.check()
-    return [[token for news in heard for token in news.tokens] for heard in said]
+    return [[token for news in heard for token in news.tokens] for heard in output_tokens]
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -183,28 +185,28 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     """Also prompts between rounds, rows the device cannot decide, and trees that must be deeper
     than what was grown ahead.
     """
-    monkeypatch.setattr(draft_choice, "FixedPolicy", lambda *_: Uneven())
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
 
     def run(target):
         return answered(target, mixed(learned[1]), draft_width=width)
 
-    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     monkeypatch.undo()
-    assert ahead == behind == answered(pair[1], mixed(learned[1]), speculation="off")
+    assert carried == behind == answered(pair[1], mixed(learned[1]), speculation="off")
     same(drafts, expected, rtol=1e-2)  # Features that were kept for later have 16 bits.
     assert few < many
 
 
 def test_a_lookup_beside_the_head(pair, seen, learned):
-    """Rows whose lookup finds something are followed too, though they wish for no guess."""
+    """Rows whose lookup finds something are followed too, though they wish for no draft token."""
     repeated = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:4]]
     requests = [make_request(prompt, max_tokens=30, ignore_eos=True) for prompt in repeated]
 
     def run(target):
         return answered(target, requests, speculation="both")
 
-    (ahead, drafts, few), (behind, expected, many) = both(pair, seen, run)
-    assert ahead == behind
+    (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
+    assert carried == behind
     same(drafts, expected)
     assert few < many / 3
 
@@ -213,10 +215,10 @@ def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, pair, 
     target = taped(folder, learned[0], disable_cuda_graph=True)
     try:
         prompts = list(learned[1][:3, :12])
-        sides = both((target, pair[1]), seen, lambda target: serve(target, prompts, "head", 20))
+        staging = both((target, pair[1]), seen, lambda target: serve(target, prompts, "head", 20))
     finally:
         target.close()
-    (alone, drafts, passes), (expected_texts, expected, same_passes) = sides
+    (alone, drafts, passes), (expected_texts, expected, same_passes) = staging
     assert [item.tokens for item in alone] == [item.tokens for item in expected_texts]
     same(drafts, expected)
     assert passes == same_passes > 20
@@ -229,18 +231,18 @@ def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
     prompts = np.random.default_rng(4).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
     try:
         shape = {"draft_nodes": 7, "draft_depth": 3, "draft_width": 2}
-        sides = both(targets, seen, lambda t: serve(t, list(prompts), "head", 12, 0.8, **shape))
+        staging = both(targets, seen, lambda t: serve(t, list(prompts), "head", 12, 0.8, **shape))
     finally:
         for target in targets:
             target.close()
-    (ahead, drafts, few), (behind, expected, many) = sides
-    assert [item.tokens for item in ahead] == [item.tokens for item in behind]
+    (carried, drafts, few), (behind, expected, many) = staging
+    assert [item.tokens for item in carried] == [item.tokens for item in behind]
     same(drafts, expected)
     assert few < many / 3
 
 
 def test_a_size_that_needs_too_much_scratch_is_not_drafted_for(pair):
-    fits = pair[0].executor._rounds.drafting.fits
+    fits = pair[0].executor._graphs.drafting.fits
     assert fits(Size(4, 16, levels=5, width=4))
     assert not fits(Size(16, 4, levels=5, width=4))
     assert not fits(Size(1, 4, levels=1, width=10**4))

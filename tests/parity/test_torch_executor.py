@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.engine.plan import Opening
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host import HostAccepted
+from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch import TorchExecutor
+from forerun.interface.plan import SlotInit
 from forerun.models.folder import FolderCheckpoint
-from forerun.spec.sampling import Sampling
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 
@@ -53,14 +53,14 @@ def test_plain_steps_trees_and_prefill_give_the_same_tokens(executor, prompt, te
     text = greedy(executor, prompt, 9, sampling)
     with Driver(executor) as driver:
         driver.open(0, prompt, sampling)
-        # The truth in the tree, wrong guesses before, beside and below it.
+        # The truth in the tree, wrong draft tokens before, beside and below it.
         wrong = (text[0] + 1) % tiny.VOCAB
         tree = as_draft([wrong, text[0], 5, text[1], text[2], 9], [-1, -1, 1, 1, 3, 4])
         first = driver.step([Row(0, draft=tree)])
         assert first.emitted(0) == text[:4]
         second = driver.step([Row(0, draft=chain_draft([text[4], text[5]]))])
         assert second.emitted(0) == text[4:7]
-        assert first.outcome.n_guesses.tolist() == [6]
+        assert first.outcome.n_draft_tokens.tolist() == [6]
     for given in range(9):
         with Driver(executor) as driver:
             driver.open(0, prompt + text[:given], sampling, len(prompt))
@@ -156,13 +156,13 @@ def test_only_asked_nodes_are_scored(executor, prompt):
 
 def test_describe_counts_what_is_there(checkpoint):
     tied = TorchExecutor(checkpoint("llama", tie_word_embeddings=True), limits(tiny.VOCAB))
-    facts = tied.describe()
-    assert facts["device"] == "cpu"
-    assert facts["dtype"] == "float32"
-    assert facts["batch_invariant"] is True
+    buffers = tied.describe()
+    assert buffers["device"] == "cpu"
+    assert buffers["dtype"] == "float32"
+    assert buffers["batch_invariant"] is True
     layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
-    assert facts["weight_bytes"] == 4 * (2 * 320 * 64 + 2 * layer + 64)
-    assert facts["cache_bytes"] == 4 * 2 * 2 * 2 * 16 * (96 * 16 + 384 + 1)
+    assert buffers["weight_bytes"] == 4 * (2 * 320 * 64 + 2 * layer + 64)
+    assert buffers["cache_bytes"] == 4 * 2 * 2 * 2 * 16 * (96 * 16 + 384 + 1)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.03), ("float16", 0.004)])
@@ -184,14 +184,17 @@ def test_narrow_dtypes_run_and_say_that_bits_may_depend_on_the_batch(
 def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
     """The meta device has shapes and no numbers: a tensor left on the CPU is an error there."""
     away = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), "meta", "bfloat16")
-    away.tap((1, 2))
+    away.request_aux_hidden_states((1, 2))
     with Driver(away) as driver:
         driver.open(0, prompt)
         plan, trees = driver.plan([Row(0, draft=as_draft([5, 6, 7], [-1, -1, 1]))])
         scores = away.verify(plan, trees)
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (33, tiny.VOCAB)
-        assert away.tapped.device.type == "meta" and away.tapped.shape == (33, 128)
+        assert away.aux_hidden_states.device.type == "meta" and away.aux_hidden_states.shape == (
+            33,
+            128,
+        )
         choice = np.full(33, -1, np.int32)
         choice[29] = 5
         away.commit(plan, trees, scores, HostAccepted(trees, choice, np.ones(1, np.bool_)))
@@ -210,7 +213,7 @@ def test_what_it_refuses(checkpoint, executor, prompt):
     with pytest.raises(ConfigError, match="context is 1024, the model was made for 512"):
         TorchExecutor(whole, limits(tiny.VOCAB, context=1024))
     with pytest.raises(ConfigError, match=r"outside 0\.\.2"):
-        executor.tap((0, 3))
+        executor.request_aux_hidden_states((0, 3))
     with Driver(executor) as driver:
         driver.open(0, prompt * 20)
         plan, trees = driver.plan([Row(0)])
@@ -226,7 +229,7 @@ def test_what_it_refuses(checkpoint, executor, prompt):
 
 def test_shutdown_is_final_and_idempotent(checkpoint, prompt):
     gone = TorchExecutor(checkpoint("qwen2"), limits(tiny.VOCAB))
-    gone.open(Opening(0, np.array(prompt, np.int32), 30, EVERYTHING))
+    gone.open(SlotInit(0, np.array(prompt, np.int32), 30, EVERYTHING))
     gone.shutdown()
     gone.shutdown()
     driver = Driver(gone)

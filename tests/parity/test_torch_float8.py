@@ -4,20 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.api import choose_executor, open_target
+from forerun.build.engine import choose_executor, open_target
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, executor, rounds
+from forerun.executors.torch import TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.captured import runner
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.tape import Tape
+from tests.parity.test_torch_captured import no_draft, texts, write
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.parity.test_torch_logits import forward
-from tests.parity.test_torch_rounds import no_guess, texts, write
 
 
 def test_rows_are_scaled_by_their_greatest():
@@ -60,11 +61,11 @@ def test_the_executor_in_float8(checkpoint, random, family):
     wide = TorchExecutor(checkpoint(family), limits(tiny.VOCAB))
     found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
     assert 0.01 < (found - expected).norm() / expected.norm() < 0.3
-    facts = narrow.describe()
-    assert (facts["dtype"], facts["batch_invariant"]) == ("float8", False)
+    buffers = narrow.describe()
+    assert (buffers["dtype"], buffers["batch_invariant"]) == ("float8", False)
     half = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="bfloat16").describe()
-    assert facts["weight_bytes"] < half["weight_bytes"]
-    assert facts["cache_bytes"] == half["cache_bytes"]
+    assert buffers["weight_bytes"] < half["weight_bytes"]
+    assert buffers["cache_bytes"] == half["cache_bytes"]
 
 
 def test_compiled_parts_compute_the_same(monkeypatch):
@@ -92,12 +93,12 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     wide = TorchExecutor(checkpoint(), limits(tiny.VOCAB))
     found, expected = (forward(executor, tokens, [40, 20]) for executor in (narrow, wide))
     assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
-    facts = narrow.describe()
-    assert (facts["kv_dtype"], facts["batch_invariant"]) == ("float8", True)
+    buffers = narrow.describe()
+    assert (buffers["kv_dtype"], buffers["batch_invariant"]) == ("float8", True)
     head = wide.decoder.arch.head_size
-    assert facts["cache_bytes"] * 4 * head == wide.describe()["cache_bytes"] * (head + 4)
+    assert buffers["cache_bytes"] * 4 * head == wide.describe()["cache_bytes"] * (head + 4)
     held = narrow._cache._kv.nbytes + narrow._cache._scale.nbytes
-    assert held == facts["cache_bytes"]
+    assert held == buffers["cache_bytes"]
     # The same bits in other chunks: what a chunk's own tokens see is rounded too.
     again = forward(narrow, tokens, [7, 33, 20])
     assert torch.equal(found, again)
@@ -109,16 +110,16 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
         kernels = Kernels(attend_dense, choose, pick, write, PLAIN)
         monkeypatch.setattr(executor, "kernels_for", lambda device: kernels)
         monkeypatch.setattr(executor, "recorder", lambda device: Tape())
-        monkeypatch.setattr(rounds, "COMMON", (1, 4))
+        monkeypatch.setattr(runner, "COMMON", (1, 4))
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = TorchExecutor(checkpoint(), small, kv_dtype="float8")
-    plain, _ = texts(made, no_guess)
+    plain, _ = texts(made, no_draft)
     random = np.random.default_rng(0)
 
-    def guesses(slot, tokens):
+    def draft_tokens(slot, tokens):
         return half_true_draft(random, plain[slot][len(tokens) :], tiny.VOCAB, 3)[0]
 
-    assert texts(made, guesses)[0] == plain
+    assert texts(made, draft_tokens)[0] == plain
     assert bool(made.describe()["captured"]) == taped
 
 

@@ -23,8 +23,8 @@ from forerun.executors.torch.layers import (
     rotation,
     swiglu,
 )
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import Draft
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -56,7 +56,7 @@ def plain_text(executor, prompt, output, seed, chunk=1):
         )
 
 
-def half_true_draft(random, following, vocab, most=14):
+def half_true_draft(random, extending, vocab, most=14):
     """A random bush in which a node is often the token that really comes there.
 
     Returns the draft and, per node, its distance below the root if its path is true, else None.
@@ -65,9 +65,9 @@ def half_true_draft(random, following, vocab, most=14):
     for index in range(int(random.integers(0, most + 1))):
         parent = int(random.integers(max(-1, index - 4), index))
         above = 0 if parent < 0 else true_depth[parent]
-        true = following[above] if above is not None and above < len(following) else None
-        guess = true if true is not None and random.random() < 0.6 else random.integers(vocab)
-        tokens.append(int(guess))
+        true = extending[above] if above is not None and above < len(extending) else None
+        draft_token = true if true is not None and random.random() < 0.6 else random.integers(vocab)
+        tokens.append(int(draft_token))
         parents.append(parent)
         true_depth.append(above + 1 if tokens[-1] == true else None)
     return as_draft(tokens, parents), true_depth
@@ -104,8 +104,8 @@ class Journey:
             known = min(left, int(self.random.choice([1, 3, 16, 40, 80])))
             draft, true_depth = Draft(), []
             if known == left:
-                following = text.tokens[len(sequence.tokens) :]
-                draft, true_depth = half_true_draft(self.random, following, len(text.logits[0]))
+                extending = text.tokens[len(sequence.tokens) :]
+                draft, true_depth = half_true_draft(self.random, extending, len(text.logits[0]))
             rows.append(Row(slot, known, draft))
             starts.append(sequence.kv_len)
             truths.append([*range(known), *(d and known - 1 + d for d in true_depth)])

@@ -67,12 +67,12 @@ def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
             torch.from_numpy(tokens)[None], output_hidden_states=True
         )
     executor = TorchExecutor(found, limits(tiny.VOCAB))
-    executor.tap((1, 0))
+    executor.request_aux_hidden_states((1, 0))
     with Driver(executor) as driver:
         driver.open(0, tokens)
         driver.step([Row(0, known=30)])
         driver.step([Row(0)])
-        second, first = executor.tapped.split(64, -1)
+        second, first = executor.aux_hidden_states.split(64, -1)
     for ours, theirs in ((first, 0), (second, 1)):
         assert ours.shape == (20, 64)
         assert (ours - output.hidden_states[theirs][0, 30:]).abs().max() < 1e-5
@@ -80,14 +80,19 @@ def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
 
 @pytest.mark.model
 def test_the_default_model_equals_transformers(default_model, default_executor):
+    """As near to the exact logits as transformers itself: how far float32 may be off depends on
+    the machine's kernels, so their own error is the yardstick.
+    """
     tokens = default_model.tokenizer.encode(TEXT)[:160].astype(np.int64)
     with torch.no_grad():
         reference = tiny.reference(default_model.checkpoint)
-        expected = reference(torch.from_numpy(tokens)[None]).logits[0]
+        theirs = reference(torch.from_numpy(tokens)[None]).logits[0]
+        exact = reference.double()(torch.from_numpy(tokens)[None]).logits[0]
     logits = forward(default_executor, tokens, [100, 60])
     assert len(tokens) == 160
-    assert (logits.argmax(-1) == expected.argmax(-1)).all()
-    assert (logits - expected).abs().max() < 1e-4
+    assert (logits.argmax(-1) == theirs.argmax(-1)).all()
+    assert (theirs - exact).abs().max() < 1e-3
+    assert (logits - exact).abs().max() < 2 * (theirs - exact).abs().max()
 
 
 TEXT = (

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from forerun import draft_choice
-from forerun.api import make_engine
-from forerun.completion import make_request
-from forerun.drafters.heads import HeadDrafter
+from forerun.build import drafting
+from forerun.build.engine import make_engine
+from forerun.client.completion import make_request
+from forerun.drafters.eagle import EagleDrafter
 from forerun.engine.request import Finish
-from forerun.executors.torch import carry, executor, rounds
+from forerun.executors.torch import executor
+from forerun.executors.torch.captured import future_map, runner
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
+from tests.parity.test_torch_draft_model import Target, learn, opened
 from tests.parity.test_torch_drafting import KERNELS, Uneven
-from tests.parity.test_torch_head import Target, learn, opened
 
 OFF = {"speculation": "off"}
 SHAPES = [OFF] + [
@@ -43,7 +44,7 @@ def learned(folder, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def few_captures(monkeypatch):
-    monkeypatch.setattr(rounds, "COMMON", ())
+    monkeypatch.setattr(runner, "COMMON", ())
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def eager(folder, learned):
 def trees(monkeypatch):
     """What every slot ran, in order: (kv_len, tokens, parents), as drafters are told."""
     seen = {}
-    observe = HeadDrafter.observe
+    observe = EagleDrafter.observe
 
     def observed(self, plan, trees, outcome):
         for row, slot in enumerate(plan.slots.tolist()):
@@ -80,29 +81,29 @@ def trees(monkeypatch):
             seen.setdefault(slot, []).append(ran)
         observe(self, plan, trees, outcome)
 
-    monkeypatch.setattr(HeadDrafter, "observe", observed)
+    monkeypatch.setattr(EagleDrafter, "observe", observed)
     return seen
 
 
 def answered(target, requests, overlap, pause=0, **changes):
     """What the requests are told, and the engine's statistics. One comes every `pause` steps."""
     engine = make_engine(target, replace(target.config, overlap=overlap, **changes))
-    said, waiting, steps = [[] for _ in requests], list(requests), 0
+    output_tokens, waiting, steps = [[] for _ in requests], list(requests), 0
     busy = True
     while busy or waiting:
         while waiting and steps % max(pause, 1) == 0:
-            engine.submit(waiting.pop(0), said[-1 - len(waiting)].append)
+            engine.submit(waiting.pop(0), output_tokens[-1 - len(waiting)].append)
             if pause:
                 break
         busy = engine.step_once()
         steps += 1
     engine.check()
     engine.shutdown()
-    return said, engine.stats()
+    return output_tokens, engine.stats()
 
 
-def tokens(said):
-    return [[token for news in heard for token in news.tokens] for heard in said]
+def tokens(output_tokens):
+    return [[token for news in heard for token in news.tokens] for heard in output_tokens]
 
 
 def asked(texts, temperature, lengths=(30, 17, 24)):
@@ -152,7 +153,10 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     expected, _ = answered(eager, requests, False, pause, **shape)
     found, stats = answered(slow[0], requests, True, pause, **shape)
     assert tokens(found) == tokens(expected)
-    reports = [[r.token for news in said[8] for r in news.logprobs] for said in (found, expected)]
+    reports = [
+        [r.token for news in output_tokens[8] for r in news.logprobs]
+        for output_tokens in (found, expected)
+    ]
     assert reports[0] == reports[1] == tokens(found)[8]
     assert stats.carried > 0.15 * stats.steps
 
@@ -160,14 +164,14 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
 @pytest.mark.parametrize("width", [1, 2])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
-    monkeypatch.setattr(carry, "LEVELS", 1)
+    monkeypatch.setattr(future_map, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
-    slow[0].executor._rounds._carry = None  # Room is made anew.
-    monkeypatch.setattr(draft_choice, "FixedPolicy", lambda *_: Uneven())
+    slow[0].executor._graphs._future = None  # Room is made anew.
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     found, stats = answered(slow[0], requests, True, **SHAPES[2] | {"draft_width": width})
     assert tokens(found) == tokens(expected)
-    assert slow[0].executor._rounds._carry.levels == 5
+    assert slow[0].executor._graphs._future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
 
@@ -213,10 +217,10 @@ def test_an_executor_without_rounds_is_looked_at_step_by_step(eager, learned):
 def test_stop_tokens_end_where_they_should(slow, eager, learned):
     """The step that runs on when a text has ended is dropped, and its pages are used again."""
     plain = asked(learned[1], 0.0, [40] * 3)
-    said = tokens(answered(eager, plain, False, **OFF)[0])
+    output_tokens = tokens(answered(eager, plain, False, **OFF)[0])
     requests = [
         replace(request, stopping=replace(request.stopping, stop_tokens=(text[5 + 2 * n],)))
-        for n, (request, text) in enumerate(zip(plain, said, strict=True))
+        for n, (request, text) in enumerate(zip(plain, output_tokens, strict=True))
     ]
     expected, _ = answered(eager, requests, False, **SHAPES[2])
     found, stats = answered(slow[0], requests, True, **SHAPES[2])
@@ -228,7 +232,7 @@ def test_stop_tokens_end_where_they_should(slow, eager, learned):
 def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     """Its logits are gone when that is noticed: the next round has run over them."""
     target, _ = slow
-    rounds_of = target.executor._rounds
+    rounds_of = target.executor._graphs
     choose = rounds_of._kernels.choose
     requests = asked(learned[1], 0.0, (30, 30, 30))
     expected = tokens(answered(target, requests, True, **OFF)[0])
@@ -244,8 +248,8 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     finally:
         monkeypatch.undo()
         rounds_of._programs.forget()
-    said = tokens(found)
-    assert said[0] == expected[0] and said[2] == expected[2]
-    assert said[1] == expected[1][:9]
+    output_tokens = tokens(found)
+    assert output_tokens[0] == expected[0] and output_tokens[2] == expected[2]
+    assert output_tokens[1] == expected[1][:9]
     assert found[1][-1].finish == Finish.ERROR and "not finite" in found[1][-1].error
     assert stats.carried > 10

@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from forerun.executors.torch.geometry import attend_dense, geometry_of, intervals
 from forerun.executors.torch.layers import FLOAT8
-from forerun.spec import verify
-from forerun.spec.tree import batch
+from forerun.speculative import verify
+from forerun.speculative.tree import batch
 from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import Pages
-from tests.spec.worlds import as_draft, drafts
+from tests.speculative.worlds import as_draft, drafts
 
 attention = load("triton_attention")
 CPU = torch.device("cpu")
 
 
 def geometry(pages):
-    share = pages.queries.shape[1] // pages.groups
-    return geometry_of(pages.plan, pages.trees, pages.cache, share, CPU)
+    gqa_group = pages.queries.shape[1] // pages.groups
+    return geometry_of(pages.plan, pages.trees, pages.cache, gqa_group, CPU)
 
 
 def both(pages, parts=None):
@@ -70,7 +70,7 @@ def test_a_long_chunk_over_several_tiles_and_turns():
 def test_narrow_inputs(dtype):
     trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
     pages = Pages([70, 5], trees, 6, 2, 16, 0)
-    keys, values = (side.to(dtype) for side in pages.cache.of_layer(0))
+    keys, values = (staging.to(dtype) for staging in pages.cache.of_layer(0))
     queries = torch.from_numpy(pages.queries).to(dtype)
     for parts in (1, 4):
         found = attention.attend(queries, keys, values, geometry(pages), parts)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forerun.executors.torch.accept import Likely, NodeNoise, choices, choose, pick
-from forerun.spec.accept import NOTHING
-from forerun.spec.noise import gumbel_of
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.noise import gumbel_of
 from tests.parity.interpreted import load
 from tests.parity.test_torch_accept import SEEDS, nodes
 
@@ -42,11 +42,11 @@ def test_ties_go_to_the_lowest_id_and_trouble_to_nothing():
     logits[2, 4199] = torch.inf
     logits[3] = -torch.inf
     logits[4, :4199] = -torch.inf
-    for heat in (0.0, 1.0):
+    for temperature in (0.0, 1.0):
         for work in (choose, choice.choose):
-            found = work(logits, noise_of([(5, 1, heat)] * 5)).tolist()
+            found = work(logits, noise_of([(5, 1, temperature)] * 5)).tolist()
             assert found[1:] == [NOTHING, NOTHING, NOTHING, 4199]
-            assert heat or found[0] == 3
+            assert temperature or found[0] == 3
 
 
 def likely(nodes, count, seed):
@@ -66,11 +66,11 @@ def test_children_are_picked_as_on_the_host(count, width):
     kernel = choice.pick(found, noise_of(cases), width)
     assert kernel[0].tolist() == tokens.tolist()
     torch.testing.assert_close(kernel[1], values, rtol=1e-5, atol=1e-5)
-    for node, (seed, position, heat) in enumerate(cases):
+    for node, (seed, position, temperature) in enumerate(cases):
         ids = found.ids[found.which[node]].numpy()
         scores = (found.logits[node] - found.normaliser[node]).numpy()
-        if heat:
-            scores = scores / np.float32(heat) + gumbel_of(seed, position, ids)
+        if temperature:
+            scores = scores / np.float32(temperature) + gumbel_of(seed, position, ids)
             scores -= np.log(np.exp(scores - scores.max()).sum()) + scores.max()
         order = np.argsort(-scores, kind="stable")[:width]
         assert tokens[node].tolist() == ids[order].tolist()

@@ -77,7 +77,7 @@ def test_write_into_float8(dtype, poison):
         else:
             cache.write(1, keys, values)
         place = cache.scratch_begin + torch.arange(5)
-        found.append(torch.stack([read(side, place) for side in cache.of_layer(1)]))
+        found.append(torch.stack([read(staging, place) for staging in cache.of_layer(1)]))
     torch.testing.assert_close(*found, equal_nan=True, rtol=0, atol=0)
     rows = found[0].transpose(1, 2)
     wide = torch.stack([keys, values]).float().nan_to_num(0, 0, 0)

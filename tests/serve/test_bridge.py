@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish
+from forerun.interface.plan import TokenLogprobs
 from forerun.serve.bridge import MERGE_AT, Bridge, merged
 from forerun.types import RequestId
 
@@ -54,7 +54,7 @@ def test_merged_says_what_all_say():
 
 def test_news_from_another_thread_wakes_the_reader():
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         reading = asyncio.create_task(box.take(5.0))
         await asyncio.sleep(0.01)
         in_thread(lambda: box.put(delta("a")))
@@ -68,7 +68,7 @@ def test_stale_wake_ups_are_no_silence():
     """News taken without waiting leaves a wake-up behind; the next `take` must ignore it."""
 
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         in_thread(lambda: box.put(delta("a")))
         assert [news.text for news in await box.take(5.0)] == ["a"]
         loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ def test_one_wake_up_for_all_news_of_a_step():
         loop, calls = asyncio.get_running_loop(), []
         real = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: calls.append(args) or real(*args)
-        boxes = [bridge.mailbox() for _ in range(16)]
+        boxes = [bridge.events() for _ in range(16)]
         readers = [asyncio.create_task(box.take(5.0)) for box in boxes]
         await asyncio.sleep(0)
         in_thread(lambda: [box.put(delta("a")) for _ in range(4) for box in boxes])
@@ -96,7 +96,7 @@ def test_one_wake_up_for_all_news_of_a_step():
 @pytest.mark.parametrize("choices", [1, 100])
 def test_an_unread_mailbox_does_not_grow(choices):
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         for turn in range(50):
             for index in range(choices):
                 box.put(delta(chr(97 + turn % 26), index))
@@ -112,7 +112,7 @@ def test_merging_costs_little():
     """20,000 deltas into a mailbox nobody reads: the engine's thread must not notice."""
 
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         started = time.perf_counter()
         for _ in range(20_000):
             box.put(delta("a"))
@@ -124,7 +124,7 @@ def test_merging_costs_little():
 
 def test_close_ends_the_wait():
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         reading = asyncio.create_task(box.take(60.0))
         await asyncio.sleep(0.01)
         box.close()
@@ -135,7 +135,7 @@ def test_close_ends_the_wait():
 
 def test_gaps_are_those_of_one_choice():
     async def scenario(bridge, gaps):
-        box = bridge.mailbox()
+        box = bridge.events()
         box.put(delta("a", 0))
         box.put(delta("a", 1))
         assert gaps == []
@@ -150,7 +150,7 @@ def test_gaps_are_those_of_one_choice():
 
 def test_news_after_the_loop_has_ended_does_no_harm():
     async def scenario(bridge, gaps):
-        return bridge.mailbox()
+        return bridge.events()
 
     box = on_loop(scenario)
     box.put(delta("a"))

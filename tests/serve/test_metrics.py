@@ -2,8 +2,8 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from forerun.api import load
-from forerun.completion import complete, make_request
+from forerun.build.engine import load
+from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.serve.metrics import Meter
 
@@ -40,7 +40,7 @@ def test_the_page_shows_the_snapshot():
     assert after["vllm:num_requests_running",] == after["vllm:num_requests_waiting",] == 0
     assert after["vllm:kv_cache_usage_perc",] == 0
     assert after["vllm:spec_decode_num_drafts_total",] == stats.drafts > 0
-    assert after["vllm:spec_decode_num_draft_tokens_total",] == stats.guesses > 0
+    assert after["vllm:spec_decode_num_draft_tokens_total",] == stats.draft_tokens > 0
     accepted = after["vllm:spec_decode_num_accepted_tokens_total",]
     per_position = [
         value

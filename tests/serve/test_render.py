@@ -2,11 +2,11 @@
 
 import pytest
 
-from forerun.engine.plan import TokenLogprobs
 from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.interface.plan import TokenLogprobs
 from forerun.serve.render import (
-    ChatShape,
-    CompletionShape,
+    ChatFormat,
+    CompletionFormat,
     Echo,
     speculation_metrics,
     token_text,
@@ -25,7 +25,7 @@ def delta(tokens, text=None, finish=None, logprob=-1.0):
 
 
 def test_chat_chunks_in_order():
-    shape = ChatShape(TOKENIZER, frozenset())
+    shape = ChatFormat(TOKENIZER, frozenset())
     news = Delta(RequestId("r"), 0, "a", (97,))
     role, content = shape.chunks(0, news)
     assert role["delta"] == {"role": "assistant", "content": ""}
@@ -40,11 +40,11 @@ def test_chat_chunks_in_order():
 
 
 def test_a_stop_token_that_leaves_no_text_has_no_logprobs():
-    shape = ChatShape(TOKENIZER, frozenset({END}))
+    shape = ChatFormat(TOKENIZER, frozenset({END}))
     ended = delta([97, END], "a", Finish.STOP)
     entries = shape.choice(0, ended)["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == ["a"]
-    kept = ChatShape(TOKENIZER, frozenset()).choice(0, ended)["logprobs"]["content"]
+    kept = ChatFormat(TOKENIZER, frozenset()).choice(0, ended)["logprobs"]["content"]
     assert [entry["token"] for entry in kept] == ["a", "<|im_end|>"]
     # At the limit, or by a stop string, the last token is like any other.
     for finish in (Finish.LENGTH, None):
@@ -55,18 +55,18 @@ def test_a_stop_token_that_leaves_no_text_has_no_logprobs():
 def test_tokens_that_are_no_whole_characters():
     assert token_text("é".encode()) == "é"
     assert token_text(b"\xc3") == "bytes:\\xc3"
-    entry = ChatShape(TOKENIZER, frozenset()).choice(0, delta([0xC3]))["logprobs"]["content"][0]
+    entry = ChatFormat(TOKENIZER, frozenset()).choice(0, delta([0xC3]))["logprobs"]["content"][0]
     assert (entry["token"], entry["bytes"]) == ("bytes:\\xc3", [0xC3])
 
 
 def test_minus_infinity_is_a_number_in_json():
-    choice = ChatShape(TOKENIZER, frozenset()).choice(0, delta([97], logprob=-float("inf")))
+    choice = ChatFormat(TOKENIZER, frozenset()).choice(0, delta([97], logprob=-float("inf")))
     assert choice["logprobs"]["content"][0]["logprob"] == -9999.0
 
 
 def test_offsets_count_characters_of_the_text():
     """é is two tokens; the control token leaves no text; offsets go on from chunk to chunk."""
-    shape = CompletionShape(TOKENIZER, frozenset(), frozenset({END}))
+    shape = CompletionFormat(TOKENIZER, frozenset(), frozenset({END}))
     (first,) = shape.chunks(0, delta([97, 0xC3]))
     (second,) = shape.chunks(0, delta([0xA9, END, 98]))
     assert first["logprobs"]["text_offset"] == [0, 1]
@@ -75,10 +75,10 @@ def test_offsets_count_characters_of_the_text():
 
 def test_echo_comes_once_and_shifts_offsets():
     echoes = [Echo("hi", (104, 105)), Echo("ho", (104, 111))]
-    shape = CompletionShape(TOKENIZER, frozenset(), frozenset(), echoes, 2)
+    shape = CompletionFormat(TOKENIZER, frozenset(), frozenset(), echoes, 2)
     assert [shape.chunks(i, delta([97]))[0]["text"] for i in range(4)] == ["hia"] * 2 + ["hoa"] * 2
     assert shape.chunks(3, delta([97]))[0]["text"] == "a"
-    again = CompletionShape(TOKENIZER, frozenset(), frozenset(), echoes, 2)
+    again = CompletionFormat(TOKENIZER, frozenset(), frozenset(), echoes, 2)
     news = Delta(RequestId("r"), 0, "a", (97,), prompt_logprobs=(TokenLogprobs(105, -3.0),))
     logprobs = again.choice(0, news)["logprobs"]
     assert logprobs["tokens"] == ["h", "i"]
@@ -86,7 +86,7 @@ def test_echo_comes_once_and_shifts_offsets():
 
 
 def test_the_chosen_token_is_among_the_top():
-    shape = CompletionShape(TOKENIZER, frozenset(), frozenset())
+    shape = CompletionFormat(TOKENIZER, frozenset(), frozenset())
     entry = TokenLogprobs(97, -5.0, ((98, -0.1),))
     news = Delta(RequestId("r"), 0, "a", (97,), (entry,))
     assert shape.choice(0, news)["logprobs"]["top_logprobs"] == [{"b": -0.1, "a": -5.0}]
@@ -94,8 +94,8 @@ def test_the_chosen_token_is_among_the_top():
 
 def test_speculation_metrics_are_vllms():
     stats = [
-        SpeculationStats(steps=4, guesses=12, accepted=5, histogram=(1, 2, 0, 1), reason="a"),
-        SpeculationStats(steps=2, guesses=6, accepted=1, histogram=(1, 1)),
+        SpeculationStats(steps=4, draft_tokens=12, accepted=5, histogram=(1, 2, 0, 1), reason="a"),
+        SpeculationStats(steps=2, draft_tokens=6, accepted=1, histogram=(1, 1)),
     ]
     assert speculation_metrics(stats)["speculative_decoding"] == {
         "mean_acceptance_length": 1 + 6 / 6,

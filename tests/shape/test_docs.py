@@ -1,12 +1,13 @@
 """Documents that are true: links lead somewhere, commands exist, symbols are where they say."""
 
+import ast
 import re
 import shlex
 
 import pytest
 
-from forerun.cli import COMMANDS, build_parser
-from tests.shape.tree import PACKAGE, ROOT, sources
+from forerun.cli.main import COMMANDS, build_parser
+from tests.shape.tree import PACKAGE, ROOT, parsed, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -69,13 +70,39 @@ def glossary():
 def test_the_glossary_has_every_word_and_the_code_uses_them():
     words = glossary()
     for word in (
-        "request", "sequence", "plan", "row", "tree", "node", "guess", "draft", "target",
-        "accept", "page", "slot", "step",
+        "request", "sequence", "plan", "row", "tree", "node", "draft token", "draft", "draft model",
+        "target", "accept", "page", "slot", "step",
     ):  # fmt: skip
         assert word in words, word
-    code = "\n".join(path.read_text() for path in sources("forerun"))
+    code = "\n".join(path.read_text().lower() for path in sources("forerun"))
     for word in words:
-        assert re.search(rf"\b{word.split('/')[0].strip()}", code), f"{word} is used nowhere"
+        spelled = (
+            re.escape(word.split("/")[0].strip()).replace(r"\ ", r"[ _]?").replace(r"\-", "[-_ ]?")
+        )
+        assert re.search(rf"\b{spelled}", code), f"{word} is used nowhere"
+
+
+RETIRED = re.compile(
+    r"guess|guesses|guessed|guessing|turns?_?|seats?|opening|lone|stopwatch|ledger|resting|dearest"
+    r"|lately|hope|hiccup|ranking|habits|walkers?|headdevice|headdrafter|headpass|wish|wishes|taps?"
+    r"|tapped|rounds_|carry_|heat|mailbox|gate_|exchange|speech|shelf|said|grown_ahead"
+)
+ELSEWHERE = dict.fromkeys(("turn", "turns"), ("text", "cli", "train", "bench", "serve"))
+"""A word that the field uses elsewhere: a conversation has turns."""
+
+
+def test_retired_words_are_no_identifiers():
+    """The glossary's converse: a word that was replaced names nothing any more."""
+    found = []
+    for path in sources("forerun"):
+        for node in ast.walk(parsed(path)):
+            name = getattr(node, "name", None) or getattr(node, "id", None)
+            name = name or getattr(node, "attr", None) or getattr(node, "arg", None)
+            for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name if isinstance(name, str) else ""):
+                room = path.relative_to(PACKAGE).parts[0]
+                if RETIRED.fullmatch(word.lower()) and room not in ELSEWHERE.get(word.lower(), ()):
+                    found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
+    assert not found
 
 
 def test_words_we_decided_against_are_not_names():

@@ -9,8 +9,8 @@ from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
 
 PRODUCT = sources("forerun")
 LAZY = {
-    "forerun/api.py",
-    "forerun/cli.py",
+    "forerun/build/engine.py",
+    "forerun/cli/main.py",
     "forerun/constrain/backends.py",
     "forerun/executors/torch/kernels.py",
 }
@@ -103,7 +103,7 @@ def test_behaviour_does_not_depend_on_the_environment():
         if re.fullmatch(r"os\.(environ(\..*)?|getenv|putenv)", name)
     }
     # wheel.py hands the environment on to pip, unread.
-    assert readers <= {"forerun/cachedir.py", "forerun/wheel.py"}
+    assert readers <= {"forerun/hub/cache_dir.py", "forerun/hub/wheel.py"}
 
 
 def test_only_the_composition_root_names_executors():
@@ -115,7 +115,7 @@ def test_only_the_composition_root_names_executors():
         if re.match(r"forerun\.executors", name)
     }
     # sized.py measures the torch executor and nothing else.
-    allowed = {"forerun/api.py", "forerun/commands/doctor.py", "forerun/bench/sized.py"}
+    allowed = {"forerun/build/engine.py", "forerun/cli/doctor.py", "forerun/bench/sized.py"}
     assert naming <= allowed | {
         # Training needs the torch decoder itself, not an executor behind a contract.
         name

@@ -6,8 +6,11 @@ from tests.shape.tree import ROOT, functions, length, named, parsed, sources
 
 PRODUCT = sources("forerun")
 
-LONG_FILES: dict[str, str] = {}
-"""path -> why it may exceed 400 lines."""
+LONG_FILES: dict[str, str] = {
+    "forerun/executors/host_sampler.py": "one job: acceptance on the host, for rows with reports",
+    "forerun/executors/torch/executor.py": "two jobs: eager and captured steps; to be parted",
+}
+"""path -> its one job, or what is wrong with it."""
 
 LONG_FUNCTIONS: dict[str, str] = {}
 """path:function -> why it may exceed 80 lines."""
@@ -36,7 +39,10 @@ def parameters(node):
 def test_files_are_short():
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in PRODUCT}
     long = {name: count for name, count in lines.items() if count > 400}
-    assert long.keys() == LONG_FILES.keys(), long
+    assert long.keys() == LONG_FILES.keys(), (
+        f"{long}: more than 400 lines are a smell, not a crime. Does the file hold two jobs? Then "
+        "split it along them. Does it hold one? Then leave it whole and name the job above."
+    )
 
 
 def test_functions_are_short():

@@ -12,8 +12,8 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.catalog import open_model
 from forerun.errors import ModelError, RequestError
+from forerun.hub.catalog import open_model
 from forerun.text import rendering
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, renderer
@@ -365,8 +365,8 @@ def test_a_template_says_the_same_here_and_apart(tokenizers, name):
     template = chat_template(BY_NAME[name], ours)
     here = copy(template)
     here._renderer = Template(BY_NAME[name])
-    said = {"role": "assistant", "content": "é\u2028 <|im_end|> \ue000"}
-    for chat in ([USER], [USER, said, USER]):
+    output_tokens = {"role": "assistant", "content": "é\u2028 <|im_end|> \ue000"}
+    for chat in ([USER], [USER, output_tokens, USER]):
         assert template.encode(chat).tolist() == here.encode(chat).tolist()
 
 

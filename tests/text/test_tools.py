@@ -42,9 +42,9 @@ def pieces(text, cuts):
 def listened(reader, parts):
     """Content and calls, put together as a client does."""
     content, calls = "", []
-    for said in [*map(reader.push, parts), reader.finish()]:
-        content += said.content
-        for piece in said.calls:
+    for output_tokens in [*map(reader.push, parts), reader.finish()]:
+        content += output_tokens.content
+        for piece in output_tokens.calls:
             if piece.name is not None:
                 assert piece.index == len(calls), "a call begins with its name, in order"
                 calls.append([piece.name, ""])
@@ -139,10 +139,10 @@ def test_any_cut_gives_the_same_calls(format, text, content, calls):
 def test_arguments_come_while_they_are_written():
     reader = ToolReader(HERMES, TOOLS)
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Paris", "days": 3}}</tool_call>'
-    said = [reader.push(character) for character in text]
-    telling = [index for index, one in enumerate(said) if one.calls]
+    output_tokens = [reader.push(character) for character in text]
+    telling = [index for index, one in enumerate(output_tokens) if one.calls]
     assert len(telling) > 20, "in pieces, not at the end"
-    first = said[telling[0]].calls[0]
+    first = output_tokens[telling[0]].calls[0]
     assert (first.name, first.arguments) == ("weather", "")
     assert text[: telling[0]].endswith('"weather"')
 
@@ -194,8 +194,8 @@ def test_any_cut_gives_the_same_reasoning(stage, text, reasoning, answer):
     cuts = [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]
     for cut in cuts:
         reader = ReasoningReader(THINK, stage)
-        said = [*map(reader.push, pieces(text, cut)), reader.finish()]
-        assert tuple(map("".join, zip(*said, strict=True))) == (reasoning, answer), cut
+        output_tokens = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert tuple(map("".join, zip(*output_tokens, strict=True))) == (reasoning, answer), cut
 
 
 def test_marks_and_stages_are_found():

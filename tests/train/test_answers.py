@@ -9,10 +9,10 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
+from forerun.train.answer_store import PART, AnswerStore
 from forerun.train.answers import Chat, Recipe, Writer
 from forerun.train.corpus import write_chats
 from forerun.train.prompts import Problems, read_prompts
-from forerun.train.shelf import PART, Shelf
 
 TOKENIZER = Tokenizer.byte_level()
 CHAT = ChatTemplate(BYTE_LEVEL_TEMPLATE, TOKENIZER)
@@ -165,14 +165,14 @@ def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
         tokens = random.integers(0, 9, random.integers(2, 9)).astype(np.int32)
         return Chat(tokens, tokens > 4, int(random.integers(99)))
 
-    shelf = Shelf(tmp_path / "answers")
+    store = AnswerStore(tmp_path / "answers")
     made = [chat() for _ in range(PART + 3)]
     for number, one in enumerate(made):
-        shelf.add(one, number + 2)
-    again = Shelf(tmp_path / "answers")  # As if killed: only whole parts are there.
+        store.add(one, number + 2)
+    again = AnswerStore(tmp_path / "answers")  # As if killed: only whole parts are there.
     assert (len(again.chats), again.begun) == (PART, PART + 1)
-    shelf.save()
-    again = Shelf(tmp_path / "answers")
+    store.save()
+    again = AnswerStore(tmp_path / "answers")
     assert (len(again.chats), again.begun) == (PART + 3, PART + 4)
     for a, b in zip(made, again.chats, strict=True):
         assert np.array_equal(a.tokens, b.tokens)
@@ -180,4 +180,4 @@ def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
         assert a.number == b.number
     (tmp_path / "answers" / "part-00000.npz").write_bytes(b"torn")
     with pytest.raises(ModelError, match="remove it"):
-        Shelf(tmp_path / "answers")
+        AnswerStore(tmp_path / "answers")

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.arch import Architecture
+from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import open_draft
-from forerun.models.drafts import expected_draft_tensors, head_for
 from forerun.models.rope import Llama3, Rope
 from forerun.train.export import export_head
 

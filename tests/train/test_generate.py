@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.api import load
+from forerun.build.engine import load
 from forerun.config import EngineConfig
 from forerun.errors import RequestError
-from forerun.executors.torch.graphs import Programs
+from forerun.executors.torch.captured.graphs import Programs
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.answers import Ask
 from forerun.train.generate import STEPS, DenseAuthor
@@ -87,8 +87,8 @@ def test_context_ends_an_output_and_refuses_a_prompt(target):
 
 
 def test_samples_the_tempered_distribution(target):
-    prompt, count, heat = prompts(4)[3], 1500, 2.5
-    asks = [Ask(prompt, heat, i, 1) for i in range(count)]
+    prompt, count, temperature = prompts(4)[3], 1500, 2.5
+    asks = [Ask(prompt, temperature, i, 1) for i in range(count)]
     found = outputs(DenseAuthor(target, [], width=500, context=72, longest=1), asks)
     seen = np.bincount([ids[0] for ids in found.values()], minlength=tiny.VOCAB) / count
     _, last = target.run(torch.from_numpy(prompt).long()[None], (0,))
@@ -99,7 +99,7 @@ def test_samples_the_tempered_distribution(target):
         spread = np.sqrt(expected * (1 - expected) / count)
         return (np.abs(seen - expected) / spread)[likely].max()
 
-    assert off((logits / heat).softmax(-1).numpy()) < 4.5
+    assert off((logits / temperature).softmax(-1).numpy()) < 4.5
     assert off(logits.softmax(-1).numpy()) > 6  # The test would see a forgotten temperature.
 
 
@@ -140,7 +140,7 @@ def test_programs_do_the_work_once_per_call():
 def test_steps_need_no_new_tensors_between_replays(target):
     """The captured step reads and writes the author's own tensors: addresses must not move."""
     author = DenseAuthor(target, [2], width=4, context=128, longest=40)
-    state = ("_cache", "_token", "_length", "_count", "_limit", "_heat", "_done", "_output")
+    state = ("_cache", "_token", "_length", "_count", "_limit", "_temperature", "_done", "_output")
     before = [getattr(author, name).data_ptr() for name in state]
     outputs(author, [Ask(p, 0.8, 1, 2 * STEPS) for p in prompts(9, 40)])
     assert before == [getattr(author, name).data_ptr() for name in state]

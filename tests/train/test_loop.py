@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
-from forerun.models.drafts import DraftHead
+from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.answers import Chat, repeats
-from forerun.train.average import Average
+from forerun.train.batches import stored_reader
 from forerun.train.corpus import (
     batches,
     choose_vocabulary,
@@ -22,11 +22,11 @@ from forerun.train.corpus import (
     write_chats,
     write_features,
 )
+from forerun.train.ema import WeightEma
+from forerun.train.init import SCALES, calibrate
 from forerun.train.loop import Progress, Schedule, TrainingError, Trial, evaluate, train
 from forerun.train.loss import Vocabulary
-from forerun.train.reader import stored_reader
 from forerun.train.snapshot import load_snapshot
-from forerun.train.start import SCALES, calibrate
 
 VOCAB, HIDDEN = 40, 32
 
@@ -109,7 +109,7 @@ def test_overfits_and_keeps_the_best(corpus, tmp_path):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_resumes_to_the_bit(corpus, tmp_path, shards):
-    values = {"epochs": 4, "thin": 0.7, "check_every": 5, "average": 0.9}
+    values = {"epochs": 4, "thin": 0.7, "check_every": 5, "ema": 0.9}
     whole = trial(corpus, tmp_path / "whole", shards, **values)
     train(whole, lambda p: None)
 
@@ -135,7 +135,7 @@ def test_resumes_to_the_bit(corpus, tmp_path, shards):
 
 def test_the_better_of_weights_and_average_is_kept(corpus, tmp_path):
     """At a rate that throws the weights about, their average is far better."""
-    run = trial(corpus, tmp_path, epochs=60, rate=3e-2, floor=1.0, average=0.98)
+    run = trial(corpus, tmp_path, epochs=60, rate=3e-2, floor=1.0, ema=0.98)
     progress = train(run, lambda p: None)
     rows = progress.history[1:]
     assert progress.best == max(max(row["length"], row["averaged"]) for row in rows)
@@ -149,27 +149,27 @@ def test_the_better_of_weights_and_average_is_kept(corpus, tmp_path):
 def test_an_average_is_what_it_says():
     module = torch.nn.Linear(1, 1, bias=False)
     module.weight.data.fill_(0.0)
-    average = Average(module, 0.5)
+    ema = WeightEma(module, 0.5)
     for step, value in enumerate((1.0, 2.0, 3.0, 4.0), 1):
         module.weight.data.fill_(value)
-        average.update(step)
+        ema.update(step)
     # New values count 10/11, 10/12, 10/13, 10/14: from `WARM`, not yet from the decay of 0.5.
     expected = 0.0
     for step, value in enumerate((1.0, 2.0, 3.0, 4.0), 1):
         expected += (value - expected) * 10 / (step + 10)
-    assert average.weights["weight"].item() == pytest.approx(expected)
-    with average.worn():
+    assert ema.weights["weight"].item() == pytest.approx(expected)
+    with ema.worn():
         assert module.weight.item() == pytest.approx(expected)
     assert module.weight.item() == 4.0
     for _ in range(20):
-        before = average.weights["weight"].item()
-        average.update(10**6)
-        assert average.weights["weight"].item() == pytest.approx((before + 4.0) / 2)
+        before = ema.weights["weight"].item()
+        ema.update(10**6)
+        assert ema.weights["weight"].item() == pytest.approx((before + 4.0) / 2)
 
 
 def test_an_average_may_begin_later(corpus, tmp_path):
     train(trial(corpus, tmp_path, epochs=1), lambda p: None)
-    run = trial(corpus, tmp_path, epochs=2, average=0.9, check_every=1)
+    run = trial(corpus, tmp_path, epochs=2, ema=0.9, check_every=1)
     progress = train(run, lambda p: None)
     assert progress.step == progress.total == 2 * progress.history[1]["step"]
     assert "averaged" in progress.history[-1]

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from forerun.executors.torch.eagle import EagleHead
-from forerun.models.drafts import head_for
+from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.answers import Ask, Chat
+from forerun.train.batches import online_reader
 from forerun.train.corpus import batches, write_chats
 from forerun.train.generate import DenseAuthor
+from forerun.train.init import calibrate, start_from_target
 from forerun.train.loop import Schedule, Trial, train
 from forerun.train.loss import Vocabulary
-from forerun.train.reader import online_reader
-from forerun.train.start import calibrate, start_from_target
 from forerun.train.target import DenseTarget
 from tests.models import tiny
 from tests.train.test_generate import outputs, prompts

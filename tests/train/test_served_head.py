@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun.api import open_target
 from forerun.bench.acceptance import (
     CHAIN,
     Question,
@@ -21,13 +20,14 @@ from forerun.bench.acceptance import (
     summed,
 )
 from forerun.bench.probe import probe
-from forerun.catalog import shipped_draft
-from forerun.cli import main
+from forerun.build.engine import open_target
+from forerun.cli.main import main
 from forerun.config import EngineConfig
 from forerun.executors import cpu
 from forerun.executors.torch.eagle import EagleHead
+from forerun.hub.catalog import shipped_draft
+from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
-from forerun.models.drafts import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from forerun.train.loop import Progress
@@ -47,8 +47,8 @@ def config_of(small, draft, **changes) -> EngineConfig:
 
 
 def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
-    """On the answers that were learnt: steps by number of accepted guesses, and the share of
-    guesses that were accepted.
+    """On the answers that were learnt: steps by number of accepted draft tokens, and the share of
+    draft tokens that were accepted.
     """
     target = open_target(config_of(small, draft, **changes))
     try:
@@ -57,12 +57,12 @@ def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
         stats = [item.stats for item in serve(target, config, question, lambda *_: None)[0]]
     finally:
         target.close()
-    accepted = sum(item.accepted for item in stats) / sum(item.guesses for item in stats)
+    accepted = sum(item.accepted for item in stats) / sum(item.draft_tokens for item in stats)
     return summed([item.histogram for item in stats]).tolist(), accepted
 
 
 def test_what_was_learnt_by_heart_is_accepted(small):
-    """Two thousand tokens. One guess at a time: none is lost behind a wrong one."""
+    """Two thousand tokens. One draft token at a time: none is lost behind a wrong one."""
     histogram, accepted = served(small, small.draft, Shape("one", 1, 1, 1))
     print(histogram, accepted)
     assert accepted > 0.98
@@ -75,7 +75,7 @@ def test_what_was_learnt_by_heart_is_accepted(small):
 def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
     """The mistakes that lose acceptance and nothing else. See the one before: rightly, > 0.98."""
     reading = mistake if "=" in mistake else None
-    true_extend = cpu.CpuHead.extend
+    true_extend = cpu.CpuDraftModel.extend
 
     def forgetful(self, work):
         return self._run(work, extend=True)  # And nothing is committed.
@@ -84,9 +84,9 @@ def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
         return true_extend(self, replace(work, sources=np.zeros_like(work.sources)))
 
     if mistake == "no cache":
-        monkeypatch.setattr(cpu.CpuHead, "extend", forgetful)
+        monkeypatch.setattr(cpu.CpuDraftModel, "extend", forgetful)
     if mistake == "features of one node":
-        monkeypatch.setattr(cpu.CpuHead, "extend", starved)
+        monkeypatch.setattr(cpu.CpuDraftModel, "extend", starved)
     histogram, accepted = served(small, small.draft, draft_reading=reading)
     print(histogram, accepted)
     assert accepted < 0.7
@@ -168,7 +168,7 @@ def test_an_interrupted_command_goes_on_where_it_stopped(small, tmp_path, monkey
 
         yield report
 
-    monkeypatch.setattr("forerun.commands.train.bars", impatient)
+    monkeypatch.setattr("forerun.cli.train.bars", impatient)
     line = ["train", "--model", str(small.model), "--prompts", str(small.prompts), *TRAINING]
     assert main([*line, "--out", str(tmp_path / "cut"), *flags]) == 130
     assert "the same command goes on from there" in capsys.readouterr().err
@@ -183,8 +183,8 @@ def test_a_draft_that_does_not_fit_is_refused_before_the_work(small, tmp_path, c
     line = ["train", "--model", str(small.model), "--out", str(out), "--start-from"]
     shipped = str(shipped_draft("smollm2-135m"))
     assert main([*line, shipped]) == 3
-    said = capsys.readouterr().err
-    assert "width 576, the target's are 64" in said and "vocabulary of 49152" in said
+    given = capsys.readouterr().err
+    assert "width 576, the target's are 64" in given and "vocabulary of 49152" in given
     assert main([*line, str(small.draft), "--draft-vocab", "64"]) == 2
     assert "leave --draft-vocab out" in capsys.readouterr().err
     arch = FolderCheckpoint(small.model).architecture
@@ -209,14 +209,14 @@ def test_a_falsified_configuration_is_read_rightly_again(small, tmp_path, change
     draft = falsified(small, tmp_path / "draft", **changes)
     found = probe(config_of(small, draft), lambda *_: None, small.questions, TOKENS)
     print(*found, sep="\n")
-    assert found[0].reading == "features=2/3/3,residual=raw,feedback=raw,theta=10000"
+    assert found[0].variant == "features=2/3/3,residual=raw,feedback=raw,theta=10000"
     assert len(found) == 12 and sum(attempt.configured for attempt in found) == 1
     own = next(attempt for attempt in found if attempt.configured)
-    assert own.reading.startswith("features=3/4/4")
+    assert own.variant.startswith("features=3/4/4")
     assert own.length < found[0].length - 1
     arch = FolderCheckpoint(small.model).architecture
     assert open_draft(draft, arch).head != open_draft(small.draft, arch).head
-    right = open_draft(draft, arch, found[0].reading)
+    right = open_draft(draft, arch, found[0].variant)
     assert right.head == open_draft(small.draft, arch).head and not right.warnings
-    restored = served(small, draft, draft_reading=found[0].reading)
+    restored = served(small, draft, draft_reading=found[0].variant)
     assert restored == served(small, small.draft)

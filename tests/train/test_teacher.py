@@ -6,8 +6,8 @@ import torch
 
 from forerun.errors import EngineError
 from forerun.executors import cpu
-from forerun.executors.cpu import states
-from forerun.models.drafts import head_for
+from forerun.executors.cpu import hidden_states
+from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train import pipeline, teacher
 from forerun.train.answers import Chat
@@ -52,7 +52,7 @@ def test_twins(checkpoint):
 def test_chunks_change_no_bit(checkpoint, monkeypatch):
     found = []
     for chunk in (512, 16):
-        monkeypatch.setattr(states, "CHUNK", chunk)
+        monkeypatch.setattr(hidden_states, "CHUNK", chunk)
         with core_teacher(checkpoint, FEATURES, 64, threads=1) as core:
             core(TOKENS[::-1], SCORED)  # What ran before is forgotten.
             found.append(core(TOKENS, SCORED))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
-from forerun.models.drafts import DraftHead
+from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.loss import Batch, Dense, Likely, Vocabulary, simulated_length, ttt_loss
 from forerun.train.unroll import Unrolling, turns, unrolled
@@ -97,7 +97,7 @@ def served(head, batch, embed, sequence, row, steps):
         token = batch.tokens[sequence, q + 1]
         read, hidden = run(q, token, head.fuse(batch.features[sequence, q]))
     reads.append(read)
-    for step in range(1, steps):  # Own guesses: drafting.
+    for step in range(1, steps):  # Own draft tokens: drafting.
         token = batch.tokens[sequence, row + 1 + step]
         read, hidden = run(row + step, token, hidden)
         reads.append(read)

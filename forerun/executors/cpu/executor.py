@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.mailbox import Mailbox
+from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer
-from forerun.executors.host import HostAccepted, HostSampler
+from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import NodeMasks, TreeBatch
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 MOST_THREADS = 16
@@ -69,7 +69,7 @@ class CpuExecutor:
         self._threads = threads or min(physical_cores(), MOST_THREADS)
         self.name = f"cpu ({self._kernels}, {self._threads} threads)"
         self._sampler = HostSampler(limits.slots, limits.vocab, choose_fast=self._choose)
-        self._box = Mailbox(limits.max_nodes, self._sampler.choosing)
+        self._box = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._model: int | None = None
         self._drafts: list[int] = []
         packer = Packer(self._library, checkpoint)
@@ -121,9 +121,9 @@ class CpuExecutor:
         places = self.limits.pages * self.limits.page_size + self.limits.max_nodes
         return cache_bytes_per_token(self._arch) * places
 
-    def open(self, opening: Opening) -> None:
+    def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
-        self._sampler.open(opening)
+        self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -168,7 +168,7 @@ class CpuExecutor:
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None
     ) -> HostAccepted:
-        """Keep one path per tree: plain rows natively, the others by forerun.spec."""
+        """Keep one path per tree: plain rows natively, the others by forerun.speculative."""
         self._box.ask(plan, trees, masks)
         if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
             raise EngineError(self._library.forerun_error().decode())
@@ -177,12 +177,18 @@ class CpuExecutor:
     def commit(
         self, plan: Plan, trees: TreeBatch, scores: Logits, accepted: HostAccepted
     ) -> Outcome:
-        """Copy the accepted guesses' keys and values into pages; known nodes wrote theirs there."""
-        guesses = accepted.guesses
-        if len(guesses):
+        """Copy the accepted draft tokens' keys and values into pages; known nodes wrote theirs
+        there.
+        """
+        draft_tokens = accepted.draft_tokens
+        if len(draft_tokens):
             pages = np.ascontiguousarray(plan.page_table, np.int32)
             code = self._library.forerun_commit_paths(
-                self._alive(), pages.ctypes.data, pages.shape[1], guesses.ctypes.data, len(guesses)
+                self._alive(),
+                pages.ctypes.data,
+                pages.shape[1],
+                draft_tokens.ctypes.data,
+                len(draft_tokens),
             )
             if code:
                 raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")

@@ -103,7 +103,7 @@ class NgramRules(ctypes.Structure):
         ("slots", c_int32),
         ("orders", c_int32 * 2),
         *((name, c_int32) for name in ("places", "longest", "tail")),
-        *((name, c_double) for name in ("doubt", "sure", "least")),
+        *((name, c_double) for name in ("doubt", "sure", "min_prob")),
         ("table", TableArrays),
     )
 
@@ -129,8 +129,8 @@ _CALLS = {
         c_int,
         [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
-    "forerun_tap": (c_int, [c_void_p, c_void_p, c_int]),
-    "forerun_tapped": (c_int, [c_void_p, c_int, c_void_p]),
+    "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
+    "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],

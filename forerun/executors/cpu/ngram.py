@@ -1,4 +1,6 @@
-"""The n-gram drafter on the compiled core: the guesses of drafters.ngram, 4 to 20 times faster."""
+"""The n-gram drafter on the compiled core: the draft tokens of drafters.ngram, 4 to 20 times
+faster.
+"""
 
 import ctypes
 from array import array
@@ -8,12 +10,12 @@ from weakref import finalize
 import numpy as np
 
 from forerun.drafters import ngram
-from forerun.engine.drafter import DrafterTraits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
+from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
-from forerun.spec.tree import NO_GUESSES, Draft, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
@@ -28,18 +30,18 @@ def _arrays(table: NgramTable) -> native.TableArrays:
 
 class CpuNgramDrafter:
     """Looks up continuations in prompt and output, and in a table of what the target usually
-    says; one native call per step, none where no row is asked for guesses.
+    says; one native call per step, none where no row is asked for draft tokens.
 
-    slots, least, table  as of NgramDrafter
+    slots, min_prob, table  as of NgramDrafter
 
     Raises OSError where there is no core.
     """
 
     def __init__(
-        self, slots: int, least: float = ngram.LEAST, table: NgramTable | None = None
+        self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64)
-        self._table, self._least = table, least
+        self._table, self._min_prob = table, min_prob
         self._library = native.load_short()
         rules = native.NgramRules(
             slots=slots,
@@ -49,7 +51,7 @@ class CpuNgramDrafter:
             tail=ngram.TAIL,
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
-            least=least,
+            min_prob=min_prob,
             table=_arrays(table) if table else native.TableArrays(),
         )
         self._index: int = self._library.forerun_ngram_open(ctypes.byref(rules))
@@ -61,19 +63,19 @@ class CpuNgramDrafter:
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, slot_init: SlotInit) -> None:
         """Hand over all tokens of the sequence."""
-        tokens = np.ascontiguousarray(opening.tokens, np.int32)
+        tokens = np.ascontiguousarray(slot_init.tokens, np.int32)
         if self._library.forerun_ngram_begin(
-            self._index, opening.slot, tokens.ctypes.data, len(tokens)
+            self._index, slot_init.slot, tokens.ctypes.data, len(tokens)
         ):
             raise EngineError(self._why())
-        self._news[opening.slot] = []
+        self._news[slot_init.slot] = []
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row; empty where nothing is likely enough."""
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
-        drafts = [NO_GUESSES] * len(slots)
+        drafts = [NO_DRAFT] * len(slots)
         asked: list[int] = []
         message: list[int] = []
         most = 0
@@ -94,7 +96,7 @@ class CpuNgramDrafter:
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
         total = self._library.forerun_ngram_propose(
-            self._index, numbers.buffer_info()[0], len(numbers), rows, self._out_at, plan.least
+            self._index, numbers.buffer_info()[0], len(numbers), rows, self._out_at, plan.min_prob
         )
         if total < 0:
             raise EngineError(self._why())
@@ -103,7 +105,9 @@ class CpuNgramDrafter:
         return drafts
 
     def _take(self, drafts: list[Draft], asked: list[int], total: int) -> None:
-        """Put the `total` guesses in `_out` (csrc/ngram.h) into the drafts of the asked rows."""
+        """Put the `total` draft tokens in `_out` (csrc/ngram.h) into the drafts of the asked
+        rows.
+        """
         rows = len(asked)
         found = self._out[rows : rows + 3 * total].copy()
         scores = found.view(np.float32)
@@ -119,12 +123,12 @@ class CpuNgramDrafter:
                 begin = end
 
     def carry(self, plan: Plan) -> bool:
-        """Guesses need the text."""
+        """Draft tokens need the text."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Write down what was emitted, for when guesses are asked for."""
-        for slot, tokens in zip(plan.slots.tolist(), outcome.said, strict=True):
+        """Write down what was emitted, for when draft tokens are asked for."""
+        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             self._of(slot).extend(tokens)
 
     def end(self, slot: int) -> None:
@@ -134,7 +138,7 @@ class CpuNgramDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        facts = ngram.about(self._least, self._table)
+        facts = ngram.about(self._min_prob, self._table)
         return {"drafter": self.traits.name, "native": True} | facts
 
     def _of(self, slot: int) -> list[int]:

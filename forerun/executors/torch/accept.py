@@ -1,4 +1,5 @@
-"""The target's choices, made where the logits are: forerun.spec.noise and forerun.spec.accept.
+"""The target's choices, made where the logits are: forerun.speculative.noise and
+forerun.speculative.accept.
 
 Only for nodes whose choice hangs on the temperature alone; everything else is decided on the
 host. The noise is the host's to the bit as far as the device's float64 logarithm is; a token
@@ -11,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.host import PlainNodes
-from forerun.spec.accept import NOTHING
-from forerun.spec.noise import ROUNDS
+from forerun.executors.host_sampler import PlainNodes
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.noise import ROUNDS
 from forerun.types import AnyArray
 
 CHUNK = 64
@@ -74,7 +75,7 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 
 def gumbel(seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device) -> Tensor:
-    """float32[n,V]: forerun.spec.noise.gumbel of n seeds (uint64) and output positions."""
+    """float32[n,V]: forerun.speculative.noise.gumbel of n seeds (uint64) and output positions."""
     there = torch.from_numpy(seeds.view(np.int64)).to(device)
     return _gumbel(there, torch.from_numpy(positions.astype(np.int64)).to(device), vocab)
 
@@ -101,19 +102,21 @@ def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
     At T > 0 the noise of the position that a child would take, which the target will use too,
     reorders the likely ones; log-probabilities are then those of being the greatest.
     """
-    heat = noise.temperatures[:, None]
+    temperature = noise.temperatures[:, None]
     values = likely.logits - likely.normaliser[:, None]
     tokens = likely.ids[likely.which]
-    scores = values / torch.where(heat > 0, heat, 1.0) + _gumbel_of(noise, tokens.long())
+    scores = values / torch.where(temperature > 0, temperature, 1.0) + _gumbel_of(
+        noise, tokens.long()
+    )
     scores = scores - scores.logsumexp(-1, keepdim=True)
-    values = torch.where(heat > 0, scores, values)
+    values = torch.where(temperature > 0, scores, values)
     values = torch.where(values.isnan(), -torch.inf, values)
     order = values.sort(dim=-1, descending=True, stable=True).indices[:, :width]
     return tokens.gather(1, order), values.gather(1, order)
 
 
 def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
-    """float32[n,k]: forerun.spec.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
+    """float32[n,k]: forerun.speculative.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
     seeds, positions = noise.seeds[:, None], noise.positions.long()[:, None]
     nothing = torch.zeros_like(tokens)
     counter = [tokens // 4, positions + nothing, nothing, nothing]
@@ -123,11 +126,11 @@ def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
 
 def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
     """int32[n] on the device: the target's choice from logits float32[n,V] of n plain nodes;
-    NOTHING as in forerun.spec.accept.choose.
+    NOTHING as in forerun.speculative.accept.choose.
     """
     device = logits.device
-    heat = torch.from_numpy(nodes.temperatures).to(device)
-    scores = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+    temperature = torch.from_numpy(nodes.temperatures).to(device)
+    scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
     hot = np.flatnonzero(nodes.temperatures > 0)
     for begin in range(0, len(hot), CHUNK):
         part = hot[begin : begin + CHUNK]
@@ -146,8 +149,10 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
 
     Nothing here waits for the device; noise is made for all nodes, greedy ones included.
     """
-    heat = noise.temperatures[:, None]
+    temperature = noise.temperatures[:, None]
     made = _gumbel(noise.seeds, noise.positions.long(), logits.shape[1])
-    scores = torch.where(heat > 0, logits / torch.where(heat > 0, heat, 1.0) + made, logits)
+    scores = torch.where(
+        temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + made, logits
+    )
     best, tokens = scores.max(-1).values, scores.argmax(-1)
     return torch.where(best.isfinite(), tokens, NOTHING).int()

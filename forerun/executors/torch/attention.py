@@ -10,7 +10,7 @@ exist, what stands in them and the shape of every product depend on the node's p
 a block of which a node sees nothing changes none of its bits (factor exp(0), addends 0). Hence
 the same bits alone and in a batch, under any tree, from pages of any size, in any chunks.
 
-    row     |<-------- cached: kv_len -------->| known | guesses
+    row     |<-------- cached: kv_len -------->| known | draft tokens
     blocks  |  0  |  1  |  2  |  3  |  4  |  5   ...
             '- full of cached keys: shared  -'  '- from here on: one copy per chain
 """
@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.engine.plan import Plan
-from forerun.executors.torch.kv import PagedCache, Side, Slots, read
-from forerun.spec.tree import TreeBatch
-from forerun.spec.verify import positions
+from forerun.executors.torch.kv import CacheTensor, PagedCache, Slots, read
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
+from forerun.speculative.verify import positions
 from forerun.types import Ints
 
 BLOCK = 128
@@ -143,18 +143,20 @@ def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
     for leaf in range(root, end):
         if leaf in inner:
             continue
-        guesses: list[int] = []
+        draft_tokens: list[int] = []
         node = leaf
         while node > root:
-            guesses.append(node)
+            draft_tokens.append(node)
             node = int(trees.parents[node])
-        chain = np.concatenate([known, np.array(guesses[::-1], np.int32)])
+        chain = np.concatenate([known, np.array(draft_tokens[::-1], np.int32)])
         readers = chain if not read else np.array([n for n in chain if n not in read], np.int32)
         read.update(chain.tolist())
         yield chain, readers
 
 
-def attend(queries: Tensor, keys: Side, values: Side, blocks: list[KeyBlock]) -> Tensor:
+def attend(
+    queries: Tensor, keys: CacheTensor, values: CacheTensor, blocks: list[KeyBlock]
+) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The step's own keys and values must be in scratch. Queries that no block names get zeros.
@@ -169,8 +171,8 @@ def attend(queries: Tensor, keys: Side, values: Side, blocks: list[KeyBlock]) ->
         # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
         tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
         key, value = (
-            read(side, block.slots).to(queries.dtype).view(-1, BLOCK, size)
-            for side in (keys, values)
+            read(cached, block.slots).to(queries.dtype).view(-1, BLOCK, size)
+            for cached in (keys, values)
         )
         scores = torch.bmm(tile, key.transpose(1, 2)).float()
         scores = scores.view(groups, tiles, TILE, -1, BLOCK)

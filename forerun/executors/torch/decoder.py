@@ -124,12 +124,12 @@ class Decoder:
         of `features`, in that order (transformers' hidden_states; L = after the last layer).
         """
         factor = self.arch.rope.attention_factor
-        turn = rotation(positions, self._frequencies, factor)
+        rotary = rotation(positions, self._frequencies, factor)
         x = self.embed(tokens)
         entering = []
         for layer, block in enumerate(self._blocks):
             entering.append(x)
-            x = x + self._attention(layer, block, x, turn, attend)
+            x = x + self._attention(layer, block, x, rotary, attend)
             x = x + self._mlp(block, x)
         entering.append(x)
         return x, [entering[layer] for layer in features]
@@ -150,7 +150,7 @@ class Decoder:
         return logits.float() if out is None else out.copy_(logits)
 
     def _attention(
-        self, layer: int, block: Block, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend
+        self, layer: int, block: Block, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
         arch = self.arch
         parts = [arch.heads, arch.kv_heads, arch.kv_heads]
@@ -161,7 +161,7 @@ class Decoder:
                 self._parts.norm(heads, weight, arch.norm_eps)
                 for heads, weight in ((q, block.q_norm), (k, block.k_norm))
             )
-        q, k = (self._parts.rotate(heads, *turn) for heads in (q, k))
+        q, k = (self._parts.rotate(heads, *rotary) for heads in (q, k))
         return block.out(attend(layer, q, k, v).flatten(1))
 
     def _mlp(self, block: Block, x: Tensor) -> Tensor:

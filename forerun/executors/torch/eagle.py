@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from forerun.executors.torch.layers import Elementwise, rotate
-from forerun.models.drafts import DraftHead
+from forerun.models.draft_config import DraftHead
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(queries [..., A, E], keys [..., G, E], values [..., G, E]) -> context [..., A, E]."""
@@ -62,8 +62,8 @@ class _Attention(nn.Module):
         turned = rotate if self.parts is None else self.parts.rotate
         keys = turned(self.k_proj(x).view(split), cos, sin)
         values = self.v_proj(x).view(split)
-        asking, *turn = (_chosen(rows, only) for rows in (x, cos, sin))
-        queries = turned(self.q_proj(asking).unflatten(-1, split[-2:]), *turn)
+        asking, *rotary = (_chosen(rows, only) for rows in (x, cos, sin))
+        queries = turned(self.q_proj(asking).unflatten(-1, split[-2:]), *rotary)
         return self.o_proj(attend(queries, keys, values).flatten(-2))
 
 
@@ -97,7 +97,7 @@ class _Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """A draft head. Parameter names are the canonical tensor names of forerun.models.drafts.
+    """A draft head. Parameter names are the canonical tensor names of forerun.models.draft_config.
 
     `lm_head` is a parameter also where it was copied from the target; the trainer freezes it.
     """
@@ -150,7 +150,7 @@ class EagleHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """One draft step: embedded [..., H] of the next token beside hidden [..., H].
 
-        cos, sin [..., E/2] turn by the row's position. Returns what the head reads and what the
+        cos, sin [..., E/2] rotary by the row's position. Returns what the head reads and what the
         next step receives, both [..., H]; they differ unless `normed_feedback`.
 
         only int64[R]: of N rows [N,H] these run; all N give keys and values. Then queries and

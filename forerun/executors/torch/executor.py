@@ -9,27 +9,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.engine.executor import ExecutorLimits
-from forerun.engine.plan import Opening, Outcome, Plan
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host import HostAccepted, HostSampler, PlainNodes
+from forerun.executors.host_sampler import HostAccepted, HostSampler, PlainNodes
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
+from forerun.executors.torch.captured.drafting import Drafting
+from forerun.executors.torch.captured.graphs import recorder
+from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.drafting import Drafting
-from forerun.executors.torch.flight import Flight
 from forerun.executors.torch.geometry import geometry_of
-from forerun.executors.torch.graphs import recorder
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
-from forerun.executors.torch.rounds import Rounds
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.spec.sampling import Sampling
-from forerun.spec.tree import NodeMasks, TreeBatch
-from forerun.spec.verify import positions
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints
 
 DTYPES = {
@@ -58,7 +58,7 @@ class Scores:
     logits: Tensor
     row_of: Ints
     plain: PlainNodes | None
-    round: Flight | None = None
+    round: InFlightStep | None = None
 
 
 class TorchExecutor:
@@ -99,8 +99,8 @@ class TorchExecutor:
         self._bytes = _planned_bytes(arch, limits, self.device, dtype)
         self._bytes["cache"] = _kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
-        self._taps: tuple[int, ...] = ()
-        self._tapped = torch.empty(0, 0, device=self.device)
+        self._aux_layers: tuple[int, ...] = ()
+        self._aux_hidden_states = torch.empty(0, 0, device=self.device)
         self._place: Ints | None = None
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
@@ -113,11 +113,11 @@ class TorchExecutor:
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
         self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
-        self._rounds = self._captured_rounds() if graphs else None
+        self._graphs = self._captured_rounds() if graphs else None
 
-    def open(self, opening: Opening) -> None:
+    def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
-        self._sampler.open(opening)
+        self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -128,7 +128,7 @@ class TorchExecutor:
         """The target's weights. Raises EngineError after `shutdown`."""
         return self._alive()[0]
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """Keep, from the next step on, the residual streams entering these layers, for a draft
         head (transformers' hidden_states indices; L = after the last layer, before its norm).
 
@@ -137,48 +137,52 @@ class TorchExecutor:
         last = self.decoder.arch.layers
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
-        self._taps = layers
-        if self._rounds is not None:
-            self._rounds.tap(layers, self.dtype)
+        self._aux_layers = layers
+        if self._graphs is not None:
+            self._graphs.request_aux_hidden_states(layers, self.dtype)
 
     @property
-    def tapped(self) -> Tensor:
-        """[M,F*H] of the last step's M nodes: the F residual streams that `tap` asked for, side by
-        side, on the device.
+    def aux_hidden_states(self) -> Tensor:
+        """[M,F*H] of the last step's M nodes: the F residual streams that
+        `request_aux_hidden_states` asked for, side by side, on the device.
         """
         if self._place is not None:  # In a round nodes have gaps between them.
             place, self._place = self._place, None
-            self._tapped = self._tapped[self._padded(place, len(place))]
-        return self._tapped
+            self._aux_hidden_states = self._aux_hidden_states[self._padded(place, len(place))]
+        return self._aux_hidden_states
 
-    def follow(self, drafting: Drafting) -> bool:
+    def draft_extend(self, drafting: Drafting) -> bool:
         """Let rounds do a draft head's work at their end. False where there are no rounds."""
-        if self._rounds is not None:
-            self._rounds.follow(drafting)
-        return self._rounds is not None
+        if self._graphs is not None:
+            self._graphs.draft_extend(drafting)
+        return self._graphs is not None
 
     def keep_state(self) -> bool:
         """Let rounds carry on from each other. False where there are none."""
-        if self._rounds is not None:
-            self._rounds.keep_state()
-        return self._rounds is not None
+        if self._graphs is not None:
+            self._graphs.keep_state()
+        return self._graphs is not None
 
     def carries(self, scores: Scores) -> bool:
         """Whether the device decides every row of this step, and no report needs its logits."""
-        flight = scores.round
-        if flight is None or not flight.decided.all():
+        in_flight = scores.round
+        if in_flight is None or not in_flight.decided.all():
             return False
-        return not self._sampler.reports(flight.slots)
+        return not self._sampler.reports(in_flight.slots)
 
     @torch.inference_mode()
     def carry(self, plan: Plan) -> Scores | None:
         """Begin a step on what the running round leaves. Raises EngineError for a bad plan."""
         self._alive()
-        rounds = self._rounds
-        if rounds is None:
+        graphs = self._graphs
+        if graphs is None:
             return None
-        flight = rounds.carry_on(plan, self._sampler.choosing, rounds.take())
-        return None if flight is None else Scores(flight.logits, flight.slots[:0], None, flight)
+        in_flight = graphs.carry_on(plan, self._sampler.choosing, graphs.take())
+        return (
+            None
+            if in_flight is None
+            else Scores(in_flight.logits, in_flight.slots[:0], None, in_flight)
+        )
 
     @torch.inference_mode()
     def trees(self, scores: Scores) -> TreeBatch:
@@ -197,8 +201,8 @@ class TorchExecutor:
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
-        if self._rounds is not None:
-            found = self._round(self._rounds, plan, trees)
+        if self._graphs is not None:
+            found = self._round(self._graphs, plan, trees)
             if found is not None:
                 return found
         scored = self._sampler.scored(plan, trees)
@@ -215,9 +219,9 @@ class TorchExecutor:
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         position = self._padded(positions(trees, plan.kv_len), rows)
-        last, streams = decoder.forward(tokens, position, attend_pages, self._taps)
+        last, streams = decoder.forward(tokens, position, attend_pages, self._aux_layers)
         if streams:
-            self._tapped = torch.cat([stream[:count] for stream in streams], -1)
+            self._aux_hidden_states = torch.cat([stream[:count] for stream in streams], -1)
             self._place = None
         row_of = np.full(count, -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
@@ -235,28 +239,30 @@ class TorchExecutor:
         if kernels is None:
             blocks = key_blocks(plan, trees, cache, self.device)
             return partial(attend, blocks=blocks)
-        share = arch.heads // arch.kv_heads
-        return partial(kernels.attend, geometry=geometry_of(plan, trees, cache, share, self.device))
+        gqa_group = arch.heads // arch.kv_heads
+        return partial(
+            kernels.attend, geometry=geometry_of(plan, trees, cache, gqa_group, self.device)
+        )
 
-    def _captured_rounds(self) -> Rounds | None:
+    def _captured_rounds(self) -> CudaGraphRunner | None:
         """None where nothing captures. The first round captures the common ones."""
         records = recorder(self.device)
         if records is None or self.kernels is None:
             return None
         decoder, cache = self._alive()
-        return Rounds(decoder, cache, self.limits, self.kernels, records)
+        return CudaGraphRunner(decoder, cache, self.limits, self.kernels, records)
 
-    def _round(self, rounds: Rounds, plan: Plan, trees: TreeBatch) -> Scores | None:
+    def _round(self, graphs: CudaGraphRunner, plan: Plan, trees: TreeBatch) -> Scores | None:
         """The step as a captured round; None where it cannot be one."""
-        wish = rounds.take()
-        size = rounds.size_of(plan, trees, wish)
+        draft_request = graphs.take()
+        size = graphs.size_of(plan, trees, draft_request)
         if size is None:
             return None
         plain = self._sampler.plain(plan, trees)
-        flight = rounds.launch(size, plan, trees, plain, wish)
-        if flight.features is not None:
-            self._tapped, self._place = flight.features, flight.places()
-        return Scores(flight.logits, flight.places(), plain, flight)
+        in_flight = graphs.launch(size, plan, trees, plain, draft_request)
+        if in_flight.features is not None:
+            self._aux_hidden_states, self._place = in_flight.features, in_flight.places()
+        return Scores(in_flight.logits, in_flight.places(), plain, in_flight)
 
     @torch.inference_mode()
     def accept(
@@ -265,23 +271,27 @@ class TorchExecutor:
         """Keep one path per tree. The target's choices are made on the device where they can
         be; only where they cannot, and for reports, do logits cross to the host.
         """
-        plain, flight = scores.plain, scores.round
-        if flight is None and plain is not None and len(plain.nodes):
+        plain, in_flight = scores.plain, scores.round
+        if in_flight is None and plain is not None and len(plain.nodes):
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
         logits: list[Floats] = []
 
         def of_node(node: int) -> Floats:
-            if flight is not None and self._rounds is not None and self._rounds.last != flight:
+            if (
+                in_flight is not None
+                and self._graphs is not None
+                and self._graphs.last != in_flight
+            ):
                 # Another round has its place. Only a row without finite logits asks then.
                 return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
                 logits.append(scores.logits.cpu().numpy())
-            return logits[0][(flight.places() if flight else scores.row_of)[node]]
+            return logits[0][(in_flight.places() if in_flight else scores.row_of)[node]]
 
         try:
-            choice = flight.choices() if flight is not None else None
+            choice = in_flight.choices() if in_flight is not None else None
             return self._sampler.accept(plan, trees, of_node, masks, choice)
         finally:
             self._choices = {}
@@ -314,7 +324,7 @@ class TorchExecutor:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""
         sizes = self._decoder.row_sizes if self._decoder else ()
-        rounds = self._rounds
+        graphs = self._graphs
         return {
             "device": str(self.device),
             "dtype": self._dtype,
@@ -322,16 +332,16 @@ class TorchExecutor:
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
             "row_sizes": sizes,
-            "captured": [tuple(size) for size in rounds.captured] if rounds else [],
-            "capture_seconds": rounds.capture_seconds if rounds else 0.0,
-            "rounds": rounds.count if rounds else 0,
-            "round_seconds": rounds.seconds if rounds else 0.0,
+            "captured": [tuple(size) for size in graphs.captured] if graphs else [],
+            "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+            "rounds": graphs.count if graphs else 0,
+            "round_seconds": graphs.seconds if graphs else 0.0,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
 
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
-        self._decoder = self._cache = self._rounds = None
+        self._decoder = self._cache = self._graphs = None
 
     def _alive(self) -> tuple[Decoder, PagedCache]:
         if self._decoder is None or self._cache is None:

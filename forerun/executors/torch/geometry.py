@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.engine.plan import Plan
-from forerun.executors.torch.kv import PagedCache, Side, read
-from forerun.spec.tree import TreeBatch
+from forerun.executors.torch.kv import CacheTensor, PagedCache, read
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
 LINES = 64
@@ -33,7 +33,7 @@ class Geometry:
     kv_len  [B]    cached tokens, all visible
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
                    are read
-    turns   [2,M]  enter and leave, see above
+    tree_intervals  [2,M]  enter and leave, see above
     tiles   [T,2]  row and first node of every tile: up to `tile` consecutive nodes of a row
     scratch        slot of node 0 (see kv.py)
     """
@@ -41,7 +41,7 @@ class Geometry:
     start: Tensor
     kv_len: Tensor
     table: Tensor
-    turns: Tensor
+    tree_intervals: Tensor
     tiles: Tensor
     tile: int
     page_size: int
@@ -68,10 +68,10 @@ def intervals(parents: Ints) -> Ints:
     return np.cumsum(np.array([enter, size], np.int32), 0, dtype=np.int32)
 
 
-def tile_nodes(nodes: int, share: int) -> int:
-    """Nodes of a tile where the largest row has `nodes` and `share` heads share their keys."""
+def tile_nodes(nodes: int, gqa_group: int) -> int:
+    """Nodes of a tile where the largest row has `nodes` and `gqa_group` heads share their keys."""
     tile = 1
-    while tile < nodes and 2 * tile * share <= LINES:
+    while tile < nodes and 2 * tile * gqa_group <= LINES:
         tile *= 2
     return tile
 
@@ -87,12 +87,12 @@ def tiles_of(start: Ints, tile: int) -> Ints:
 
 
 def geometry_of(
-    plan: Plan, trees: TreeBatch, cache: PagedCache, share: int, device: torch.device
+    plan: Plan, trees: TreeBatch, cache: PagedCache, gqa_group: int, device: torch.device
 ) -> Geometry:
     """The geometry of one step, copied to the device."""
     bounds = list(pairwise(trees.start.tolist()))
     spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
-    tile = tile_nodes(int(np.diff(trees.start).max()), share)
+    tile = tile_nodes(int(np.diff(trees.start).max()), gqa_group)
 
     def there(array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
@@ -101,7 +101,7 @@ def geometry_of(
         start=there(trees.start),
         kv_len=there(plan.kv_len),
         table=there(plan.page_table),
-        turns=there(np.concatenate(spans, axis=1)),
+        tree_intervals=there(np.concatenate(spans, axis=1)),
         tiles=there(tiles_of(trees.start, tile)),
         tile=tile,
         page_size=cache.page_size,
@@ -109,7 +109,9 @@ def geometry_of(
     )
 
 
-def attend_dense(queries: Tensor, keys: Side, values: Side, geometry: Geometry) -> Tensor:
+def attend_dense(
+    queries: Tensor, keys: CacheTensor, values: CacheTensor, geometry: Geometry
+) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
@@ -123,13 +125,13 @@ def attend_dense(queries: Tensor, keys: Side, values: Side, geometry: Geometry) 
     page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
     slots = (page * geometry.page_size + position % geometry.page_size)[row]
     cached = position < geometry.kv_len[row, None]
-    enter, leave = geometry.turns
+    enter, leave = geometry.tree_intervals
     own = (enter <= enter[:, None]) & (enter[:, None] < leave) & (row == row[:, None])
     seen = torch.cat([cached, own], 1)
     slots = torch.cat([slots, (geometry.scratch + nodes).expand(count, -1)], 1)
     # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
     key, value = (
-        torch.where(seen[..., None], read(side, slots), 0.0).float() for side in (keys, values)
+        torch.where(seen[..., None], read(cached, slots), 0.0).float() for cached in (keys, values)
     )
     grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
     scores = torch.einsum("gmae,gmte->gmat", grouped, key) * size**-0.5

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
-from forerun.executors.torch.kv import Side
+from forerun.executors.torch.kv import CacheTensor
 from forerun.executors.torch.layers import Elementwise
 
-Attend = Callable[[Tensor, Side, Side, Geometry], Tensor]
+Attend = Callable[[Tensor, CacheTensor, CacheTensor, Geometry], Tensor]
 """(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
@@ -20,7 +20,7 @@ Choose = Callable[[Tensor, NodeNoise], Tensor]
 Pick = Callable[[Likely, NodeNoise, int], tuple[Tensor, Tensor]]
 """(likely children of nodes, the noise at their positions, how many): see accept.py."""
 
-Write = Callable[[Tensor, Tensor, tuple[Side, Side], int], None]
+Write = Callable[[Tensor, Tensor, tuple[CacheTensor, CacheTensor], int], None]
 """(keys [M,G,E], values, keys and values of a layer, slot of node 0): see kv.py."""
 
 

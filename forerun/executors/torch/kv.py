@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.engine.executor import ExecutorLimits
 from forerun.errors import EngineError
 from forerun.executors.torch.layers import FLOAT8, float8_rows
+from forerun.interface.executor import ExecutorLimits
 from forerun.types import Ints
 
 Slots = NDArray[np.int64]
@@ -62,29 +62,29 @@ class Narrow:
         return len(self.numbers)
 
 
-Side = Tensor | Narrow
+CacheTensor = Tensor | Narrow
 """Keys or values of one layer: [G,slots,E], or that in float8."""
 
 
-def read(side: Side, slots: Tensor) -> Tensor:
+def read(cached: CacheTensor, slots: Tensor) -> Tensor:
     """[G, *slots.shape, E] what is in `slots` int64; from float8 as float32."""
     flat = slots.flatten()
-    if isinstance(side, Narrow):
-        scale = side.scale.index_select(1, flat)[..., None]
-        found = side.numbers.index_select(1, flat).float() * scale
+    if isinstance(cached, Narrow):
+        scale = cached.scale.index_select(1, flat)[..., None]
+        found = cached.numbers.index_select(1, flat).float() * scale
     else:
-        found = side.index_select(1, flat)
+        found = cached.index_select(1, flat)
     return found.unflatten(1, slots.shape)
 
 
-def put(side: Side, begin: int, rows: Tensor) -> None:
+def put(cached: CacheTensor, begin: int, rows: Tensor) -> None:
     """Write rows [M,G,E] into the slots begin, begin+1, ..."""
     place, rows = slice(begin, begin + len(rows)), rows.transpose(0, 1)
-    if isinstance(side, Narrow):
+    if isinstance(cached, Narrow):
         numbers, scale = float8_rows(rows)
-        side.numbers[:, place], side.scale[:, place] = numbers, scale[..., 0]
+        cached.numbers[:, place], cached.scale[:, place] = numbers, scale[..., 0]
     else:
-        side[:, place] = rows
+        cached[:, place] = rows
 
 
 class PagedCache:
@@ -103,7 +103,7 @@ class PagedCache:
             self._scale = torch.zeros(sizes[:-1], device=device)
         self.device = device
 
-    def of_layer(self, layer: int) -> tuple[Side, Side]:
+    def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
         """Keys and values of one layer."""
         keys, values = self._kv[layer]
         if self._scale is None:
@@ -133,8 +133,8 @@ class PagedCache:
         """
         keys = keys + (keys * 0 + values * 0).sum(-1, keepdim=True)
         values = values.nan_to_num(0, 0, 0)
-        for side, rows in zip(self.of_layer(layer), (keys, values), strict=True):
-            put(side, self.scratch_begin + first, rows)
+        for cached, rows in zip(self.of_layer(layer), (keys, values), strict=True):
+            put(cached, self.scratch_begin + first, rows)
 
     def commit(self, nodes: Ints, slots: Slots) -> None:
         """Copy nodes [n] from scratch into page slots [n], all layers."""

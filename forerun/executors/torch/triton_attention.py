@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.geometry import Geometry
-from forerun.executors.torch.kv import Narrow, Side
+from forerun.executors.torch.kv import CacheTensor, Narrow
 
 KEYS = 64
 """Keys of one turn of the loop."""
@@ -87,13 +87,13 @@ def _attend(
     start,
     kv_len,
     table,
-    turns,
+    tree_intervals,
     group_stride,
     table_stride,
     scratch,
     count,
     scale,
-    SHARE: tl.constexpr,
+    GQA_GROUP: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -106,12 +106,12 @@ def _attend(
     score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
     """
     tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = SHARE * tl.num_programs(1)
+    heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
-    node, head = first + line // SHARE, group * SHARE + line % SHARE
-    mine = (line < TILE * SHARE) & (node < end)
+    node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
+    mine = (line < TILE * GQA_GROUP) & (node < end)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place = (node * heads + head)[:, None] * E + e[None, :]
@@ -137,12 +137,12 @@ def _attend(
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
     last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
-    turn = tl.load(turns + node, mask=mine, other=-1)[:, None]
+    step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
     for at in range(begin, last, KEYS):
         there = at + key < last
-        enter = tl.load(turns + at + key, mask=there, other=0)[None, :]
-        leave = tl.load(turns + count + at + key, mask=there, other=0)[None, :]
-        slot, seen = scratch + at + key, there[None, :] & (enter <= turn) & (turn < leave)
+        enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
+        leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
+        slot, seen = scratch + at + key, there[None, :] & (enter <= step) & (step < leave)
         most, total, mixed = _see(
             most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
         )
@@ -180,7 +180,11 @@ def parts_for(programs: int) -> int:
 
 
 def attend(
-    queries: Tensor, keys: Side, values: Side, geometry: Geometry, parts: int | None = None
+    queries: Tensor,
+    keys: CacheTensor,
+    values: CacheTensor,
+    geometry: Geometry,
+    parts: int | None = None,
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
@@ -188,14 +192,14 @@ def attend(
     many as fill the device. Launches only: nothing here waits for the device.
     """
     count, heads, size = queries.shape
-    share = heads // len(keys)
+    gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
     queries = queries.contiguous()
     out = found = sums = torch.empty_like(queries)
     if parts > 1:
         found = queries.new_empty((parts, count, heads, size), dtype=torch.float32)
         sums = queries.new_empty((2, parts, count, heads), dtype=torch.float32)
-    numbers, scales = zip(*(_parts_of(side) for side in (keys, values)), strict=True)
+    numbers, scales = zip(*(_parts_of(cached) for cached in (keys, values)), strict=True)
     _attend[len(geometry.tiles), len(keys), parts](
         queries,
         *numbers,
@@ -206,17 +210,17 @@ def attend(
         geometry.start,
         geometry.kv_len,
         geometry.table,
-        geometry.turns,
+        geometry.tree_intervals,
         numbers[0].stride(0),
         geometry.table.stride(0),
         geometry.scratch,
         count,
         size**-0.5 * _LOG2E,
-        SHARE=share,
+        GQA_GROUP=gqa_group,
         E=size,
         PAGE=geometry.page_size,
         TILE=geometry.tile,
-        LINES=max(16, triton.next_power_of_2(geometry.tile * share)),
+        LINES=max(16, triton.next_power_of_2(geometry.tile * gqa_group)),
         KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
         PARTS=parts,
         NARROW=isinstance(keys, Narrow),
@@ -228,6 +232,6 @@ def attend(
     return out
 
 
-def _parts_of(side: Side) -> tuple[Tensor, Tensor]:
+def _parts_of(cached: CacheTensor) -> tuple[Tensor, Tensor]:
     """Numbers, and their scales, where there are any."""
-    return (side.numbers, side.scale) if isinstance(side, Narrow) else (side, side)
+    return (cached.numbers, cached.scale) if isinstance(cached, Narrow) else (cached, cached)

@@ -1,8 +1,8 @@
 """What a node says next, as Triton kernels, for CUDA: the target's choices in one pass over the
 logits, and the best children among those that a draft head finds likely.
 
-The arithmetic of forerun.spec.noise and forerun.spec.accept; noise never touches memory. The slow
-twins are `choose` and `pick` in forerun.executors.torch.accept.
+The arithmetic of forerun.speculative.noise and forerun.speculative.accept; noise never touches
+memory. The slow twins are `choose` and `pick` in forerun.executors.torch.accept.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.accept import Likely, NodeNoise
-from forerun.spec.accept import NOTHING
+from forerun.speculative.accept import NOTHING
 
 CHUNK = 4096
 """Tokens of the vocabulary that one program looks at."""
@@ -27,8 +27,8 @@ def _choose(
     there = token < vocab
     place = node.to(tl.int64) * vocab + token
     scores = tl.load(logits + place, mask=there, other=float("-inf")).to(tl.float32)
-    heat = tl.load(temperatures + node)
-    if heat > 0:
+    temperature = tl.load(temperatures + node)
+    if temperature > 0:
         seed, position = tl.load(seeds + node), tl.load(positions + node)
         block = (chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
         zero = tl.zeros_like(block)
@@ -38,7 +38,7 @@ def _choose(
         words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
         uniform = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         noise = (-tl.log(-tl.log(uniform))).to(tl.float32)
-        scores = tl.div_rn(scores, tl.zeros_like(scores) + heat) + noise
+        scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + noise
     bad = (scores != scores) | (scores == float("inf"))  # noqa: PLR0124 - NaN
     top = tl.max(tl.where(bad, float("inf"), scores), 0)
     found = tl.min(tl.where(scores == top, token, vocab), 0)
@@ -48,7 +48,7 @@ def _choose(
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
     """int32[M] the target's choices from logits float32[M,V], contiguous; NOTHING as in
-    forerun.spec.accept.choose. Launches only.
+    forerun.speculative.accept.choose. Launches only.
     """
     count, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -93,8 +93,8 @@ def _pick(
     draft = tl.load(which + at, mask=there, other=0)
     token = tl.load(ids + draft, mask=there, other=0)
     value = tl.load(logits + at, mask=there, other=float("-inf")) - tl.load(normalisers + node)
-    heat = tl.load(temperatures + node)
-    if heat > 0:
+    temperature = tl.load(temperatures + node)
+    if temperature > 0:
         seed, position = tl.load(seeds + node), tl.load(positions + node)
         block = (token // 4).to(tl.uint32)
         zero = tl.zeros_like(block)
@@ -106,7 +106,7 @@ def _pick(
         word = tl.where(place == 2, third, tl.where(place == 3, fourth, word))
         uniform = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
         noise = (-tl.log(-tl.log(uniform))).to(tl.float32)
-        value = tl.div_rn(value, tl.zeros_like(value) + heat) + noise
+        value = tl.div_rn(value, tl.zeros_like(value) + temperature) + noise
         value = tl.where(there, value, float("-inf"))
         most = tl.max(value, 0)
         value = value - (most + tl.log(tl.sum(tl.exp(value - most), 0)))

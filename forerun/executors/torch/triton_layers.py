@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.kv import Narrow, Side
+from forerun.executors.torch.kv import CacheTensor, Narrow
 from forerun.executors.torch.layers import Elementwise
 
 
@@ -55,7 +55,7 @@ def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store(side, scales, where, at, there, wide, E: tl.constexpr, NARROW: tl.constexpr):
+def _store(cached, scales, where, at, there, wide, E: tl.constexpr, NARROW: tl.constexpr):
     """One head's numbers `wide` into the slot `where`; as forerun.executors.torch.kv.put."""
     if NARROW:
         # Greatest or NaN: a maximum alone would drop that.
@@ -63,7 +63,7 @@ def _store(side, scales, where, at, there, wide, E: tl.constexpr, NARROW: tl.con
         scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / 448.0 + bad
         tl.store(scales + where, scale)
         wide = tl.clamp(tl.div_rn(wide, tl.zeros_like(wide) + scale), -448.0, 448.0)
-    tl.store(side + where * E + at, wide.to(side.dtype.element_ty), mask=there)
+    tl.store(cached + where * E + at, wide.to(cached.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -133,13 +133,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def write(keys: Tensor, values: Tensor, layer: tuple[Side, Side], begin: int) -> None:
+def write(keys: Tensor, values: Tensor, layer: tuple[CacheTensor, CacheTensor], begin: int) -> None:
     """PagedCache.write: keys and values [M,G,E] into the slots begin, begin+1, ... of `layer`."""
     count, groups, size = keys.shape
     assert keys.stride(1) == values.stride(1) == size, "heads of a node stand side by side"
     narrow = isinstance(layer[0], Narrow)
-    numbers = [side.numbers if isinstance(side, Narrow) else side for side in layer]
-    scales = [side.scale if isinstance(side, Narrow) else side for side in layer]
+    numbers = [cached.numbers if isinstance(cached, Narrow) else cached for cached in layer]
+    scales = [cached.scale if isinstance(cached, Narrow) else cached for cached in layer]
     _write[count, groups](
         keys,
         values,

@@ -1,0 +1,1 @@
+"""Composition: a configuration becomes a loaded target and a running engine."""

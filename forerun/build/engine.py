@@ -1,0 +1,384 @@
+"""The composition root: the only file that names executors. Everything is put together here.
+
+    config -> open_target -> Target (executor, tokenizer, memory plan)
+                    Target + config -> make_engine -> Engine
+    load = both
+
+The executors are imported by the functions that choose them: neither is needed for the other.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from forerun.build import tuned
+from forerun.build.drafting import (
+    chosen_speculation,
+    eagle_drafting,
+    excused,
+    open_drafts,
+    with_draft,
+    with_shipped,
+)
+from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.config import EngineConfig
+from forerun.constrain.backends import open_compiler
+from forerun.constrain.compile import Compiler
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar_policy import GrammarPolicy
+from forerun.constrain.matcher import Compiled
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.calibration import measure_costs, with_draft_model
+from forerun.control.cost_model import StepCosts
+from forerun.control.policy import FixedPolicy, Policy
+from forerun.control.selection import SelectivePolicy
+from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
+from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.none import NoDrafter
+from forerun.drafters.selected import SelectedDrafter
+from forerun.engine.thread import Engine, EngineOptions
+from forerun.errors import ConfigError, ModelError, RequestError
+from forerun.interface.draft_model import DraftModel
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor
+from forerun.machine import memory_available, stamp
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
+from forerun.models.ngram_table import NgramTable
+from forerun.text.chat import ChatTemplate
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Ints
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long is under way; bytes for downloads."""
+
+TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A loaded model with its executor; engines with different drafters may share it in turn.
+
+    config    with every None and "auto" replaced by what was chosen
+    chat      None where the model brings no chat template
+    costs     measured at start-up; None where the policy does not need them
+    compiler  of grammars; None where the model has no end-of-text token, so no text could end
+    head      the draft head that is wanted, ready to run; None without one
+    table     the n-gram table that is wanted beside lookup; None without one
+    fault     why a draft that was named is not used
+    """
+
+    executor: Executor
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    name: str
+    config: EngineConfig
+    memory: MemoryPlan
+    costs: StepCosts | None
+    compiler: Compiler | None
+    head: tuple[DraftFile, DraftModel] | None = None
+    table: NgramTable | None = None
+    fault: str | None = None
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """A grammar as requests carry it. May block for seconds.
+
+        Raises RequestError naming the field and the place at fault, BusyError.
+        """
+        if self.compiler is None:
+            raise RequestError(
+                f"{self.name} declares no end-of-text token: a constrained text could not end.",
+                grammar.field,
+            )
+        return self.compiler.compile(grammar)
+
+    def close(self) -> None:
+        """Release the executor's threads and memory. Idempotent."""
+        if self.compiler is not None:
+            self.compiler.close()
+        if self.chat is not None:
+            self.chat.close()
+        self.executor.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Everything that serves a model: what `serve`, `run` and `LLM` are built on.
+
+    context  longest sequence in tokens, prompt and output together
+    info     facts for /server_info and `doctor`: plain values only
+    drafter  what proposes draft tokens; its `fault` says why nothing does where it should
+    """
+
+    engine: Engine
+    drafter: GuardedDrafter
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    name: str
+    context: int
+    config: EngineConfig
+    info: dict[str, Any]
+    target: Target
+
+    def close(self) -> None:
+        """Stop the engine, then release the executor. Idempotent."""
+        self.engine.shutdown()
+        self.target.close()
+
+
+def open_target(config: EngineConfig, progress: Progress | None = None) -> Target:
+    """Load a model and the executor that runs it.
+
+    Raises ModelError (DownloadError when it cannot be fetched), MemoryPlanError, ConfigError.
+    """
+    return _open_toy(config) if config.toy else _open_model(config, progress)
+
+
+def make_engine(target: Target, config: EngineConfig) -> Engine:
+    """A new engine on `target`, not started. What concerns drafting and the queue is taken
+    from `config`, all else was decided when the target was opened. One engine at a time.
+    """
+    return _engine(target, config)[0]
+
+
+def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
+    """The engine, and the drafter it asks."""
+    grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
+    drafter, policy = _drafting(config, target, grammars)
+    fault = target.fault if config.speculation == "off" else None
+    guarded = GuardedDrafter(drafter, fault)
+    policy = GuardedPolicy(policy, guarded)
+    options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
+    if config.speculation != "off":
+        policy = GrammarPolicy(policy, grammars)
+    engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
+    return engine, guarded
+
+
+def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
+    """Open the target and start an engine on it, speculating as `forerun tune` found best, if
+    it ever ran and `config` does not say how. Raises what `open_target` raises.
+    """
+    target = open_target(config, progress)
+    profile = tuned.find(config, target.config)
+    if profile is not None:
+        target = replace(target, config=profile.on(target.config))
+    engine, drafter = _engine(target, target.config)
+    engine.start()
+    return Loaded(
+        engine=engine,
+        drafter=drafter,
+        tokenizer=target.tokenizer,
+        chat=target.chat,
+        name=target.name,
+        context=target.memory.limits.context,
+        config=target.config,
+        info=_facts(target) | {"profile": profile.name if profile else None},
+        target=target,
+    )
+
+
+def _facts(target: Target) -> dict[str, Any]:
+    """Plain values about what was loaded, for /server_info, `doctor` and benchmark stamps."""
+    return {
+        "model": target.name,
+        "config": asdict(target.config),
+        "memory": target.memory.describe(),
+        "executor": target.executor.describe(),
+        "costs": asdict(target.costs) if target.costs else None,
+        "machine": stamp(),
+    }
+
+
+def _drafting(
+    config: EngineConfig, target: Target, grammars: TreeGrammars
+) -> tuple[Drafter, Policy]:
+    """What proposes draft tokens, and how many it may."""
+    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
+        return NoDrafter(), FixedPolicy(0, 0)
+    drafter = _lookup(target.memory.limits.slots, target.table)
+    if target.head is not None and config.speculation in ("auto", "head", "both"):
+        limits, costs = target.memory.limits, target.costs
+        return eagle_drafting(config, limits, costs, target.head, drafter, grammars.mask)
+    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    if target.costs is not None and config.policy == "adaptive":
+        chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
+        return SelectedDrafter(drafter, chooser), chooser
+    return drafter, FixedPolicy(config.draft_nodes, depth)
+
+
+def _lookup(slots: int, table: NgramTable | None) -> Drafter:
+    """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
+    from forerun.executors import cpu
+
+    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
+    return kind(slots, table=table)
+
+
+def _costs(
+    config: EngineConfig, executor: Executor, table: NgramTable | None = None
+) -> StepCosts | None:
+    """Measure what steps cost, if the policy wants to know."""
+    if config.policy != "adaptive" or config.speculation == "off":
+        return None
+    return measure_costs(executor, _lookup(executor.limits.slots, table))
+
+
+def _open_toy(config: EngineConfig) -> Target:
+    from forerun.executors.toy import ToyExecutor
+
+    config = with_shipped(config)
+    if config.draft is not None:
+        raise ConfigError("the toy model takes no draft; leave --draft out.")
+    needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
+    memory = plan_memory(config, needs, memory_available())
+    tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
+    policy = "fixed" if config.policy == "auto" else config.policy
+    speculation = chosen_speculation(config, head=False, fault=None)
+    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = _resolved(config, memory, executor, policy=policy)
+    return Target(
+        executor=executor,
+        tokenizer=tokenizer,
+        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        name="toy",
+        config=config,
+        memory=memory,
+        costs=_costs(config, executor),
+        compiler=open_compiler(config.grammar_backend, tokenizer),
+    )
+
+
+def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
+    from forerun.executors import cpu
+    from forerun.hub.catalog import open_model
+
+    model = open_model(config.model, progress)
+    config = with_shipped(choose_executor(config))
+    arch = model.architecture
+    native = config.executor == "cpu"
+    needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
+    parts, fault = excused(config, lambda: open_drafts(config, arch))
+    draft, table = (parts.head, parts.table) if parts else (None, None)
+    if draft is not None:
+        needs = with_draft(needs, draft, None if native else ITEM_BYTES[config.dtype])
+    on_device = config.device != "cpu"
+    available = _device_memory(config.device) if on_device else memory_available()
+    memory = plan_memory(config, needs, available, fill=on_device)
+    executor = _build(config, model.checkpoint, memory)
+    policy = "adaptive" if config.policy == "auto" else config.policy
+    config = _resolved(config, memory, executor, policy=policy)
+    head = None
+    if draft is not None:
+        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
+        head = (draft, device) if device is not None else None
+    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+    costs = _costs(config, executor, table)
+    if costs is not None and head is not None:
+        costs = with_draft_model(costs, head[1], executor, config.page_size)
+    return Target(
+        head=head,
+        table=table,
+        fault=fault,
+        executor=executor,
+        tokenizer=model.tokenizer,
+        chat=_chat(model.chat_template, model.tokenizer),
+        name=model.name,
+        config=config,
+        memory=memory,
+        costs=costs,
+        compiler=open_compiler(config.grammar_backend, model.tokenizer),
+    )
+
+
+def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.cpu import CpuDraftModel, CpuExecutor
+
+    if isinstance(executor, CpuExecutor):
+        return CpuDraftModel(executor, checkpoint, draft)
+    from forerun.executors.torch import TorchDraftModel, TorchExecutor
+
+    assert isinstance(executor, TorchExecutor)
+    return TorchDraftModel(executor, checkpoint, draft)
+
+
+def choose_executor(config: EngineConfig) -> EngineConfig:
+    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+    from forerun.executors import cpu
+
+    executor, dtype = config.executor, config.dtype
+    if executor == "auto":
+        wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
+        missing = cpu.available() if wanted else None
+        executor = "cpu" if wanted and not missing else "torch"
+        if missing:
+            warnings.warn(
+                f"The native CPU core is not available ({missing}); using torch, which is "
+                "several times slower.",
+                stacklevel=2,
+            )
+    if dtype == "auto":
+        dtype = "bfloat16" if config.device != "cpu" else "float32"
+        dtype = "file" if executor == "cpu" else dtype
+    return replace(config, executor=executor, dtype=dtype)
+
+
+def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executor:
+    if config.executor == "cpu":
+        from forerun.executors.cpu import CpuExecutor
+
+        return CpuExecutor(checkpoint, memory.limits, config.threads)
+    try:
+        from forerun.executors.torch import TorchExecutor
+    except ImportError as error:
+        raise ConfigError(
+            f"The torch executor needs torch, which cannot be imported ({error}). "
+            "Install it with: pip install 'forerun[torch]'"
+        ) from error
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
+    return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
+
+
+def _device_memory(device: str) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def _resolved(
+    config: EngineConfig, memory: MemoryPlan, executor: Executor, policy: str
+) -> EngineConfig:
+    """The configuration with what was chosen in the place of None and "auto"."""
+    limits = memory.limits
+    return replace(
+        config,
+        context=limits.context,
+        kv_tokens=limits.pages * limits.page_size,
+        threads=config.threads or executor.describe().get("threads"),
+        policy=policy,
+    )
+
+
+def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    return ChatTemplate(source, tokenizer) if source else None
+
+
+def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
+    """int32[T] a conversation, ready for the model's answer.
+
+    Raises ModelError where the model has no chat template.
+    """
+    if loaded.chat is None:
+        raise ModelError(
+            f"{loaded.name} has no chat template; it continues text. Use plain prompts "
+            "(`forerun run --raw`)."
+        )
+    return loaded.chat.encode(list(messages))

@@ -1,0 +1,158 @@
+"""The memory plan: everything is counted before the first page is promised."""
+
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, MemoryPlanError
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.arch import Architecture
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
+"""Bytes of a number: what dense weights are planned with, and keys and values."""
+
+TOKENS_PER_SEQUENCE = 256
+"""Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
+
+SHARE = 0.6
+"""Part of the available memory that a plan may take; the rest is for prompts and the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a model asks of a machine, in bytes unless said otherwise.
+
+    context    longest sequence the model was made for, tokens
+    vocab      V
+    weights    all weights, in the executor's own format
+    per_token  keys and values of one token, all layers
+    per_node   scratch of one node in a step: activations and its row of logits
+    """
+
+    context: int
+    vocab: int
+    weights: int
+    per_token: int
+    per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What was decided: the executor's limits and where the bytes go."""
+
+    limits: ExecutorLimits
+    weights: int
+    cache: int
+    scratch: int
+
+    def describe(self) -> dict[str, int]:
+        """Bytes by purpose, for /server_info and `doctor`."""
+        return {"weights": self.weights, "cache": self.cache, "scratch": self.scratch}
+
+    def sentence(self) -> str:
+        """The plan in one line, for people."""
+        limits = self.limits
+        return (
+            f"room for {limits.pages * limits.page_size:,} tokens in the key/value cache "
+            f"({human(self.cache)}, filled as it is used), sequences up to {limits.context:,} "
+            f"tokens, {limits.slots} at once; weights {human(self.weights)}"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, needs: Needs, available: int, *, fill: bool = False
+) -> MemoryPlan:
+    """Divide `available` bytes into weights, scratch and pages.
+
+    With `fill` (a device of its own) the cache takes all that the plan may have; without, only
+    what a sensible load needs. Raises MemoryPlanError when the parts do not fit, ConfigError
+    when `context` and `kv_tokens` contradict each other.
+    """
+    page, budget = config.page_size, int(available * SHARE)
+    context = min(config.context or needs.context, needs.context)
+    if config.context and config.context > needs.context:
+        raise ConfigError(
+            f"context is {config.context}, but this model was made for {needs.context} tokens."
+        )
+    if config.kv_tokens and config.context and config.kv_tokens < config.context:
+        raise ConfigError(
+            f"kv-tokens is {config.kv_tokens}: too small for one sequence of "
+            f"context {config.context}. Raise kv-tokens or lower context."
+        )
+    scratch = config.max_step_nodes * needs.per_node
+    room = max(0, budget - needs.weights - scratch) // max(1, needs.per_token)
+    wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
+    minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
+    if room < minimum:
+        raise MemoryPlanError(_refusal(needs, scratch, minimum, budget))
+    tokens = room if fill and not config.kv_tokens else min(wanted, room)
+    pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
+    limits = ExecutorLimits(
+        page_size=page,
+        pages=pages,
+        slots=config.max_sequences,
+        max_nodes=config.max_step_nodes,
+        context=min(context, pages * page),
+        vocab=needs.vocab,
+    )
+    return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch)
+
+
+def _refusal(needs: Needs, scratch: int, tokens: int, budget: int) -> str:
+    return (
+        f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
+        f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
+        f"{human(budget)} that may be used (60 % of the memory that is free now). Lower "
+        f"kv-tokens, context or max-step-nodes, or choose a smaller model."
+    )
+
+
+def human(count: int) -> str:
+    """Bytes for people: 98362432 -> '98.4 MB' (decimal units)."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def needs_of(
+    config: EngineConfig, arch: Architecture, path: Path, core_per_token: int | None
+) -> Needs:
+    """What a model asks, with executor and dtype chosen.
+
+    path            of its file or folder
+    core_per_token  bytes of keys and values of a token on the compiled core; None = torch runs it
+    """
+    if core_per_token is not None:
+        weights, per_token = _file_bytes(path), core_per_token
+    else:
+        weights, width = _dense_bytes(arch, config), ITEM_BYTES[config.dtype]
+        # In float8 a head of a token has a scale, of 4 bytes.
+        head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
+        per_token = 2 * arch.layers * arch.kv_heads * head
+    return Needs(
+        context=arch.context,
+        vocab=arch.vocab,
+        weights=weights,
+        per_token=per_token,
+        per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
+    )
+
+
+def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
+    """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
+    twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
+    count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
+    return count * ITEM_BYTES[config.dtype]
+
+
+def _file_bytes(path: Path) -> int:
+    """Bytes of a file, or of the files of a folder."""
+    return (
+        path.stat().st_size
+        if path.is_file()
+        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
+    )

@@ -1,0 +1,163 @@
+"""`forerun bench`: any OpenAI endpoint under load."""
+
+import argparse
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from time import strftime
+from typing import Any
+
+from forerun.bench import report
+from forerun.bench.client import Endpoint, body_of, find_model, load_level
+from forerun.bench.launch import launched
+from forerun.bench.report import Level
+from forerun.bench.workload import Prompt, labelled, read_prompts, spread
+from forerun.cli.console import bars, emit_json, out, say
+from forerun.config import AskConfig, EngineConfig
+from forerun.errors import ConfigError
+from forerun.flags import command_line, configured
+from forerun.machine import stamp
+
+SIDES: dict[str, tuple[str, ...]] = {
+    "as-is": ("as-is",),
+    "on": ("on",),
+    "off": ("off",),
+    "both": ("on", "off"),
+}
+FIELDS: dict[str, dict[str, Any] | None] = {
+    "as-is": None,
+    "on": {"enabled": True},
+    "off": {"enabled": False},
+}
+WARM_UP = 2
+"""Requests per side before anything is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What to measure: sides alternate within a repeat, so that drift hits them alike."""
+
+    prompts: tuple[Prompt, ...]
+    levels: tuple[int, ...]
+    sides: tuple[str, ...]
+    repeats: int
+    requests: int | None
+
+    def count(self, at_once: int) -> int:
+        """Requests of one level."""
+        return self.requests or max(8, 2 * at_once)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. 1 where a request failed."""
+    ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
+    config = configured(EngineConfig, arguments)
+    if arguments.launch:
+        if arguments.api_key:
+            raise ConfigError("--api-key is for --url; a server of our own asks for none.")
+        with launched(config) as url:
+            endpoint = Endpoint(url, find_model(url, "", None))
+            levels, facts = _measure(endpoint, sweep, ask, config)
+    else:
+        _refuse_engine_flags(config)
+        wanted = config.model if config.model != EngineConfig().model else None
+        name = find_model(arguments.url, arguments.api_key, wanted)
+        endpoint = Endpoint(arguments.url, name, arguments.api_key)
+        levels, facts = _measure(endpoint, sweep, ask, None)
+    result, title = report.as_dict(levels, facts), f"{facts['model']} at {facts['url']}"
+    if arguments.json:
+        emit_json(result)
+    else:
+        out.print(report.table(levels, title))
+    if arguments.out:
+        written = report.write(Path(arguments.out), result, levels, title)
+        say("wrote " + ", ".join(map(str, written)))
+    for level in levels:
+        if level.errors:
+            say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")
+    return 1 if any(level.errors for level in levels) else 0
+
+
+def _refuse_engine_flags(config: EngineConfig) -> None:
+    """A server that runs already has its own. Raises ConfigError naming the flag."""
+    given = command_line(replace(config, model=EngineConfig().model))
+    if given:
+        raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
+
+
+def _sweep(arguments: argparse.Namespace) -> Sweep:
+    path = Path(arguments.prompts) if arguments.prompts else None
+    if arguments.repeats < 1 or (arguments.requests is not None and arguments.requests < 1):
+        raise ConfigError("repeats and requests must be 1 or more.")
+    kind = arguments.speculative or ("both" if arguments.launch else "as-is")
+    return Sweep(
+        prompts=tuple(read_prompts(path)),
+        levels=arguments.concurrency,
+        sides=SIDES[kind],
+        repeats=arguments.repeats,
+        requests=arguments.requests,
+    )
+
+
+def _measure(
+    endpoint: Endpoint, sweep: Sweep, ask: AskConfig, config: EngineConfig | None
+) -> tuple[list[Level], dict[str, Any]]:
+    facts = {
+        "model": endpoint.model,
+        "url": endpoint.url,
+        "time": strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": stamp(),
+        "ask": asdict(ask),
+        "config": asdict(config) if config else None,
+        "repeats": sweep.repeats,
+    }
+    with bars() as progress:
+        return asyncio.run(_all_levels(endpoint, sweep, ask, progress)), facts
+
+
+async def _all_levels(
+    endpoint: Endpoint, sweep: Sweep, ask: AskConfig, progress: Callable[[str, int, int], None]
+) -> list[Level]:
+    levels: list[Level] = []
+    for side in sweep.sides:
+        warm = _bodies(endpoint, sweep.prompts, side, ask, WARM_UP, "warm-up")
+        await load_level(endpoint, warm, 1)
+    for at_once in sweep.levels:
+        results: dict[str, list[Level]] = {side: [] for side in sweep.sides}
+        for repeat in range(sweep.repeats):
+            # The other order every other time: the first of a pair finds a colder machine.
+            for side in sweep.sides[:: -1 if repeat % 2 else 1]:
+                count = sweep.count(at_once)
+                bodies = _bodies(endpoint, sweep.prompts, side, ask, count, f"{repeat}-{at_once}")
+                name = f"{at_once} at once, speculation {side}, repeat {repeat + 1}"
+                timings, seconds = await load_level(
+                    endpoint, bodies, at_once, _reporter(progress, name, count)
+                )
+                results[side].append(report.one_repeat(side, at_once, timings, seconds))
+        levels += [report.median_of(repeats) for repeats in results.values()]
+    return levels
+
+
+def _reporter(
+    progress: Callable[[str, int, int], None], name: str, total: int
+) -> Callable[[int], None]:
+    return lambda done: progress(name, done, total)
+
+
+def _bodies(
+    endpoint: Endpoint, prompts: Sequence[Prompt], side: str, ask: AskConfig, count: int, tag: str
+) -> list[dict[str, Any]]:
+    """`count` requests over evenly spread prompts.
+
+    Each prompt begins with a label of its own, or a server's prefix cache would answer for the
+    prompt of every repeat but the first.
+    """
+    chosen = spread(prompts, min(count, len(prompts)))
+    return [
+        body_of(
+            labelled(prompt, f"Request {side}-{tag}-{index}. "), endpoint.model, ask, FIELDS[side]
+        )
+        for index, prompt in enumerate(islice(cycle(chosen), count))
+    ]

@@ -1,0 +1,111 @@
+"""Talking to the person at the terminal: progress on stderr, results on stdout."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from forerun.build.engine import Loaded, Target, load, open_target
+from forerun.build.engine import Progress as Report
+from forerun.build.memory import human
+from forerun.config import EngineConfig
+
+QUIET = 20.0
+"""Seconds between two lines of progress in a log."""
+
+err = Console(stderr=True, highlight=False)
+# A pipe has no width: give tables room there, they are read later.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+def say(text: str) -> None:
+    """One line on stderr, so that stdout holds nothing but the result."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
+def emit_json(value: Any) -> None:
+    """The result of a command with --json."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+
+
+@contextmanager
+def bars() -> Iterator[Report]:
+    """A function that draws progress bars, one per task: what stands before the first colon.
+    Where stderr is no terminal, but a log, it writes a line every QUIET seconds instead.
+    """
+    if not err.is_terminal:
+        yield _lines()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=err, transient=True) as drawn:
+
+        def report(what: str, done: int, total: int) -> None:
+            amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
+            task = what.partition(":")[0]
+            if task not in tasks:
+                tasks[task] = drawn.add_task(what, total=total, amount=amount)
+            drawn.update(
+                tasks[task], description=what, completed=done, total=total or None, amount=amount
+            )
+
+        yield report
+
+
+def _lines() -> Report:
+    """Progress for a log. What is over within QUIET seconds leaves no line."""
+    last_shown = monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last_shown
+        if monotonic() - last_shown >= QUIET:
+            last_shown = monotonic()
+            say(f"{what}: {done} of {total}")
+
+    return report
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings as sentences, not as source lines."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        say(f"forerun: {message}")
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
+def load_shown(config: EngineConfig) -> Loaded:
+    """Load and start a model while showing what takes long."""
+    with plain_warnings(), bars() as report:
+        loaded = load(config, report)
+    if loaded.info["profile"]:
+        say(f"speculation as tuned on this machine: {loaded.info['profile']}")
+    return loaded
+
+
+def open_shown(config: EngineConfig) -> Target:
+    """Load a model, without an engine, while showing what takes long."""
+    with plain_warnings(), bars() as report:
+        return open_target(config, report)
+
+
+def interactive() -> bool:
+    """True when a person types at us."""
+    return sys.stdin.isatty()

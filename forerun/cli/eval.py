@@ -1,0 +1,134 @@
+"""`forerun eval`: what a draft reaches on named prompt sets, beside what its trainer promised."""
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+
+from rich.table import Table
+
+from forerun.bench.acceptance import (
+    CHAIN,
+    TREE,
+    Finding,
+    Question,
+    Shape,
+    Simulate,
+    ask,
+    default_draft,
+)
+from forerun.bench.workload import read_prompts, spread
+from forerun.build.engine import Target
+from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.probing import probed
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.flags import configured
+from forerun.hub.catalog import open_model
+from forerun.machine import stamp
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    config = configured(EngineConfig, arguments)
+    if config.speculation == "off":
+        raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
+    sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
+    sets = sets or {"built in": None}
+    # All sets are read before the first is asked: what took minutes must not be lost.
+    chosen = {
+        name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
+    }
+    config, attempts = probed(config, arguments.probe)
+    target = open_shown(replace(config, max_sequences=arguments.group))
+    found: list[Finding] = []
+    # n-gram lookup shapes its own trees: one shape says all.
+    headed = target.head is not None
+    shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
+    try:
+        if target.config.speculation == "off":
+            raise ConfigError("there is nothing to measure: the draft cannot be used.")
+        simulate = _simulation(target) if arguments.simulate else None
+        with bars() as progress:
+            for name, prompts in chosen.items():
+                for temperature in arguments.temperatures:
+                    question = Question(
+                        name, prompts, temperature, arguments.tokens, arguments.group
+                    )
+                    found += ask(target, target.config, question, shapes, progress, simulate)
+    finally:
+        target.close()
+    promised = _promised(target.config.draft)
+    if arguments.json:
+        facts = [asdict(finding) for finding in found]
+        tried = [asdict(attempt) for attempt in attempts]
+        emit_json(
+            {"findings": facts, "probe": tried, "simulated_length": promised, "machine": stamp()}
+        )
+    else:
+        _show(found, promised)
+    return 0
+
+
+def _named(text: str) -> tuple[str, Path]:
+    """NAME=FILE, or FILE named after itself."""
+    name, _, path = text.rpartition("=")
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}; --set takes NAME=FILE, a jsonl of chats")
+    return name or file.stem, file
+
+
+def _simulation(target: Target) -> Simulate:
+    """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
+    torch.
+    """
+    if target.head is None:
+        raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
+    try:
+        simulation = import_module("forerun.train.simulate").Simulation
+    except ImportError as error:
+        raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
+    with bars() as report:
+        checkpoint = open_model(target.config.model, report).checkpoint
+    config = target.config
+    core = config.executor == "cpu"
+    found: Simulate = simulation(checkpoint, target.head[0], core, config.threads).length
+    return found
+
+
+def _promised(draft: str | None) -> float | None:
+    """The trainer's simulated chain length on its held-out answers."""
+    metrics = default_draft(draft)
+    if metrics is None:
+        return None
+    value = json.loads(metrics.read_text()).get("best_simulated_length")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _show(found: list[Finding], promised: float | None) -> None:
+    table = Table(title="Acceptance, served")
+    for heading in ("prompts", "draft_tokens", "T"):
+        table.add_column(heading)
+    for heading in ("tokens per step", "agreement by position", "tokens/s", "over plain"):
+        table.add_column(heading, justify="right")
+    for item in found:
+        table.add_row(
+            item.question,
+            item.shape,
+            f"{item.temperature:g}",
+            f"{item.length:.3f}",
+            " ".join(f"{share:.2f}" for share in item.agreement),
+            f"{item.speed:.1f}",
+            f"{item.speed / item.plain:.2f}",
+        )
+    out.print(table)
+    for item in found:
+        if item.simulated is not None:
+            say(
+                f"{item.question}, {item.shape}, T=0: served {item.length:.3f}, simulated by the "
+                f"trainer on the same answers {item.simulated:.3f}"
+            )
+    if promised is not None:
+        say(f"The trainer's simulation on its own held-out answers: {promised:.3f}.")

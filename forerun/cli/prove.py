@@ -1,0 +1,119 @@
+"""`forerun prove`: speculation changes no token. Shown, not claimed."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from forerun.bench.prove import Divergence, Proof, Trial, as_dict, prove
+from forerun.bench.workload import read_prompts, spread
+from forerun.cli import fuzz
+from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.constraint import grammar_of
+from forerun.config import EngineConfig
+from forerun.flags import configured
+from forerun.machine import stamp
+
+QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. 1 where a run diverged, or where nothing was accepted and so proved."""
+    if arguments.replay:
+        return fuzz.again(arguments)
+    if arguments.fuzz:
+        return fuzz.fuzz(arguments)
+    config, trial = configured(EngineConfig, arguments), _trial(arguments)
+    target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
+    try:
+        with bars() as progress:
+            proof = prove(target, target.config, trial, progress)
+    finally:
+        target.close()
+    if arguments.json:
+        emit_json(as_dict(proof) | {"model": target.name, "machine": stamp()})
+    else:
+        _show(proof, trial, target.name)
+    return 0 if proof.holds else 1
+
+
+def _trial(arguments: argparse.Namespace) -> Trial:
+    quick = arguments.quick
+    path = Path(arguments.prompts) if arguments.prompts else None
+    prompts = spread(read_prompts(path), arguments.count or (QUICK_PROMPTS if quick else None))
+    return Trial(
+        prompts=tuple(prompts),
+        tokens=arguments.tokens or (QUICK_TOKENS if quick else 128),
+        temperatures=arguments.temperatures,
+        group=arguments.group or (QUICK_GROUP if quick else 16),
+        seed=arguments.seed,
+        grammar=grammar_of(arguments),
+        mixed=arguments.mixed,
+    )
+
+
+def _show(proof: Proof, trial: Trial, name: str) -> None:
+    asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
+    bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
+    other = ", other parameters for each" if trial.mixed else ""
+    table = Table(title=f"{name}: {asked}{bound}{other}")
+    for heading in ("T", "speculation", "at once"):
+        table.add_column(heading)
+    for heading in ("identical", "tokens/s", "tokens per step", "draft_tokens", "accepted"):
+        table.add_column(heading, justify="right")
+    for index, run in enumerate(proof.runs):
+        first = index == 0 or proof.runs[index - 1].temperature != run.temperature
+        table.add_row(
+            f"{run.temperature:g}",
+            run.speculation,
+            str(run.at_once),
+            "reference" if first else f"{run.identical} of {run.answers}",
+            f"{run.tokens / run.seconds:.1f}",
+            f"{run.tokens_per_step:.2f}",
+            f"{run.draft_tokens:,}",
+            f"{run.share_accepted:.0%}" if run.draft_tokens else "",
+        )
+    out.print(table)
+    for run in proof.runs:
+        if run.divergence:
+            say(_describe(run.divergence, run.speculation, run.temperature, run.at_once))
+    say(_verdict(proof))
+
+
+def _describe(divergence: Divergence, side: str, temperature: float, at_once: int) -> str:
+    gap = "one of the two is not among the top 20"
+    if divergence.expected == divergence.found:
+        gap = "text, end or log-probabilities differ"
+    if divergence.logit_gap is not None and divergence.score_gap is not None:
+        gap = (
+            f"logit gap {divergence.logit_gap:.6g}, "
+            f"after temperature and noise {divergence.score_gap:.6g}"
+        )
+    return (
+        f"First divergence at T={temperature:g}, speculation {side}, {at_once} at once: prompt "
+        f"{divergence.prompt}, choice {divergence.choice}, output token {divergence.position}: "
+        f"{divergence.expected} in the reference, {divergence.found} here ({gap})."
+    )
+
+
+def _preempted(proof: Proof) -> str:
+    """How often sequences lost their place and came back, which changes nothing either."""
+    count = sum(run.preemptions for run in proof.runs)
+    return f" Sequences were preempted and resumed {count} times." if count else ""
+
+
+def _verdict(proof: Proof) -> str:
+    if not proof.identical:
+        return "NOT LOSSLESS: the runs above diverge."
+    if proof.speculation == "off":
+        return "No divergence between batches; speculation was off."
+    if not proof.speculated:
+        return (
+            "NOTHING PROVED: the texts agree, but no draft token was accepted, or none was made "
+            "in some run."
+        )
+    return (
+        "No divergence: every run gave the reference's tokens, and speculation was at work."
+        f"{_preempted(proof)}"
+    )

@@ -1,0 +1,174 @@
+"""`forerun run`: one prompt, one answer, and how fast it came."""
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from forerun.build.engine import Loaded, encode_chat
+from forerun.cli.console import emit_json, interactive, load_shown, say
+from forerun.cli.constraint import grammar_of
+from forerun.cli.probing import probed
+from forerun.client.completion import Completion, acceptance_length, make_request, stream
+from forerun.config import AskConfig, EngineConfig
+from forerun.control.cost_model import StepCosts
+from forerun.engine.request import Request, Speculation
+from forerun.errors import ConfigError, RequestError
+from forerun.flags import configured
+from forerun.types import Ints
+
+FEWEST = 8
+"""A speed over fewer tokens than these would say nothing."""
+
+ROUNDS = 3
+"""How often --compare answers on each side: one answer takes a second, and machines hiccup."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A completion and its times in seconds: to the first news, and from it to the last.
+
+    first_tokens  came with the first news; several when its draft tokens were accepted
+    """
+
+    completion: Completion
+    first: float
+    rest: float
+    first_tokens: int
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second after the first news; None where too few came after it."""
+        count = len(self.completion.tokens) - self.first_tokens
+        return count / self.rest if self.rest > 0 and count >= FEWEST else None
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
+    if arguments.compare and config.speculation == "off":
+        raise ConfigError("--compare has nothing to compare with speculation off.")
+    if arguments.raw and arguments.system:
+        raise ConfigError("--raw has no place for --system: it uses no chat template.")
+    text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
+    loaded = load_shown(probed(config, arguments.probe)[0])
+    try:
+        request = make_request(
+            _encode(loaded, text, arguments),
+            loaded.tokenizer.eos_ids,
+            grammar=None if grammar is None else loaded.target.compile(grammar),
+            **asdict(ask),
+        )
+        answer = answered(loaded, request, show=not arguments.json)
+        twins = compared(loaded, request) if arguments.compare else []
+        report = summary(answer, twins, loaded.target.costs)
+        if arguments.json:
+            emit_json({"text": answer.completion.text, **report, "info": loaded.info})
+        else:
+            say(sentence(report))
+    finally:
+        loaded.close()
+    return 0 if report.get("same_text", True) else 1
+
+
+def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
+    """Answer once, timing the tokens; with `show`, text goes to stdout as it comes."""
+    completion, started, first, first_tokens = Completion(), perf_counter(), 0.0, 0
+    for delta in stream(loaded.engine, request):
+        completion.add(delta)
+        if delta.tokens and not first:
+            first, first_tokens = perf_counter() - started, len(delta.tokens)
+        if show and delta.text:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+    if show:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return Timed(completion, first, perf_counter() - started - first, first_tokens)
+
+
+def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
+    """The answer ROUNDS times again, without speculation and with it in turns.
+
+    Both are measured: the answer that was shown came first, when the machine was still cold.
+    """
+    plain = replace(request, speculation=Speculation(enabled=False, stats=True))
+    return [(answered(loaded, plain), answered(loaded, request)) for _ in range(ROUNDS)]
+
+
+def summary(
+    answer: Timed, twins: list[tuple[Timed, Timed]], costs: StepCosts | None
+) -> dict[str, Any]:
+    """The numbers of one answer, beside plain decoding: measured with its twins where there are
+    any, else reckoned from the step costs measured at start-up.
+    """
+    done = answer.completion
+    report: dict[str, Any] = {
+        "tokens": len(done.tokens),
+        "finish": done.finish,
+        "first_token_seconds": answer.first,
+        "tokens_per_second": answer.speed,
+        "tokens_per_step": acceptance_length([done.stats]),
+        "speculation": asdict(done.stats) if done.stats else None,
+    }
+    if not twins and costs is not None:
+        reckoned = 1000.0 / costs.verify_ms[0]
+        report["plain_tokens_per_second_reckoned"] = reckoned
+    if twins:
+        speeds = [(a.speed, b.speed) for a, b in twins if a.speed and b.speed]
+        report["rounds"] = speeds
+        report["plain_tokens_per_second"] = median(a for a, _ in speeds) if speeds else None
+        report["again_tokens_per_second"] = median(b for _, b in speeds) if speeds else None
+        report["speedup"] = median(b / a for a, b in speeds) if speeds else None
+        tokens = [twin.completion.tokens for pair in twins for twin in pair]
+        report["same_text"] = all(same == done.tokens for same in tokens)
+    return report
+
+
+def sentence(report: dict[str, Any]) -> str:
+    """The last line: speed, acceptance, and the comparison where one was made."""
+    speed = report["tokens_per_second"]
+    parts = [
+        f"{report['tokens']} tokens, "
+        + (f"{speed:.1f} tokens/s, " if speed is not None else "too few to tell a speed, ")
+        + f"first after {report['first_token_seconds'] * 1000:.0f} ms, "
+        f"{report['tokens_per_step']:.2f} tokens per step"
+    ]
+    if report.get("speedup"):
+        parts.append(
+            f"{ROUNDS} times again without speculation {report['plain_tokens_per_second']:.1f} "
+            f"tokens/s, with it {report['again_tokens_per_second']:.1f}: "
+            f"{report['speedup']:.2f} times as fast (medians)"
+        )
+    if speed is not None and "plain_tokens_per_second_reckoned" in report:
+        reckoned = report["plain_tokens_per_second_reckoned"]
+        parts.append(
+            f"plain decoding: about {reckoned:.0f} tokens/s by the step cost measured at start "
+            "(--compare measures it)"
+        )
+    if "same_text" in report:
+        parts.append("same text" if report["same_text"] else "THE TEXT DIFFERS: please report")
+    return "[" + "; ".join(parts) + "]"
+
+
+def _prompt(given: str | None) -> str:
+    if given in (None, "-"):
+        if given is None and interactive():
+            raise RequestError('Give a prompt: forerun run "Why is the sky blue?"', "prompt")
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        given = sys.stdin.read()
+    assert given is not None
+    if any("\udc80" <= letter <= "\udcff" for letter in given):
+        raise RequestError("The prompt is not valid UTF-8.", "prompt")
+    if not given.strip():
+        raise RequestError("The prompt is empty.", "prompt")
+    return given
+
+
+def _encode(loaded: Loaded, text: str, arguments: argparse.Namespace) -> Ints:
+    if arguments.raw:
+        return loaded.tokenizer.encode(text, bos=True)
+    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    return encode_chat(loaded, [*system, {"role": "user", "content": text}])

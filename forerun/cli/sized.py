@@ -1,0 +1,37 @@
+"""`forerun bench --random-weights`: steps at a model's size, without a server."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from time import strftime
+
+from forerun.bench.sized import Sweep, lines, measure
+from forerun.cli.console import emit_json, out
+from forerun.config import EngineConfig
+from forerun.flags import configured
+from forerun.machine import stamp
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. 1 where it does not fit into memory."""
+    config = configured(EngineConfig, arguments)
+    on_cuda, dtype = config.device != "cpu", config.dtype
+    if dtype in ("auto", "file"):
+        dtype = "bfloat16" if on_cuda else "float32"
+    wanted = Sweep(batches=tuple(sorted(arguments.concurrency)))
+    if not on_cuda:  # A rehearsal: what it prints is the CPU's.
+        wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
+    shape = arguments.random_weights
+    found = measure(shape, config.device, dtype, wanted)
+    found |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
+    if arguments.json:
+        emit_json(found)
+    else:
+        for line in lines(found):
+            out.print(line, soft_wrap=True)
+    if arguments.out:
+        folder = Path(arguments.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{shape}.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if "error" in found else 0

@@ -1,0 +1,140 @@
+"""`forerun train`: a draft for a model in one command."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from forerun.build.engine import choose_executor, load
+from forerun.cli.console import bars, emit_json, err, plain_warnings, say
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, ForerunError
+from forerun.flags import configured
+from forerun.hub.catalog import open_model
+from forerun.models.arch import Architecture
+from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.text.chat import ChatTemplate
+from forerun.train.answers import Author
+from forerun.train.corpus import Corpus, open_corpus
+from forerun.train.init import check_trainable
+from forerun.train.ngrams import make_table
+from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
+from forerun.train.presets import TrainConfig, resolve
+from forerun.train.served import ServedAuthor
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. A second run with the same --out goes on where the first stopped."""
+    changes = {item.name: getattr(arguments, item.name) for item in fields(TrainConfig)}
+    config = resolve(arguments.preset, changes)
+    out = Path(arguments.out)
+    prompts = Path(arguments.prompts) if arguments.prompts else None
+    if prompts and not prompts.is_file():
+        raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
+    engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    if config.start_from and config.table_only:
+        raise ConfigError("--table-only trains no head; leave --start-from out")
+    if config.start_from and arguments.draft_vocab:
+        raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
+    if engine.toy:
+        raise ConfigError("the toy has no weights to make a draft for; give --model another target")
+    with plain_warnings(), bars() as report:
+        model = open_model(engine.model, report)
+        chat = ChatTemplate(model.chat_template, model.tokenizer)
+        core = choose_executor(engine).executor == "cpu"
+        source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)
+        if engine.threads:
+            torch.set_num_threads(engine.threads)
+        start = _start(config, engine, model.architecture)
+        try:
+            corpus = _corpus(engine, source, config, prompts, out, report)
+            known = make_table(corpus, model.architecture.vocab, out / "draft")
+            if config.table_only:
+                return _told_table(arguments, out, known)
+            progress = make_draft(source, corpus, config, out, report, start)
+        except (ForerunError, KeyboardInterrupt):
+            say(f"what was done is in {out}; the same command goes on from there")
+            raise
+        except OSError as error:
+            raise ForerunError(
+                f"{out} cannot be worked in ({error}); what was written before is kept. Free some "
+                "space there, or check who may write, and start the same command again"
+            ) from error
+    if arguments.json:
+        facts = {
+            "draft": str(out / "draft"),
+            "table_agreement": known,
+            "simulated_length": progress.best,
+            "last": progress.history[-1],
+        }
+        emit_json(facts)
+    else:
+        err.print(
+            f"The draft is in {out / 'draft'}: simulated {progress.best:.3f} tokens per step "
+            f"on held-out answers (chain of {config.steps}).",
+            markup=False,
+        )
+    return 0
+
+
+def _start(config: TrainConfig, engine: EngineConfig, target: Architecture) -> DraftFile | None:
+    """The draft to go on from, if one is named; refused before anything is written."""
+    if config.start_from is None:
+        return None
+    draft = open_draft(Path(config.start_from), target, engine.draft_reading)
+    check_trainable(draft)
+    for warning in draft.warnings:
+        say(f"forerun: draft {config.start_from}: {warning}")
+    return draft
+
+
+def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
+    """Say what came of a run that only counts."""
+    if arguments.json:
+        emit_json({"draft": str(out / "draft"), "table_agreement": known})
+    else:
+        err.print(
+            f"The n-gram table is in {out / 'draft'}: its best draft token is right for "
+            f"{known:.0%} of held-out tokens.",
+            markup=False,
+        )
+    return 0
+
+
+def _corpus(
+    engine: EngineConfig,
+    source: Source,
+    config: TrainConfig,
+    prompts: Path | None,
+    out: Path,
+    report: Report,
+) -> Corpus:
+    """The chats of an earlier run, or new ones that the target writes now."""
+    if (out / "corpus" / "corpus.json").exists():
+        say(f"using the chats in {out / 'corpus'}")
+        return open_corpus(out / "corpus")
+    with _author(engine, source, config, report) as author:
+        corpus, problems = write_corpus(author, source, config, prompts, out, report)
+    for line in problems.bad_lines[:5]:
+        say(f"left out: {line}")
+    if len(problems.bad_lines) > 5:
+        say(f"... and {len(problems.bad_lines) - 5} more lines left out")
+    return corpus
+
+
+@contextmanager
+def _author(
+    engine: EngineConfig, source: Source, config: TrainConfig, report: Report
+) -> Iterator[Author]:
+    """Who writes: dense batches, or an engine that lives as long as it is needed."""
+    if config.author == "dense":
+        yield dense_author(source, config)
+        return
+    loaded = load(engine, report)
+    try:
+        yield ServedAuthor(loaded)
+    finally:
+        loaded.close()

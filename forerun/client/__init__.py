@@ -1,0 +1,1 @@
+"""Forerun for Python programs."""

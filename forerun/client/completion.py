@@ -1,0 +1,192 @@
+"""Asking an engine from ordinary Python code: submit, wait, collect.
+
+The engine calls a request's sink on its own thread; a queue carries the news to the caller.
+"""
+
+import itertools
+import queue
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+import numpy as np
+
+from forerun.constrain.matcher import Compiled
+from forerun.engine.request import (
+    Delta,
+    Finish,
+    Request,
+    Sink,
+    Speculation,
+    SpeculationStats,
+    Stopping,
+)
+from forerun.errors import EngineError, RequestError
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.sampling import Sampling
+from forerun.types import Ints, RequestId
+
+POLL_SECONDS = 0.5
+"""How often a waiting caller looks whether the engine is still alive."""
+
+
+class Submits(Protocol):
+    """The part of an engine that a caller needs."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine's thread has died."""
+        ...
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request. Raises RequestError where it cannot be honoured."""
+        ...
+
+    def abort(self, request: RequestId) -> None:
+        """End a request early; its last delta follows."""
+        ...
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished choice: its text, its tokens and how it came about."""
+
+    index: int = 0
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    stop_reason: str | int | None = None
+    stats: SpeculationStats | None = None
+    cached_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        """Take in one delta of this choice. Raises EngineError where the engine gave up."""
+        self.text += delta.text
+        self.tokens.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+        self.cached_tokens += delta.cached_tokens
+        if delta.finish is not None:
+            self.finish, self.stop_reason, self.stats = (
+                delta.finish,
+                delta.stop_reason,
+                delta.stats,
+            )
+        if delta.finish == Finish.ERROR:
+            raise EngineError(delta.error or "the engine ended the request with an error")
+
+
+_names = itertools.count()
+_SAMPLING = {item.name for item in fields(Sampling)} - {"stop_tokens"}
+_STOPPING = {"max_tokens", "stop", "include_stop"}
+
+
+def make_request(
+    prompt: Ints,
+    eos: Sequence[int] = (),
+    *,
+    max_tokens: int = 128,
+    n: int = 1,
+    ignore_eos: bool = False,
+    speculation: Speculation | None = None,
+    grammar: Compiled | None = None,
+    **options: Any,
+) -> Request:
+    """A request from keyword options: every field of `Sampling`, plus stop and include_stop.
+
+    `eos` are the model's end-of-text ids; `temperature` is 0 (greedy) unless given. Statistics
+    are always asked for. Raises RequestError naming an option that does not exist.
+    """
+    unknown = set(options) - _SAMPLING - _STOPPING
+    if unknown:
+        name = min(unknown)
+        raise RequestError(f"There is no sampling option {name!r}.", name)
+    if len(prompt) == 0:
+        raise RequestError("The prompt is empty; give at least one token.", "prompt")
+    stop_tokens = () if ignore_eos else tuple(eos)
+    chosen = {"temperature": 0.0} | {key: options[key] for key in options if key in _SAMPLING}
+    stop = options.get("stop") or ()
+    return Request(
+        id=RequestId(f"local-{next(_names)}"),
+        prompt=np.asarray(prompt, np.int32),
+        sampling=Sampling(stop_tokens=stop_tokens, **chosen),
+        stopping=Stopping(
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_tokens=stop_tokens,
+            include_stop=bool(options.get("include_stop", False)),
+        ),
+        n=n,
+        speculation=speculation or Speculation(stats=True),
+        grammar=grammar,
+    )
+
+
+def stream(engine: Submits, request: Request) -> Generator[Delta]:
+    """Yield the deltas of all choices as they come. Abandoning the iterator aborts."""
+    inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    engine.submit(request, inbox.put)
+    left = request.n
+    try:
+        while left:
+            delta = _take(engine, inbox)
+            left -= delta.finish is not None
+            yield delta
+    finally:
+        if left:
+            engine.abort(request.id)
+
+
+def complete(
+    engine: Submits,
+    requests: Sequence[Request],
+    at_once: int | None = None,
+    finished: Callable[[int], None] = lambda _: None,
+) -> list[list[Completion]]:
+    """Run requests together and wait for all: one list of n completions per request.
+
+    With `at_once`, no more than so many are in flight; the next starts when one ends.
+    `finished` is told how many have ended. Raises EngineError when the engine fails one of
+    them; the others are aborted.
+    """
+    inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    results: dict[RequestId, list[Completion]] = {}
+    open_choices: dict[RequestId, int] = {}
+    waiting = list(reversed(requests))
+    try:
+        while waiting or open_choices:
+            while waiting and (at_once is None or len(open_choices) < at_once):
+                request = waiting.pop()
+                engine.submit(request, inbox.put)
+                open_choices[request.id] = request.n
+                results[request.id] = [Completion(index) for index in range(request.n)]
+            delta = _take(engine, inbox)
+            results[delta.request][delta.index].add(delta)
+            if delta.finish is not None:
+                open_choices[delta.request] -= 1
+            if not open_choices[delta.request]:
+                del open_choices[delta.request]
+                finished(len(requests) - len(waiting) - len(open_choices))
+    finally:
+        for name in open_choices:
+            engine.abort(name)
+    return [results[request.id] for request in requests]
+
+
+def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
+    """The next delta; EngineError when the engine died instead of sending one."""
+    while True:
+        try:
+            return inbox.get(timeout=POLL_SECONDS)
+        except queue.Empty:
+            if not engine.alive:
+                raise EngineError("the engine's thread has died; see its log") from None
+
+
+def acceptance_length(stats: Sequence[SpeculationStats | None]) -> float:
+    """Tokens per verify step over finished sequences; 1.0 means that no draft token was
+    accepted.
+    """
+    steps = sum(item.steps for item in stats if item)
+    accepted = sum(item.accepted for item in stats if item)
+    return (steps + accepted) / steps if steps else 1.0

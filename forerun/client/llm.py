@@ -1,0 +1,83 @@
+"""Forerun for Python programs."""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from forerun.build.engine import encode_chat, load
+from forerun.client.completion import Completion, complete, make_request, stream
+from forerun.config import EngineConfig
+from forerun.engine.request import Delta, Request
+from forerun.errors import RequestError
+from forerun.types import Ints
+
+Prompt = str | Sequence[dict[str, Any]]
+"""A text to continue, or the messages of a conversation to answer."""
+
+
+class LLM:
+    """Forerun for Python programs.
+
+        with LLM("smollm2-135m") as llm:
+            print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}]).text)
+
+    Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
+    are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
+    include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar` that the text
+    must follow; unknown ones raise RequestError. Temperature is 0 unless given.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
+        self.loaded = load(EngineConfig(model=model, **config))
+
+    def __enter__(self) -> Self:
+        """Nothing more to do: the model is loaded."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the model."""
+        self.close()
+
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
+        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = [self._request(self._tokens(text), options) for text in texts]
+        return [item for choices in complete(self.loaded.engine, requests) for item in choices]
+
+    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
+        """Answer a conversation: messages with `role` and `content`.
+
+        One answer: with `n` above 1 it raises RequestError; `choices` returns all of them.
+        """
+        if isinstance(messages, str):  # type: ignore[unreachable]
+            raise RequestError("chat takes messages; to continue a text use generate.", "messages")
+        if options.get("n", 1) != 1:
+            raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")
+        return self.choices(messages, **options)[0]
+
+    def choices(self, prompt: Prompt, **options: Any) -> list[Completion]:
+        """All n continuations of a text, or answers to a conversation, in order."""
+        return complete(self.loaded.engine, [self._request(self._tokens(prompt), options)])[0]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+        """Like `choices`, but delta by delta; `index` says of which choice."""
+        return stream(self.loaded.engine, self._request(self._tokens(prompt), options))
+
+    def close(self) -> None:
+        """Release the model. Idempotent."""
+        self.loaded.close()
+
+    def _tokens(self, prompt: Prompt) -> Ints:
+        if isinstance(prompt, str):
+            return self.loaded.tokenizer.encode(prompt, bos=True)
+        return encode_chat(self.loaded, prompt)
+
+    def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
+        if options.get("grammar") is not None:
+            options = options | {"grammar": self.loaded.target.compile(options["grammar"])}
+        return make_request(prompt, self.loaded.tokenizer.eos_ids, **options)

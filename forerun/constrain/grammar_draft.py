@@ -1,0 +1,192 @@
+"""Drafts that know the grammar: no illegal draft token, and all that the grammar makes certain or
+likely.
+
+Two sources are put together. What the drafter drafted is checked node by node. What the grammar
+itself says of the next tokens is a tree: tokens that alone can follow ("forced", certain), and
+between them those that habit makes likely (see JumpForward).
+"""
+
+from collections.abc import Iterable
+from time import thread_time
+
+import numpy as np
+
+from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
+from forerun.constrain.matcher import Compiled, Matcher
+from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
+from forerun.control.grammar_budget import LIKELY
+from forerun.errors import EngineError
+from forerun.models.ngram_table import NgramTable
+from forerun.speculative.tree import Draft
+from forerun.types import Ints
+
+
+class GrammarState:
+    """One sequence's matcher, and what is known of the step under way.
+
+    A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
+    the root moves on, so no state is asked twice.
+
+    failed  why the matcher failed at a path where it was asked for a mask
+    """
+
+    def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
+        self.matcher = Matcher(compiled)
+        self._masks: dict[tuple[int, ...], bytes] = {}
+        self.failed: dict[tuple[int, ...], str] = {}
+        self._prior = TokenPrior(shared, table)
+        self._tail: list[int] = []
+        self._predicted: list[PredictedToken] | None = None
+
+    def mask(self, path: tuple[int, ...]) -> bytes | None:
+        """The mask where the matcher now stands, at the end of `path`; None = all may follow."""
+        found = self._masks.get(path)
+        if found is None:
+            found = self.matcher.mask()
+            if found is not None:
+                self._masks[path] = found
+            if self.matcher.error:
+                self.failed[path] = f"the grammar's matcher gave up: {self.matcher.error}"
+        return found
+
+    def predicted(self, min_prob: float = LIKELY) -> list[PredictedToken]:
+        """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
+        more. They are looked for once per step.
+        """
+        if self._predicted is None:
+            self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
+        return self._predicted
+
+    def commit(self, tokens: Iterable[int]) -> int | None:
+        """Move the root over `tokens`. How many there were when the text was complete, or None.
+
+        Raises EngineError when a token does not fit, or follows where no mask could be computed.
+        """
+        matcher, masks = self.matcher, self._masks
+        path: tuple[int, ...] = ()
+        for count, token in enumerate(tokens, 1):
+            if path in self.failed:
+                raise EngineError(self.failed[path])
+            if not matcher.commit(token):
+                reason = matcher.error or f"token {token} does not fit"
+                raise EngineError(f"the grammar's matcher gave up: {reason}")
+            if masks:  # None where the output of a resumed sequence is read again.
+                if path in masks:
+                    self._prior.learn(masks[path], last_of(self._tail), token)
+                path = (*path, token)
+            self._tail = [*self._tail[1 - TAIL :], token]
+            if matcher.complete:
+                return count
+        self._masks, self.failed, self._predicted = {}, {}, None
+        return None
+
+    def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The likeliest tokens at the end of `path`, where the matcher stands."""
+        mask = self.mask(path)
+        return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
+
+
+def guide(state: GrammarState, draft: Draft, depth: int) -> "Growth":
+    """What lies ahead, what is legal of `draft`, and what is forced below that.
+
+    No path is longer than `depth`.
+    """
+    growth = Growth()
+    # By number of what lies ahead: its node, and how deep that is; -1 = the root.
+    hung = {-1: (-1, 0)}
+    for number, (token, parent, score) in enumerate(state.predicted()):
+        above, level = hung.get(parent, (-1, depth))
+        if level < depth:
+            hung[number] = growth.hang(token, above, score, -1), level + 1
+    if len(draft):
+        _check(state, draft, depth, growth)
+    return growth
+
+
+def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
+    """Nodes by their parents, in order."""
+    below: dict[int, list[int]] = {}
+    for node in nodes:
+        below.setdefault(int(parents[node]), []).append(node)
+    return below
+
+
+def _check(state: GrammarState, draft: Draft, depth: int, growth: "Growth") -> None:
+    """Hang into `growth` what is legal of a draft, and what is forced below it."""
+    matcher = state.matcher
+    below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
+    path: list[int] = []
+    # What is still to hang: draft tokens of the draft and the node above them.
+    todo, end = [(below[-1], -1)], thread_time() + PATIENCE
+    while todo and thread_time() < end and not matcher.error:
+        draft_tokens, parent = todo.pop()
+        above = growth.path(parent)
+        move(matcher, path, above)
+        if matcher.complete or len(above) >= depth:
+            continue
+        node = parent
+        forced = matcher.forced()
+        for token in forced[: depth - len(above)]:
+            node = growth.hang(token, node, 1.0, growth.rank[parent])
+        mask = state.mask(tuple(above)) if draft_tokens and not forced else None
+        for draft_token in draft_tokens:
+            token = tokens[draft_token]
+            if legal(mask, token) if not forced else token == forced[0]:
+                hung = growth.hang(token, parent, float(draft.score[draft_token]), draft_token)
+                todo.append((below.get(draft_token, []), hung))
+    matcher.back(len(path))
+
+
+class Growth:
+    """The guided draft of one row while it grows, parents before children.
+
+    rank  place in the drafter's own order: a forced token takes its parent's, what the grammar
+          itself says is first
+    """
+
+    def __init__(self) -> None:
+        self.rank: dict[int, int] = {-1: -1}
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._score: list[float] = []
+        self._place: dict[tuple[int, int], int] = {}
+
+    def hang(self, token: int, parent: int, score: float, rank: int) -> int:
+        """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
+        its beginning.
+        """
+        node = self._place.setdefault((parent, token), len(self._tokens))
+        score = min(score, self._score[parent] if parent >= 0 else 1.0)
+        if node == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._score.append(score)
+            self.rank[node] = rank
+        self._score[node] = max(score, self._score[node])
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root down to `node`."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self._tokens[node])
+            node = self._parents[node]
+        tokens.reverse()
+        return tokens
+
+    def scores(self, nodes: int) -> list[float]:
+        """Those of the `nodes` likeliest, best first."""
+        return sorted(self._score, reverse=True)[:nodes]
+
+    def best(self, nodes: int) -> Draft:
+        """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""
+        order = sorted(
+            range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)
+        )
+        kept = sorted(order[:nodes])
+        place = {node: index for index, node in enumerate(kept)}
+        return Draft(
+            np.array([self._tokens[node] for node in kept], np.int32),
+            np.array([place.get(self._parents[node], -1) for node in kept], np.int32),
+            np.array([self._score[node] for node in kept], np.float32),
+        )

@@ -1,0 +1,74 @@
+"""The process that compiles strangers' grammars with xgrammar first. See worker.
+
+Its first line is the vocabulary: `{"tokens": [hex, ...], "ends": [id, ...]}`. What xgrammar only
+warns of ("ignoring ...") is an error here, unless the grammar is lenient.
+"""
+
+import json
+import os
+import re
+import resource
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import xgrammar
+
+from forerun.constrain.limits import MEMORY
+from forerun.constrain.xgrammar_backend import compile_grammar, compiler_of
+from forerun.sandbox import serve
+
+_HARMLESS = re.compile(r"Escape sequence '\\[^a-zA-Z0-9]' is not recognized")
+
+
+class Checker:
+    """Compiles for one vocabulary.
+
+    warnings  the file in the place of standard error, where xgrammar writes its warnings
+    """
+
+    def __init__(self, init_message: dict[str, Any], warnings: IO[str]) -> None:
+        tokens = [bytes.fromhex(token) for token in init_message["tokens"]]
+        self._compiler = compiler_of(tokens, init_message["ends"])
+        self._words = -(-len(tokens) // 32)
+        self._warnings = warnings
+
+    def answer(self, request: dict[str, Any]) -> dict[str, str]:
+        """Compile one grammar and ask for its first mask."""
+        self._warnings.seek(0)
+        self._warnings.truncate()
+        bits = np.zeros(self._words, np.int32)
+        try:
+            ready = compile_grammar(
+                self._compiler, request["kind"], request["source"], request["one_line"]
+            )
+            constrained = xgrammar.GrammarMatcher(ready).fill_next_token_bitmask(bits)
+        except (RuntimeError, MemoryError) as error:
+            return {"error": str(error) or type(error).__name__}
+        if constrained and not bits.any():
+            return {"error": "no text satisfies it"}
+        self._warnings.seek(0)
+        ignored = [
+            line for line in self._warnings if "Warning" in line and not _HARMLESS.search(line)
+        ]
+        if ignored and not request["lenient"]:
+            return {"error": ignored[0]}
+        return {"grammar": request["source"]}
+
+
+def main() -> None:
+    """Answer until standard input ends."""
+    with tempfile.TemporaryFile("w+") as warnings:
+        os.dup2(warnings.fileno(), sys.stderr.fileno())
+        checker = Checker(json.loads(sys.stdin.readline()), warnings)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        sys.stdout.write('"ready"\n')
+        sys.stdout.flush()
+        serve(checker.answer)
+
+
+if __name__ == "__main__":
+    main()

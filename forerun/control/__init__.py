@@ -1,0 +1,1 @@
+"""How many draft tokens each sequence deserves, decided in one place."""

@@ -1,0 +1,278 @@
+"""What a step costs on this machine, measured in a fraction of a second at start-up."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+
+from forerun.control.cost_model import StepCosts
+from forerun.errors import ConfigError
+from forerun.interface.draft_model import DraftForward, DraftModel, DraftRequest
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.interface.plan import Plan, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, batch
+from forerun.types import Ints
+
+NODES = (1, 2, 64, 8, 4, 16, 32, 3, 5, 6)
+"""Node counts that are timed, as far as limits allow; the most telling come first, because no
+further one is begun after SECONDS."""
+
+PER_ROW = 8
+"""Nodes of one row at most; more nodes mean more rows, as they would in service."""
+
+CACHED = 256
+"""Cached tokens in the measurement that tells what reading the cache costs."""
+
+WORDS = 250
+"""Token ids used are below this, which every vocabulary holds."""
+
+REPEATS = 8
+"""A count is timed so often at most."""
+FURTHER = 4
+"""Levels of draft tokens beyond the first whose cost is compared with none."""
+PAIRS = 4
+"""Steps with and without cached tokens that are compared."""
+MIN_REPEATS = 3
+"""A count is timed at least so often, unless that takes three times SECONDS: a step that was
+interrupted must not decide what a draft token costs beside 64 rows."""
+SMOOTH = 8
+"""Nodes from which on steps grow at least in proportion; below, kernels work in fours."""
+SECONDS = 0.5
+"""All counts get the same share of this."""
+
+
+def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
+    """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
+
+    The median of a few repeats counts. They are taken in turns, so that a slow moment hits no size
+    alone. (The least of them would flatter big steps where a neighbour takes time: beside one,
+    four nodes took 1.25 times one node at best, but 1.4 times mostly.) Draft tokens are wrong on
+    purpose, so that nothing but the root's token is kept. Raises ConfigError where the executor
+    is too small to time two nodes.
+    """
+    limits = executor.limits
+    possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]
+    if len(possible) < 2:
+        raise ConfigError(
+            "max-step-nodes or context is too small to measure what a draft token costs."
+        )
+    # The first step also pays for what is built lazily; it is not counted.
+    _time_step(executor, _steps(limits, 1))
+    times = _time_interleaved(executor, possible)
+    counts = sorted(times)
+    # A bigger step is never cheaper: what says otherwise is noise.
+    steady = 1000.0 * np.maximum.accumulate([median(times[nodes]) for nodes in counts])
+    return StepCosts(
+        nodes=tuple(counts),
+        verify_ms=tuple(smoothed(counts, steady.tolist())),
+        attend_ms=_attention_ms(executor),
+        draft_ms=1000.0 * _time_draft_token(drafter, limits),
+    )
+
+
+def smoothed(counts: list[int], ms: list[float]) -> list[float]:
+    """The times with what bulges upwards among large steps pressed flat.
+
+    From SMOOTH nodes on a further node costs as much as one before it or more, never less, and
+    noise only adds: so the times must be convex there, and the greatest such curve below them
+    is taken. One slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
+    """
+    hull: list[int] = []
+    for here in range(len(counts)):
+        if counts[here] < SMOOTH:
+            continue
+        while len(hull) >= 2 and _above(hull[-2], hull[-1], here, counts, ms):
+            hull.pop()
+        hull.append(here)
+    corners = [counts[i] for i in hull], [ms[i] for i in hull]
+    return [
+        time if count < SMOOTH else float(np.interp(count, *corners))
+        for count, time in zip(counts, ms, strict=True)
+    ]
+
+
+def _above(left: int, middle: int, right: int, counts: list[int], ms: list[float]) -> bool:
+    """Whether the middle one lies above the line from left to right."""
+    fraction = (counts[middle] - counts[left]) / (counts[right] - counts[left])
+    return ms[middle] > ms[left] + fraction * (ms[right] - ms[left])
+
+
+def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
+    """Seconds of steps by their number of nodes, at least two of `possible`."""
+    steps = {nodes: _steps(executor.limits, nodes) for nodes in possible}
+    times: dict[int, list[float]] = {}
+    for _ in range(REPEATS):
+        for nodes, step in steps.items():
+            taken = times.get(nodes, [])
+            everything = sum(map(sum, times.values()))
+            if len(taken) >= MIN_REPEATS and sum(taken) > SECONDS / len(steps):
+                continue
+            if len(times) >= 2 and not taken and everything > SECONDS:
+                continue
+            if taken and everything > 3 * SECONDS:
+                continue
+            times[nodes] = [*taken, _time_step(executor, step)]
+    return times
+
+
+def _fits(limits: ExecutorLimits, nodes: int) -> bool:
+    rows = -(-nodes // PER_ROW)
+    pages = -(-(PER_ROW + 1) // limits.page_size)
+    return limits.context > PER_ROW and rows <= limits.slots and rows * pages <= limits.pages
+
+
+def _attention_ms(executor: Executor) -> float:
+    """What a node pays for 1,000 cached tokens: nodes behind CACHED of them and behind none, timed
+    in turn so that both meet the same machine.
+    """
+    limits = executor.limits
+    cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
+    for start in range(0, cached, limits.max_nodes):
+        chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
+        _time_step(executor, _Step(limits, [chunk % WORDS], 0, start, samples=False))
+    root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.max_nodes)
+    far, near = _Step(limits, root, nodes - 1, cached), _Step(limits, root, nodes - 1)
+    # The far step first: the near one overwrites the start of the cache, not its length.
+    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(PAIRS)]
+    extra = min(pair[0] for pair in pairs) - min(pair[1] for pair in pairs)
+    return max(0.0, 1e6 * extra / (nodes * cached))
+
+
+class _Step:
+    """One step to time: rows of known tokens behind `cached` tokens, each with a chain of
+    `draft_tokens` draft tokens.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        known: list[Ints],
+        draft_tokens: int,
+        cached: int = 0,
+        samples: bool = True,
+    ) -> None:
+        rows = len(known)
+        width = -(-(cached + max(map(len, known)) + draft_tokens + 1) // limits.page_size)
+        width = min(width, limits.pages // rows)
+        self.plan = Plan(
+            slots=np.arange(rows, dtype=np.int32),
+            kv_len=np.full(rows, cached, np.int32),
+            known=tuple(known),
+            samples=np.full(rows, samples),
+            max_nodes=np.full(rows, draft_tokens, np.int32),
+            max_depth=np.full(rows, draft_tokens, np.int32),
+            page_table=np.arange(rows * width, dtype=np.int32).reshape(rows, width),
+            constrained=np.zeros(rows, np.bool_),
+        )
+        chain = np.arange(draft_tokens, dtype=np.int32)
+        self.drafts = [Draft(chain + 1, chain - 1, np.zeros(draft_tokens, np.float32))] * rows
+
+
+def _steps(limits: ExecutorLimits, nodes: int) -> _Step:
+    """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows."""
+    rows = -(-nodes // PER_ROW)
+    return _Step(limits, [np.zeros(1, np.int32)] * rows, nodes // rows - 1)
+
+
+def _time_step(executor: Executor, step: _Step) -> float:
+    """Seconds of one step, opening and closing its slots not counted."""
+    plan = step.plan
+    for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
+        tokens = np.zeros(int(cached) + len(known), np.int32)
+        executor.open(SlotInit(int(slot), tokens, len(tokens), Sampling(temperature=0.0)))
+    try:
+        started = perf_counter()
+        trees = batch(plan.known, step.drafts)
+        scores = executor.verify(plan, trees)
+        accepted = executor.accept(plan, trees, scores, None)
+        executor.commit(plan, trees, scores, accepted)
+        return perf_counter() - started
+    finally:
+        for slot in plan.slots:
+            executor.close(int(slot))
+
+
+def _time_draft_token(drafter: Drafter, limits: ExecutorLimits) -> float:
+    """Seconds to propose one draft token, on a text that repeats itself."""
+    tokens = np.tile(np.arange(8, dtype=np.int32), 4)
+    drafter.begin(SlotInit(0, tokens, len(tokens), Sampling()))
+    try:
+        plan = _Step(limits, [np.zeros(1, np.int32)], PER_ROW - 1).plan
+        started = perf_counter()
+        for _ in range(REPEATS):
+            drafts = drafter.propose(plan)
+        return (perf_counter() - started) / REPEATS / max(1, len(drafts[0]))
+    finally:
+        drafter.end(0)
+
+
+def with_draft_model(
+    costs: StepCosts, device: DraftModel, executor: Executor, page_size: int
+) -> StepCosts:
+    """The costs with a draft head's added: a pass per level of draft tokens, and the pass over what
+    was accepted, which every step pays. Features of an earlier step are read; slots are closed
+    again. Where steps do the head's work themselves, it is a part of what they cost.
+    """
+    within = _times_within(executor, device)
+    if within is not None:
+        return _with_drafting(costs, *within)
+    width = -(-PER_ROW // page_size)
+    one, alone = np.zeros(1, np.int32), np.array([-1], np.int32)
+    work = DraftForward(
+        tokens=one,
+        sources=one,
+        parents=alone,
+        start=np.array([0, 1], np.int32),
+        kv_len=one,
+        slots=one,
+        pages=np.arange(width, dtype=np.int32)[None],
+        first=0,
+        scored=one,
+        children=1,
+    )
+    draft_token = replace(work, sources=alone)
+    device.extend(work)
+    extend_ms = 1000.0 * min(_seconds(lambda: device.extend(work)) for _ in range(2 * REPEATS))
+    draft_token_ms = 1000.0 * min(
+        _seconds(lambda: device.expand(draft_token)) for _ in range(2 * REPEATS)
+    )
+    return replace(costs, draft_ms=draft_token_ms, follow_ms=extend_ms)
+
+
+def _times_within(executor: Executor, device: DraftModel) -> tuple[float, float] | None:
+    """Milliseconds that a step takes longer when it also follows and grows one level, and for
+    each further level; None where it does not do that itself.
+    """
+    step, fastest = _steps(executor.limits, 2), {}
+    for levels in (1, 0, FURTHER + 1):
+        taken = []
+        for _ in range(REPEATS):
+            if levels:
+                device.draft_request(DraftRequest(step.plan.slots, width=1, levels=levels))
+            taken.append(_time_step(executor, step))
+            if levels and device.grown() is None:
+                return None
+        fastest[levels] = 1000.0 * min(taken)
+    follow = max(0.0, fastest[1] - fastest[0])
+    return follow, max(0.0, fastest[FURTHER + 1] - fastest[1]) / FURTHER
+
+
+def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts:
+    """Costs of steps that grow as many levels as they verify; what runs corrects them as one."""
+    levels = [nodes // -(-nodes // PER_ROW) - 1 for nodes in costs.nodes]
+    verify = [
+        ms + (follow + further * (level - 1) if level else 0.0)
+        for ms, level in zip(costs.verify_ms, levels, strict=True)
+    ]
+    steady = np.maximum.accumulate(verify)
+    return replace(costs, verify_ms=tuple(steady.tolist()), draft_ms=0.0, follow_ms=0.0)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = perf_counter()
+    work()
+    return perf_counter() - started

@@ -1,0 +1,294 @@
+"""What one turn does: plan, step, look at the outcome, tell what is new. One thread, no locks."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from forerun.constrain.grammars import Grammars
+from forerun.control.policy import Policy
+from forerun.engine.metrics import Metrics
+from forerun.engine.output import Ending, Kept, complete, delta, keep
+from forerun.engine.overlap import Overlap, Running, carrying
+from forerun.engine.request import Delta, Finish
+from forerun.engine.scheduler import Schedule, Scheduler
+from forerun.engine.sequence import Sequence
+from forerun.engine.slots import SlotRegistry
+from forerun.engine.step import begin, finish
+from forerun.engine.timing import TimedDrafter, TimedExecutor
+from forerun.errors import EngineError
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor
+from forerun.interface.plan import Outcome, Plan, TokenLogprobs
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is put together from."""
+
+    executor: Executor
+    drafter: Drafter
+    policy: Policy
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
+class EngineCore:
+    """Runs sequences, one step per turn.
+
+    max_failures  steps in a row that may fail; one more and `step` raises EngineError
+    ended         called when the last choice of a request has ended
+    overlap       let the next step begin before this one is looked at, where the executor can
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        max_failures: int,
+        ended: Callable[[RequestId], None],
+        overlap: bool = False,
+    ) -> None:
+        self.metrics = Metrics()
+        self.scheduler = Scheduler(
+            parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
+        )
+        self.live: dict[RequestId, list[Sequence]] = {}
+        self._executor = TimedExecutor(parts.executor, self.metrics.seconds)
+        self._drafter = TimedDrafter(parts.drafter, self.metrics.seconds)
+        self._policy = parts.policy
+        self._grammars = parts.grammars
+        self._eos_ids = parts.tokenizer.eos_ids
+        self._registry = SlotRegistry(self._executor, self._drafter, parts.policy, parts.grammars)
+        self._max_failures = max_failures
+        self._ended = ended
+        self._failures = 0
+        self._finished = 0.0
+        carrier = carrying(parts.executor) if overlap else None
+        if overlap and carrier is None:
+            log.warning(
+                "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
+                parts.executor.name,
+            )
+        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody is to be advanced, or a step runs that was not looked at."""
+        return bool(self.live) or self._overlap.running is not None
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """All choices of a new request join the queue."""
+        self.live[sequences[0].request.id] = list(sequences)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+
+    def step(self) -> bool:
+        """Advance whoever can be advanced. False when nobody is there.
+
+        What fails for one request ends that request. Raises where the engine itself is broken.
+        """
+        if self._overlap.running is not None:
+            self._finish(self._overlap.advance())
+            return True
+        start = monotonic()
+        schedule = self.scheduler.plan()
+        if schedule is None:
+            return False
+        if self._open_slots(schedule):
+            running = self._begin(schedule, start)
+            if running is not None and not self._overlap.keeps(running):
+                self._finish(running)
+        return True
+
+    def check(self) -> None:
+        """Prove that no page, slot or sequence leaked. Raises AssertionError."""
+        self.scheduler.check()
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        leaving = self.scheduler.leaving
+        assert self._registry.open_slots == {s.slot for s in running + leaving}, (
+            "a slot is open to nobody"
+        )
+        assert all(self._overlap.growing(s) for s in leaving), "nothing runs that it waits for"
+        live = {id(s) for sequences in self.live.values() for s in sequences}
+        assert live == {id(s) for s in running + waiting}, "a sequence is lost"
+        if not live and not leaving:
+            assert self.scheduler.index.pool.held == 0, "pages are held by nobody"
+
+    def end(self, request: RequestId, ending: Ending) -> None:
+        """End every choice of a request that still runs."""
+        for sequence in tuple(self.live.get(request, ())):
+            if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
+                self._report(sequence, Kept((), sequence.stream.finish(), ending))
+
+    def end_all(self, ending: Ending) -> None:
+        """End every request. Nothing runs any more afterwards."""
+        for request in tuple(self.live):
+            self.end(request, ending)
+        self._overlap.drop()
+        self._release()
+
+    def abandon(self, ending: Ending) -> None:
+        """End everything without speaking to executor and drafter: they cannot be trusted."""
+        self._registry.abandon()
+        self._overlap.forget()
+        self.end_all(ending)
+
+    def _open_slots(self, schedule: Schedule) -> bool:
+        """Close and open slots as planned. False when that ended a request: plan anew."""
+        for slot in schedule.closed:
+            self._registry.close(slot)
+        self.metrics.preemptions += len(schedule.closed)
+        sound = True
+        for sequence in schedule.opened:
+            if sequence.slot is None:  # Ended with a sibling that could not be opened.
+                continue
+            try:
+                self._registry.open(sequence)
+            except Exception as error:
+                log.exception("request %s could not be opened", sequence.request.id)
+                self.end(sequence.request.id, _failed(error))
+                sound = False
+        return sound
+
+    def _begin(self, schedule: Schedule, since: float) -> Running | None:
+        """Begin the planned step; where that fails, end the requests it was for, and no others."""
+        try:
+            trees, scores = begin(schedule.plan, self._executor, self._drafter, self._grammars)
+        except Exception as error:
+            log.exception("a step could not be begun")
+            self._fail(schedule, error)
+            return None
+        return Running(schedule, schedule.plan, trees, scores, since)
+
+    def _finish(self, running: Running) -> None:
+        """Wait for a step and look at what came of it."""
+        try:
+            outcome = self._wait(running)
+        except Exception as error:
+            log.exception("a step failed")
+            self._overlap.drop()  # It carried on from what is not there.
+            self._fail(running.schedule, error)
+            self._release()
+            return
+        self._failures = 0
+        self._overlap.complete(running, outcome)
+        self._process_outputs(running, outcome)
+        self._release()
+        nodes = sum(map(len, running.plan.known)) + sum(outcome.n_draft_tokens.tolist())
+        begun, self._finished = max(running.since, self._finished), monotonic()
+        self.metrics.step(nodes, self._finished - begun)
+
+    def _wait(self, running: Running) -> Outcome:
+        trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
+        return finish(running.plan, trees, running.scores, self._executor, *others)
+
+    def _fail(self, schedule: Schedule, error: Exception) -> None:
+        """A step failed: end the requests it was for. Raises where that happens again and again."""
+        self.metrics.failed_steps += 1
+        self._failures += 1
+        for sequence in schedule.rows:
+            self.end(sequence.request.id, _failed(error))
+        if self._failures >= self._max_failures:
+            message = f"{self._failures} steps in a row failed, the last with: {error}"
+            raise EngineError(message) from error
+
+    def _release(self) -> None:
+        """Take slots and pages from the sequences that are over and in no running step."""
+        for sequence in tuple(self.scheduler.leaving):
+            if not self._overlap.growing(sequence):
+                self._registry.close(self.scheduler.release(sequence))
+
+    def _process_outputs(self, running: Running, outcome: Outcome) -> None:
+        """Make the outcome of every row permanent and tell what is new."""
+        rows, plan = running.schedule.rows, running.plan
+        for slot, message in self._grammars.errors().items():
+            for sequence in rows:
+                if sequence.slot == slot:
+                    self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+        output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
+        for row, sequence in enumerate(rows):
+            if sequence.over:
+                continue  # Ended by an earlier row of the same request, or before this step was.
+            if not outcome.finite[row]:
+                message = "The model's output was not finite, or nothing was allowed to follow."
+                self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+                continue
+            if sequence.sampling.prompt_logprobs is not None:
+                sequence.echo(outcome.prompt_logprobs[row])
+            sequence.append(output_tokens[row])
+            sequence.table.commit(committed[row], sequence.tokens)
+            if plan.samples[row]:
+                self._settle(sequence, plan, row, outcome, output_tokens[row])
+
+    def _settle(
+        self, sequence: Sequence, plan: Plan, row: int, outcome: Outcome, tokens: list[int]
+    ) -> None:
+        """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
+        sequence.table.rollback(self._overlap.growing(sequence))
+        draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
+        self.metrics.row(draft_tokens, accepted)
+        sequence.tally.add(draft_tokens, accepted)
+        if plan.max_nodes[row]:
+            self._policy.observe(int(plan.slots[row]), draft_tokens, accepted)
+        try:
+            kept = self._keep(sequence, tokens)
+        except Exception as error:
+            log.exception("request %s failed", sequence.request.id)
+            self.end(sequence.request.id, _failed(error))
+            return
+        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
+        """Push decided tokens through the grammar, if there is one, and the stop conditions."""
+        if sequence.request.grammar is None or sequence.slot is None:
+            return keep(sequence, tokens, self._eos_ids)
+        whole = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[:whole], self._eos_ids)
+        return kept if whole is None or kept.ending else complete(sequence, kept)
+
+    def _report(
+        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> None:
+        """Tell what was kept; if that ends the sequence, give back first what it holds."""
+        if sequence.reported == len(kept.tokens) > 0:
+            self.metrics.first_token.add(monotonic() - sequence.submitted)
+        self.metrics.output_tokens += len(kept.tokens)
+        if kept.ending is not None:
+            self._remove(sequence, kept.ending.finish)
+        news = delta(sequence, kept, logprobs)
+        if news is not None:
+            self._tell(sequence, news)
+        if sequence.request.id not in self.live:
+            self._ended(sequence.request.id)
+
+    def _tell(self, sequence: Sequence, news: Delta) -> None:
+        try:
+            sequence.sink(news)
+        except Exception:
+            log.exception("the sink of request %s failed", sequence.request.id)
+            for other in tuple(self.live.get(sequence.request.id, ())):
+                self._remove(other, Finish.ABORT)
+
+    def _remove(self, sequence: Sequence, finish: Finish) -> None:
+        """Give back all that a sequence holds, and forget it."""
+        metrics, request = self.metrics, sequence.request.id
+        metrics.finished[finish] += 1
+        metrics.duration.add(monotonic() - sequence.submitted)
+        metrics.prompt_tokens += sequence.prompt_len
+        metrics.cached_tokens += sequence.cached_tokens or 0
+        sequence.over = True
+        slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
+        self.live[request].remove(sequence)
+        if slot is not None:
+            self._registry.close(slot)
+        if not self.live[request]:
+            del self.live[request]
+
+
+def _failed(error: Exception) -> Ending:
+    text = f"The engine failed while it ran this request: {error or type(error).__name__}"
+    return Ending(Finish.ERROR, error=text)

@@ -1,0 +1,246 @@
+"""The engine: a thread with an inbox. What it does in each turn is in turns.py."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+from forerun.config import MAX_CHOICES
+from forerun.constrain.grammars import Grammars, NoGrammars
+from forerun.control.policy import Policy
+from forerun.engine.core import EngineCore, Parts
+from forerun.engine.metrics import Stats
+from forerun.engine.output import Ending
+from forerun.engine.request import Finish, Request, Sink
+from forerun.engine.sequence import Sequence
+from forerun.engine.validate import validate
+from forerun.errors import BusyError, EngineError, RequestError
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor
+from forerun.text.stream import TextStream
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+QUIET = 0.05
+"""Seconds without work after which the engine counts as idle and checks itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Limits of the engine itself.
+
+    max_waiting   sequences that may wait for a slot; a request that finds so many is refused
+    max_choices   largest n of a request
+    max_failures  steps in a row that may fail before the engine gives up
+    overlap       begin the next step before this one is looked at (overlap.py), where that can be
+    """
+
+    max_waiting: int = 1024
+    max_choices: int = MAX_CHOICES
+    max_failures: int = 3
+    overlap: bool = False
+
+
+class Engine:
+    """Runs requests on one executor.
+
+    `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
+    thread; everything else happens on the engine's own, which `start` begins. Without `start`,
+    whoever calls `step_once` is that thread.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        drafter: Drafter,
+        policy: Policy,
+        tokenizer: Tokenizer,
+        grammars: Grammars,
+        options: EngineOptions,
+    ) -> None:
+        parts = Parts(executor, drafter, policy, tokenizer, grammars)
+        self._parts = parts
+        self._options = options
+        self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
+        self._checked = False
+        self._orders = count()
+        # Shared with other threads, under the lock of `_changed`:
+        self._changed = threading.Condition()
+        self._news: deque[Callable[[], None]] = deque()
+        self._ids: set[RequestId] = set()
+        self._entering = 0
+        self._draining = self._stopping = False
+        self._broken: str | None = None
+        self._thread: threading.Thread | None = None
+
+    # --- any thread --------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """False once the engine gave up or was shut down."""
+        if self._broken is not None or self._stopping:
+            return False
+        return self._thread is None or self._thread.is_alive()
+
+    @property
+    def context(self) -> int:
+        """Longest sequence, prompt and output, in tokens."""
+        return self._core.scheduler.context
+
+    def start(self) -> None:
+        """Begin to run requests on a thread of its own. Raises EngineError the second time."""
+        if self._thread is not None:
+            raise EngineError("the engine was started already; two threads would share its slots")
+        self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` gets its deltas on the engine's thread, one with `finish` last
+        for each choice.
+
+        Raises RequestError (ContextError, BusyError) where it cannot be honoured, EngineError
+        where the engine is no more; nothing has been allocated then.
+        """
+        limits = self._parts.executor.limits
+        validate(request, limits.vocab, self.context, self._options.max_choices)
+        if request.grammar is not None and isinstance(self._parts.grammars, NoGrammars):
+            raise RequestError("This engine was started without structured output.", "grammar")
+        with self._changed:
+            self._refuse(request)
+            order = next(self._orders)
+            sequences = [
+                Sequence((order, index), request, sink, self._stream(request))
+                for index in range(request.n)
+            ]
+            self._ids.add(request.id)
+            self._entering += request.n
+            self._news.append(partial(self._enter, sequences))
+            self._changed.notify_all()
+
+    def abort(self, request: RequestId) -> None:
+        """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
+        with self._changed:
+            if request in self._ids:
+                self._news.append(partial(self._core.end, request, Ending(Finish.ABORT)))
+                self._changed.notify_all()
+
+    def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for the others, `timeout` seconds at most. True if all
+        ended.
+        """
+        with self._changed:
+            self._draining = True
+            return self._changed.wait_for(lambda: not self._ids, timeout)
+
+    def shutdown(self) -> None:
+        """Abort what still runs and end the thread. Idempotent. The executor is not touched
+        beyond its slots: it belongs to whoever made it.
+        """
+        with self._changed:
+            self._draining = self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._stop()
+
+    def stats(self) -> Stats:
+        """A snapshot of the counters."""
+        return self._core.metrics.snapshot(self._core.scheduler.load(self._entering))
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: what drafts."""
+        return {"drafter": self._parts.drafter.describe()}
+
+    def check(self) -> None:
+        """Prove that no page, slot or sequence leaked. Raises AssertionError.
+
+        On the engine's thread, or while it is idle.
+        """
+        self._core.check()
+
+    def _refuse(self, request: Request) -> None:
+        """Raise where no request, or not this one, is taken now."""
+        if self._broken is not None:
+            raise EngineError(self._broken)
+        if self._stopping:
+            raise EngineError("The engine was shut down; it takes no more requests.")
+        if self._draining:
+            raise BusyError("The engine is shutting down; it takes no more requests.")
+        if request.id in self._ids:
+            raise RequestError(f"A request with the id {request.id!r} is running.", "id")
+        waiting = self._entering + len(self._core.scheduler.waiting)
+        if waiting >= self._options.max_waiting:
+            raise BusyError(f"{waiting} sequences are waiting already; try again later.")
+
+    def _stream(self, request: Request) -> TextStream:
+        stopping = request.stopping
+        return TextStream(
+            self._parts.tokenizer, stopping.stop, stopping.include_stop, request.skip_special_tokens
+        )
+
+    # --- the engine's thread -----------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._broken is None:
+            with self._changed:
+                # With nothing to do for a moment, one turn is a check; then sleep for good.
+                patience = None if self._checked else QUIET
+                self._changed.wait_for(
+                    lambda: self._news or self._core.busy or self._stopping, patience
+                )
+                if self._stopping:
+                    break
+            self.step_once()
+        self._stop()
+
+    def step_once(self) -> bool:
+        """One turn. False when there was nothing to do: then it proves that nothing leaked.
+
+        An engine that fails gives up: it ends all requests and takes no more.
+        """
+        try:
+            self._take_news()
+            busy = self._core.step()
+            if not busy and not self._checked:
+                self.check()
+            self._checked = not busy
+        except Exception as error:
+            log.exception("the engine failed and gives up")
+            self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
+            return False
+        return busy
+
+    def _take_news(self) -> None:
+        while self._news:
+            with self._changed:
+                news = self._news.popleft()
+            news()
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """A submitted request reaches the queue."""
+        self._core.add(sequences)
+        with self._changed:
+            self._entering -= len(sequences)
+
+    def _ended(self, request: RequestId) -> None:
+        """The last choice of a request has ended, and its sink knows."""
+        with self._changed:
+            self._ids.discard(request)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._take_news()
+        self._core.end_all(Ending(Finish.ABORT))
+
+    def _give_up(self, message: str) -> None:
+        with self._changed:
+            self._broken = message
+        self._take_news()
+        self._core.abandon(Ending(Finish.ERROR, error=message))

@@ -1,0 +1,83 @@
+"""The small arrays of a step, at addresses where the compiled core finds them."""
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.cpu import native
+from forerun.executors.host_sampler import Choosing
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import AnyArray, Floats, Ints
+
+_WALK = ("slots", "plain", "choice")
+_STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes")
+
+
+class StepBuffers:
+    """Filled anew for every step: cheaper than to tell the core new addresses each time.
+
+    step  for forerun_forward, once `fill` was called
+    walk  for forerun_accept, once `ask` was called
+    """
+
+    def __init__(self, max_nodes: int, choosing: Choosing) -> None:
+        self._choosing = choosing  # The core reads it in place.
+        self._max_nodes = max_nodes
+        self._arrays: dict[str, AnyArray] = {
+            **{name: np.zeros(max_nodes + 1, np.int32) for name in _STEP},
+            "slots": np.zeros(max_nodes, np.int32),
+            "plain": np.zeros(max_nodes, np.uint8),
+            "choice": np.zeros(max_nodes, np.int32),
+        }
+        self._held: tuple[Ints, Floats]
+        address = {name: array.ctypes.data for name, array in self._arrays.items()}
+        self.step = native.Step(**{name: address[name] for name in _STEP})
+        self.walk = native.Walk(
+            temperature=choosing.temperature.ctypes.data,
+            seed=choosing.seed.ctypes.data,
+            prompt_len=choosing.prompt_len.ctypes.data,
+            all_slots=len(choosing.seed),
+            **{name: address[name] for name in _WALK},
+        )
+
+    def fill(self, plan: Plan, trees: TreeBatch, scored: Ints, logits: Floats) -> None:
+        """Put in a step whose `scored` nodes leave their logits in `logits` float32[n,V].
+
+        Raises EngineError where it has more nodes than fit.
+        """
+        count = len(trees.tokens)
+        if count > self._max_nodes:
+            raise EngineError(
+                f"a step was refused: more nodes than the step may have, {count}, not "
+                f"{self._max_nodes}"
+            )
+        self._put("tokens", trees.tokens)
+        self._put("parents", trees.parents)
+        self._put("depth", trees.depth)
+        self._put("start", trees.start)
+        self._put("known", trees.known)
+        self._put("kv_len", plan.kv_len)
+        self._put("scored_nodes", scored)
+        pages = np.ascontiguousarray(plan.page_table, np.int32)
+        self._held = pages, logits
+        step = self.step
+        step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
+        step.page_width, step.pages = pages.shape[1], pages.ctypes.data
+        step.logits = logits.ctypes.data
+
+    def ask(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None) -> None:
+        """Put in whose rows the step's are, and which of them no grammar touches."""
+        self._put("slots", plan.slots)
+        held = plan.constrained
+        if masks is not None:
+            held = held | np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
+        self._put("plain", plan.samples > held)
+
+    @property
+    def choice(self) -> Ints:
+        """int32[M] what forerun_accept found: see `Walk` of csrc/model.h. A copy."""
+        choice: Ints = self._arrays["choice"][: self.step.nodes].copy()
+        return choice
+
+    def _put(self, name: str, values: AnyArray) -> None:
+        self._arrays[name][: len(values)] = values

@@ -1,0 +1,403 @@
+"""Acceptance on the host, for executors whose logits the host can read.
+
+The arithmetic is forerun/speculative; here it meets slots, rows and the reports a request asked
+for.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import isnan
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.interface.plan import Outcome, Plan, SlotInit, TokenLogprobs
+from forerun.speculative.accept import NOTHING, ChooseAt, accept_row, choose, choose_among
+from forerun.speculative.sampling import (
+    History,
+    Sampling,
+    largest,
+    log_normaliser,
+    process,
+    unpack,
+)
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import AnyArray, Bools, Floats, Ints, Words
+
+Logits = Callable[[int], Floats]
+"""Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
+
+ChooseNode = Callable[[int, Sampling, int], int | None]
+"""(flat node, sampling, output position) -> the choice that a device has made there already, or
+None. Asked only where nothing but the temperature shapes the choice, and before any logits are."""
+
+ChooseFast = Callable[[Floats, Sampling, int], int | None]
+"""(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
+or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
+
+FEW = 2048
+"""Tokens that a grammar allows, up to which noise for these alone is the quickest."""
+EXCLUDED = np.float32(-1e30)
+"""A logit that is never chosen, yet finite."""
+
+Reports = tuple[TokenLogprobs, ...]
+
+_MORE = -1.0
+"""Instead of a temperature: more than that shapes the choice, or there is none."""
+
+
+_NONE: Ints = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Choosing:
+    """How sequences choose where the temperature alone shapes it; a device may do it in its own
+    way.
+
+    temperature  float32[S] by slot; 0 = greedy, below 0: more than that shapes the choice
+    seed         uint64[S] of their requests
+    prompt_len   int32[S] tokens before output position 0
+    """
+
+    temperature: Floats
+    seed: AnyArray
+    prompt_len: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNodes:
+    """The nodes of plain rows, from the roots on.
+
+    nodes         int32[n] flat, ascending
+    seeds         uint64[n] of their requests
+    positions     int32[n] output position that each decides
+    temperatures  float32[n]; 0 = greedy
+    """
+
+    nodes: Ints
+    seeds: AnyArray
+    positions: Ints
+    temperatures: Floats
+
+
+@dataclass(frozen=True)
+class HostAccepted:
+    """What `accept` decided.
+
+    choice  int32[M] the target's choice at every node of an accepted path, from the root to the
+            last accepted draft token; NOTHING elsewhere
+    finite, logprobs, prompt_logprobs   as in Outcome
+    """
+
+    trees: TreeBatch
+    choice: Ints
+    finite: Bools
+    logprobs: tuple[Reports, ...] = ()
+    prompt_logprobs: tuple[Reports, ...] = ()
+
+    @property
+    def draft_tokens(self) -> Ints:
+        """int32[.] flat nodes of the accepted draft tokens, row after row, downwards."""
+        if self.trees.decode_only:
+            return _NONE
+        chosen, start, found = self.choice.tolist(), self.trees.start.tolist(), []
+        for end, root in zip(start[1:], self.trees.roots.tolist(), strict=True):
+            found += [node for node in range(root + 1, end) if chosen[node] >= 0]
+        return np.array(found, np.int32) if found else _NONE
+
+    @cached_property
+    def paths(self) -> list[Ints]:
+        """B x int32[.] flat nodes that become permanent: the known chain, then accepted draft
+        tokens.
+        """
+        known = np.arange(len(self.choice), dtype=np.int32)
+        keep = self.choice >= 0
+        paths = []
+        for row, root in enumerate(self.trees.roots.tolist()):
+            nodes = self.trees.nodes(row)
+            keep[nodes.start : root + 1] = True
+            paths.append(known[nodes.start : nodes.stop][keep[nodes.start : nodes.stop]])
+        return paths
+
+
+class HostSampler:
+    """The sampler's state per slot, and acceptance by forerun.speculative.
+
+    choose_node, choose_fast  an executor's own quicker ways to the same choice
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        vocab: int,
+        choose_node: ChooseNode | None = None,
+        choose_fast: ChooseFast | None = None,
+    ) -> None:
+        self._open: list[tuple[Sampling, History] | None] = [None] * slots
+        self._vocab = vocab
+        self._choose_node, self._choose_fast = choose_node, choose_fast
+        # What every step asks of every row, by slot.
+        self.choosing = Choosing(
+            temperature=np.full(slots, _MORE, np.float32),
+            seed=np.zeros(slots, np.uint64),
+            prompt_len=np.zeros(slots, np.int32),
+        )
+        # Slots that are told log-probabilities, and those that are told their prompts'.
+        self._reports: set[int] = set()
+        self._echoes: set[int] = set()
+
+    def open(self, slot_init: SlotInit) -> None:
+        """Bind a sequence to its slot.
+
+        Raises EngineError where the slot is taken or a token is outside the vocabulary.
+        """
+        slot, sampling = slot_init.slot, slot_init.sampling
+        if self._open[slot] is not None:
+            raise EngineError(f"slot {slot} is already open; close it first")
+        if not np.all((slot_init.tokens >= 0) & (slot_init.tokens < self._vocab)):
+            raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
+        self._open[slot] = (sampling, History(slot_init.tokens, slot_init.prompt_len))
+        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else _MORE
+        self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        self.choosing.prompt_len[slot] = slot_init.prompt_len
+        if sampling.prompt_logprobs is not None:
+            self._echoes.add(slot)
+        if sampling.prompt_logprobs is not None or sampling.logprobs is not None:
+            self._reports.add(slot)
+
+    def close(self, slot: int) -> None:
+        """Forget the slot's sequence, if it has one."""
+        self._open[slot] = None
+        self.choosing.temperature[slot] = _MORE
+        self._reports.discard(slot)
+        self._echoes.discard(slot)
+
+    def reports(self, slots: Ints) -> bool:
+        """Whether log-probabilities are asked for in one of these slots."""
+        return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
+
+    def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
+        """int32[n] flat nodes, ascending, whose logits `accept` may ask for."""
+        if trees.decode_only and not self._echoes:
+            return np.flatnonzero(plan.samples).astype(np.int32)
+        found: list[int] = []
+        ends, roots = trees.start[1:].tolist(), trees.roots.tolist()
+        for row, (slot, samples) in enumerate(
+            zip(plan.slots.tolist(), plan.samples.tolist(), strict=True)
+        ):
+            # A row that does not sample carries no draft token; echo still reads its whole chain.
+            if slot in self._echoes:
+                found += range(int(trees.start[row]), ends[row])
+            elif samples:
+                found += range(roots[row], ends[row])
+        return np.array(found, np.int32)
+
+    def plain(self, plan: Plan, trees: TreeBatch) -> PlainNodes:
+        """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
+        temperatures = self.choosing.temperature[plan.slots]
+        asked = np.flatnonzero((temperatures >= 0) & plan.samples & ~plan.constrained)
+        first, stop = trees.roots[asked], trees.start[1:][asked]
+        nodes, counts = _ranges(first, stop), stop - first
+        depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
+        slots = plan.slots[asked]
+        positions = plan.kv_len[asked] + trees.known[asked] - self.choosing.prompt_len[slots]
+        return PlainNodes(
+            nodes=nodes,
+            seeds=np.repeat(self.choosing.seed[slots], counts),
+            positions=np.repeat(positions, counts) + depth,
+            temperatures=np.repeat(temperatures[asked], counts),
+        )
+
+    def accept(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        logits: Logits,
+        masks: NodeMasks | None,
+        choice: Ints | None = None,
+    ) -> HostAccepted:
+        """Decide every row. Changes nothing here: `outcome` makes it permanent.
+
+        choice  int32[M] as in HostAccepted, for rows that the executor decided as the
+                specification would; NOTHING in all of the others. It is completed in place.
+
+        A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
+        nothing, emits nothing and has `finite` False; other rows are untouched. The same
+        trouble at a draft token ends the path before that draft token, as if it had not been
+        drafted. Stop tokens do not cut a path; the engine does.
+        """
+        if choice is None:
+            choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        if trees.decode_only and not self._reports and min(choice.tolist()) >= 0:
+            nothing = ((),) * plan.rows
+            return HostAccepted(trees, choice, choice >= 0, nothing, nothing)
+        finite = (choice[trees.roots] >= 0) | ~plan.samples
+        slots = plan.slots.tolist()
+        left = [
+            row
+            for row, (slot, decided) in enumerate(zip(slots, finite.tolist(), strict=True))
+            if not decided or slot in self._reports
+        ]
+        if not left:
+            nothing = ((),) * plan.rows
+            return HostAccepted(trees, choice, finite, nothing, nothing)
+        logprobs: list[Reports] = [()] * plan.rows
+        echoed: list[Reports] = [()] * plan.rows
+        for row in left:
+            echo = self._echo(plan, row, trees, logits)
+            if any(isnan(entry.logprob) for entry in echo):
+                choice[trees.start[row] : trees.start[row + 1]] = NOTHING
+                finite[row] = False
+                continue
+            echoed[row] = echo
+            if plan.samples[row]:
+                self._decide(plan, row, trees, logits, masks, choice)
+                logprobs[row] = self._report(plan, row, trees, logits, choice)
+                finite[row] = choice[trees.root(row)] >= 0
+        return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
+
+    def outcome(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> Outcome:
+        """Append the emitted tokens to the slots' histories and pack the step's result.
+
+        Raises EngineError where a row's known tokens do not end where the history does.
+        """
+        n_tokens, tokens = _packed(trees, accepted.choice)
+        decided = (plan.kv_len + trees.known).tolist()
+        counts, emitted = n_tokens.tolist(), tokens.tolist()
+        for row, samples in enumerate(plan.samples.tolist()):
+            history = self._slot(plan, row)[1]
+            if samples and decided[row] != len(history):
+                raise EngineError(
+                    f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
+                    f"holds {len(history)}"
+                )
+            history.append(emitted[row][: counts[row]])
+        return Outcome(
+            n_tokens=n_tokens,
+            tokens=tokens,
+            n_draft_tokens=trees.start[1:] - trees.start[:-1] - trees.known,
+            finite=accepted.finite,
+            logprobs=accepted.logprobs,
+            prompt_logprobs=accepted.prompt_logprobs,
+        )
+
+    def _slot(self, plan: Plan, row: int) -> tuple[Sampling, History]:
+        slot = int(plan.slots[row])
+        found = self._open[slot]
+        if found is None:
+            raise EngineError(f"row {row} plans slot {slot}, which is not open")
+        return found
+
+    def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
+        """Reports of the decided tokens that follow the known ones, where they are asked for."""
+        sampling, history = self._slot(plan, row)
+        following = history.tokens[int(plan.kv_len[row]) + 1 :]
+        pairs = zip(range(int(trees.start[row]), trees.root(row) + 1), following, strict=False)
+        return _reports(sampling.prompt_logprobs, pairs, logits)
+
+    def _decide(
+        self,
+        plan: Plan,
+        row: int,
+        trees: TreeBatch,
+        logits: Logits,
+        masks: NodeMasks | None,
+        choice: Ints,
+    ) -> None:
+        """Complete `choice` by the specification, unless the row is decided."""
+        root = trees.root(row)
+        if choice[root] < 0:
+            chooser = self._chooser(*self._slot(plan, row), logits, masks)
+            path = accept_row(trees, row, chooser)
+            for node, token in zip((root, *path.nodes), path.tokens, strict=False):
+                choice[node] = token
+
+    def _report(
+        self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, choice: Ints
+    ) -> Reports:
+        """Reports of the emitted tokens, where they are asked for."""
+        sampling, _ = self._slot(plan, row)
+        nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
+        return _reports(sampling.logprobs, zip(nodes, choice[nodes], strict=True), logits)
+
+    def _chooser(
+        self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
+    ) -> ChooseAt:
+        def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
+            position, allowed = history.output_len + len(ancestors), None
+            if masks is not None and masks.row[node] >= 0:
+                allowed = masks.bits[masks.row[node]]
+            if sampling.plain and allowed is None and self._choose_node is not None:
+                made = self._choose_node(node, sampling, position)
+                if made is not None:
+                    return made
+            raw = logits(node)
+            if sampling.plain:
+                token = self._choose_plain(raw, allowed, sampling, position)
+                if token is not None:
+                    return token
+            if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
+                return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
+            processed = process(raw, sampling, history, ancestors, allowed)
+            return choose(processed, sampling, position)
+
+        return choose_at
+
+    def _choose_plain(
+        self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
+    ) -> int | None:
+        """The choice where the temperature and a mask alone shape it; None = ask the spec."""
+        fast = self._choose_fast
+        if mask is None:
+            return fast(raw, sampling, position) if fast else None
+        if not np.isfinite(raw.max()):
+            return NOTHING
+        allowed = unpack(mask, len(raw))
+        tokens = np.flatnonzero(allowed).astype(np.int32)
+        if sampling.temperature == 0 or len(tokens) <= FEW:
+            return choose_among(raw, tokens, sampling, position)
+        token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
+        return token if token is not None and allowed[token] else None
+
+
+def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
+    """(n_tokens, tokens) as in Outcome."""
+    if trees.decode_only:
+        return (choice >= 0).astype(np.int32), choice[:, None]
+    chosen, start = choice.tolist(), trees.start.tolist()
+    emitted = [
+        [token for token in chosen[first:end] if token >= 0] for first, end in pairwise(start)
+    ]
+    counts = list(map(len, emitted))
+    width = max(counts)
+    tokens = [row + [NOTHING] * (width - len(row)) for row in emitted]
+    return np.array(counts, np.int32), np.array(tokens, np.int32).reshape(len(emitted), width)
+
+
+def _ranges(first: AnyArray, stop: AnyArray) -> Ints:
+    """int32[.] first[0] .. stop[0]-1, first[1] .. stop[1]-1, ..."""
+    counts = stop - first
+    ends = counts.cumsum()
+    ranges = np.arange(ends[-1] if len(ends) else 0) + (stop - ends).repeat(counts)
+    found: Ints = ranges.astype(np.int32)
+    return found
+
+
+def _reports(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:
+    """Reports of (flat node, token that follows it) pairs, where they are asked for."""
+    if top is None:
+        return ()
+    return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
+
+
+def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
+    """Raw log-probabilities, in nats, of `token` and of the `top` best, ties by lowest id."""
+    normaliser = log_normaliser(logits)
+    best = largest(logits, top) if top else ()
+    return TokenLogprobs(
+        token=token,
+        logprob=float(logits[token]) - normaliser,
+        top=tuple((int(other), float(logits[other]) - normaliser) for other in best),
+    )

@@ -1,0 +1,158 @@
+"""What a captured round reads and writes: tensors whose places never change, one set per size.
+
+On the device there is one set. The host has two, used in turn: it fills one while a round that
+was filled from the other still runs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.geometry import tile_nodes, tiles_of
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
+from forerun.types import AnyArray
+
+
+class Size(NamedTuple):
+    """R rows of N nodes, both powers of two, after which full trees of draft tokens are grown,
+    `levels` deep; no levels: none are.
+    """
+
+    rows: int
+    nodes: int
+    levels: int = 0
+    width: int = 0
+
+    @property
+    def total(self) -> int:
+        """Nodes of all rows."""
+        return self.rows * self.nodes
+
+    @property
+    def draft_tokens(self) -> int:
+        """Nodes of a tree that is grown."""
+        return full_size(self.width, self.levels)
+
+
+class Record(NamedTuple):
+    """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
+    their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
+    parents and values' bits of the trees that were grown, [3*R*K].
+    """
+
+    choices: Any
+    tokens: Any
+    parents: Any
+    count: Any
+    grown: Any
+
+    @classmethod
+    def of(cls, size: Size, whole: Any) -> "Record":
+        """Views of a tensor or an array."""
+        ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
+        bounds = zip([0, *ends], [*ends, len(whole)], strict=True)
+        return cls(*(whole[begin:end] for begin, end in bounds))
+
+
+class BufferDims(NamedTuple):
+    """What all sizes have in common: places of a page table's row, slots of sequences, heads that
+    share a key/value head.
+    """
+
+    width: int
+    slots: int
+    gqa_group: int
+
+
+def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
+    """The facts, all int32, in the order in which they lie behind each other.
+
+    Of rows, [R]:
+        where [2,R]     kv_len and position (of the root's output); also under these names
+        count (nodes), low and high halves of the seed, heat (the temperature's bits), decided
+        draft_slot      where the drafting keeps a row's state; -1 = it does not follow the row
+        slot            where the round leaves what the next one needs (carry.py)
+        carried         1: begin with what stands there. Of such a row the host knows:
+        most, deep, last  draft tokens and levels at most, and the last position that a draft token
+                          may take
+    Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
+    """
+    of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
+    return {
+        "where": (2, size.rows),
+        **dict.fromkeys((*of_rows, "slot", "carried", "most", "deep", "last"), (size.rows,)),
+        **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
+        "tree_intervals": (2, size.total),
+        "table": (size.rows, dims.width),
+    }
+
+
+def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    counts = [int(np.prod(shape)) for shape in shapes.values()]
+    parts = zip(shapes.items(), whole.split(counts), strict=True)
+    views = {name: part.view(shape) for (name, shape), part in parts}
+    return views | {"kv_len": views["where"][0], "position": views["where"][1]}
+
+
+class StagingBuffer:
+    """One of the host's two sets.
+
+    buffers  what `Sized.there` will be
+    result  what `Sized.record` was
+    wait    returns when the round that last used this set is over
+    """
+
+    def __init__(self, size: Size, dims: BufferDims, counts: tuple[int, int], pinned: bool) -> None:
+        self.whole, self.result = (
+            torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for count in counts
+        )
+        views = _views(self.whole, _shapes(size, dims))
+        self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
+        self.wait: Callable[[], None] = lambda: None
+        self._nodes, self._slots = size.nodes, dims.slots
+
+    def blank(self) -> None:
+        """Rows without a node; what stands in their places sees itself alone."""
+        buffers, nodes = self.buffers, self._nodes
+        for name, values in buffers.items():
+            if name not in ("parents", "draft_slot", "slot", "tree_intervals"):
+                values[...] = 0
+        buffers["parents"][:] = NOTHING
+        buffers["draft_slot"][:] = -1
+        buffers["slot"][:] = self._slots
+        buffers["tree_intervals"][0] = np.tile(np.arange(nodes), len(buffers["count"])) + 2 * nodes
+        buffers["tree_intervals"][1] = buffers["tree_intervals"][0] + 1
+
+
+class Sized:
+    """The fixed tensors of one size.
+
+    record  int32[3*R*N + R + 3*R*K] what comes back, in one copy, see `Record`
+    """
+
+    def __init__(self, size: Size, dims: BufferDims, device: torch.device) -> None:
+        shapes = _shapes(size, dims)
+        count = sum(int(np.prod(shape)) for shape in shapes.values())
+        returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
+        self.whole = torch.zeros(count, dtype=torch.int32, device=device)
+        self.there = _views(self.whole, shapes)
+        self.record = torch.zeros(returned, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self._staging = [StagingBuffer(size, dims, (count, returned), pinned) for _ in range(2)]
+        start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
+        self.tile = tile_nodes(size.nodes, dims.gqa_group)
+        self.start = torch.from_numpy(start).to(device)
+        self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(device)
+        self.row = torch.arange(size.total, device=device) // size.nodes
+
+    def staging(self) -> StagingBuffer:
+        """The host's other set, blank; waits for the round that used it last, which is over."""
+        self._staging.reverse()
+        staging = self._staging[0]
+        staging.wait()
+        staging.blank()
+        return staging

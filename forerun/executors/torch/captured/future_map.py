@@ -1,0 +1,210 @@
+"""What the next round needs of this one, kept on the device: it can begin before the host knows.
+
+    slot      kv_len, output position, last token, and the full tree that was grown below it
+    round     [slots -> rows that are `carried`] -> forward -> walk -> ... -> [rows -> slots]
+
+A row that is `carried` takes up where the round before has left its slot. Of the host it gets only
+bounds: draft tokens and levels at most, and positions it may take up. The draft tokens are the best
+of the full tree, exactly those that forerun.speculative.draft_tree.full_draft takes, found by
+sorting; who is above whom follows from their parents. No shape and no branch depends on a value
+here.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.executors.torch.captured.buffers import Record, Size
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
+
+LEVELS = 8
+"""Room for trees so deep is made at least: deeper ones later void what was captured."""
+
+
+class FutureMap:
+    """The state by slot; one slot more takes what rows without a sequence write.
+
+    width, levels  of the trees that there is room for
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._rows = slots + 1
+        # Of a row: kv_len, output position, last token.
+        self._state = torch.zeros(self._rows, 3, dtype=torch.int32, device=device)
+        self._device = device
+        self.width = self.levels = 0
+        self._make_room(0, 0)
+
+    def grow(self, size: Size) -> bool:
+        """Make room for what rounds of this size grow. True where there was none: what slots held
+        is forgotten, and what was captured is void.
+        """
+        if not self.lacks(size):
+            return False
+        self._make_room(size.width, max(size.levels, LEVELS))
+        return True
+
+    def lacks(self, size: Size) -> bool:
+        """Whether there is no room for what rounds of this size grow."""
+        return size.levels > 0 and (self.width != size.width or self.levels < size.levels)
+
+    def _make_room(self, width: int, levels: int) -> None:
+        self.width, self.levels = width, levels
+        count = full_size(width, levels)
+
+        def made(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((self._rows, count), value, dtype=dtype, device=self._device)
+
+        self._tokens, self._parents = made(0, torch.int32), made(NOTHING, torch.int32)
+        self._value = made(-torch.inf, torch.float32)
+        # Of a full tree's nodes: place, and level from 1.
+        self._index = torch.arange(count, device=self._device)
+        self._level = torch.ones_like(self._index)
+        if levels > 1:
+            self._level += ((self._index - width) // width**2 + 1).clamp_min(0)
+
+    # --- launches only ---------------------------------------------------------------------
+
+    def enter(self, size: Size, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The facts, with those of rows that are ahead from their slots.
+
+        What the host has filled in of such rows is right for chains; few launches are left.
+        """
+        carried = given["carried"] > 0
+        state = self._state.index_select(0, given["slot"]).T
+        where = torch.where(carried, state[:2], given["where"])
+        found = {**given, "where": where, "kv_len": where[0], "position": where[1]}
+        if size.nodes == 1:
+            return {**found, "tokens": torch.where(carried, state[2], given["tokens"])}
+        if self.width == 0:
+            return found  # Nothing is ever grown: who is ahead is alone.
+        depth = torch.minimum(given["deep"], given["last"] - where[0])
+        make = self._chain if self.width == 1 else self._tree
+        nodes = make(size, given["slot"], state[2], given["most"], depth)
+        for name, own in nodes.items():
+            there = given[name].view(own.shape)
+            which = carried if own.dim() == 1 else carried[:, None]
+            found[name] = torch.where(which, own, there).view(given[name].shape)
+        return found
+
+    def _chain(
+        self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
+    ) -> dict[str, Tensor]:
+        """What `_tree` gives of chains: their best nodes are the first."""
+        grown = (self._value.index_select(0, slot) > -torch.inf).sum(1, dtype=torch.int32)
+        draft_tokens = torch.minimum(torch.minimum(most, depth), grown).clamp(0, size.nodes - 1)
+        count = draft_tokens + 1
+        tokens = self._tokens.index_select(0, slot)[:, : size.nodes - 1]
+        tokens = torch.cat([token[:, None], tokens], 1)
+        return {
+            "count": count,
+            "tokens": F.pad(tokens, (0, size.nodes - tokens.shape[1])),
+            # What is no node stands where the last one does: there is a page.
+            "depth": torch.minimum(self._places(size), draft_tokens[:, None]),
+            "tree_intervals": self._chain_intervals(size, count),
+        }
+
+    def _places(self, size: Size) -> Tensor:
+        return torch.arange(size.nodes, dtype=torch.int32, device=self._device)
+
+    def _chain_intervals(self, size: Size, count: Tensor) -> Tensor:
+        """[2,R,N]: the first `count` see what is before them, what is no node itself alone."""
+        places = self._places(size)
+        leave = torch.maximum(count[:, None], places + 1)
+        return torch.stack([places.expand_as(leave), leave])
+
+    def _tree(
+        self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
+    ) -> dict[str, Tensor]:
+        """The best nodes of the slots' trees, as forerun.speculative.draft_tree.Growth.draft keeps
+        them.
+        """
+        value = self._value.index_select(0, slot)
+        parents = self._parents.index_select(0, slot).long()
+        real = (value > -torch.inf) & (self._level <= depth[:, None])
+        value = torch.where(real, value, -torch.inf)
+        order = value.sort(dim=1, descending=True, stable=True).indices
+        rank = torch.zeros_like(order).scatter_(1, order, self._index.expand_as(order))
+        kept = real & (rank < most.clamp_max(size.nodes - 1)[:, None])
+        place = kept.cumsum(1)
+        into = torch.where(kept, place, size.nodes)
+
+        def sent(values: Tensor, root: Tensor, rest: int) -> Tensor:
+            """[R,N]: the kept ones in their places, behind the root."""
+            out = values.new_full((size.rows, size.nodes + 1), rest).scatter_(1, into, values)
+            out[:, 0] = root
+            return out[:, : size.nodes]
+
+        above = torch.where(parents < 0, 0, place.gather(1, parents.clamp_min(0)))
+        nothing = torch.full_like(place[:, 0], NOTHING)
+        count = 1 + place[:, -1]
+        found = {
+            "count": count.int(),
+            "tokens": sent(self._tokens.index_select(0, slot), token, 0),
+            "parents": sent(above, nothing, NOTHING).int(),
+            "depth": sent(self._level.expand_as(place), torch.zeros_like(count), 0).int(),
+        }
+        deepest = min(size.nodes - 1, self.levels)
+        return found | {"tree_intervals": _tree_intervals(size, found["parents"], count, deepest)}
+
+    def leave(
+        self,
+        size: Size,
+        buffers: dict[str, Tensor],
+        choices: Tensor,
+        kept: Tensor,
+        record: Record,
+    ) -> None:
+        """Keep what came of the rows, and write into the record what ran: choices [R*N] of all
+        nodes, kept bool[R,N] of those on accepted paths.
+        """
+        slot = buffers["slot"].long()
+        record.tokens.copy_(buffers["tokens"])
+        if size.nodes == 1:
+            count, token = kept[:, 0].int(), choices
+        else:
+            record.parents.copy_(buffers["parents"])
+            record.count.copy_(buffers["count"])
+            count = kept.sum(1, dtype=torch.int32)
+            last = (kept * (buffers["depth"].view_as(kept) + 1)).argmax(1, keepdim=True)
+            token = choices.view_as(kept).gather(1, last)[:, 0]
+        moved = torch.cat([buffers["where"] + count, token.clamp_min(0)[None].int()])
+        self._state.index_copy_(0, slot, moved.T)
+        if self.width:
+            self._leave_trees(size, slot, buffers["draft_slot"] >= 0, record.grown)
+
+    def _leave_trees(self, size: Size, slot: Tensor, extends: Tensor, grown: Tensor) -> None:
+        """Keep what was grown below rows that are followed; nothing below others."""
+        value = self._value.new_full((size.rows, self._value.shape[1]), -torch.inf)
+        if size.levels:
+            tokens, parents, bits = grown.view(3, size.rows, size.draft_tokens)
+            values = bits.view(torch.float32)
+            value[:, : size.draft_tokens] = torch.where(extends[:, None], values, -torch.inf)
+            self._tokens[:, : size.draft_tokens].index_copy_(0, slot, tokens)
+            if self.width > 1:
+                self._parents[:, : size.draft_tokens].index_copy_(0, slot, parents)
+        self._value.index_copy_(0, slot, value)
+
+
+def _tree_intervals(size: Size, parents: Tensor, count: Tensor, deepest: int) -> Tensor:
+    """[2,R,N]: enter and leave (geometry.py) of trees of `count` [R] nodes with such parents
+    [R,N], none deeper than `deepest`.
+    """
+    places = torch.arange(size.nodes, device=parents.device)
+    real = places < count[:, None]
+    # above[r,i,j]: node j is node i or above it. Paths of 1, 2, 4, ... edges.
+    above = ((parents[:, :, None] == places) | (places[:, None] == places)).float()
+    for _ in range((deepest - 1).bit_length()):
+        above = (above @ above).clamp_max(1.0)
+    inside = (above * real[:, :, None]).sum(1)
+    # Before a node come those above it, and all that is below its earlier siblings.
+    earlier = (parents[:, :, None] == parents[:, None]) & (places[:, None] > places)
+    carried = 1.0 + (earlier * inside[:, None]).sum(-1)
+    carried = torch.where(places > 0, carried, 0.0)
+    enter = (above @ carried[..., None])[..., 0].round().int()
+    alone = 2 * size.nodes + places.int()
+    return torch.stack([
+        torch.where(real, enter, alone),
+        torch.where(real, enter + inside.round().int(), alone + 1),
+    ])  # fmt: skip

@@ -1,0 +1,76 @@
+"""A round that was launched: what the host knows of it, and what it reads when it is over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from forerun.executors.torch.captured.buffers import Record, Size
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Bools, Ints
+
+
+@dataclass(eq=False)
+class InFlightStep:
+    """One replay, running or over.
+
+    slots    int32[B]
+    decided  bool[B]  rows whose accepted path the device commits
+    place    int32[M] a flat node's number in scratch, logits and features; of a round that carries
+             on from another it is known when the round is over
+    result   where the record comes to; it is another round's as soon as this one has been read
+    wait     returns when it is there
+    over     told the record when it is read
+    logits   float32[R*N,V] on the device, until the next round
+    features [R*N,F*H] likewise; None where nothing is requested
+    """
+
+    size: Size
+    slots: Ints
+    decided: Bools
+    place: Ints | None
+    result: Tensor
+    wait: Callable[[], None]
+    over: Callable[[Ints], None]
+    logits: Tensor
+    features: Tensor | None
+    _record: Ints | None = None
+
+    def record(self) -> Ints:
+        """What came back: see `Sized`. Waits for it, once."""
+        if self._record is None:
+            self.wait()
+            self._record = self.result.numpy().copy()
+            self.over(self._record)
+        return self._record
+
+    def choices(self) -> Ints:
+        """int32[M] of flat nodes on an accepted path of a decided row; NOTHING elsewhere."""
+        choices: Ints = Record.of(self.size, self.record()).choices[self.places()]
+        return choices
+
+    def places(self) -> Ints:
+        """`place`, whoever knows it."""
+        if self.place is None:
+            self.trees()
+        assert self.place is not None
+        return self.place
+
+    def trees(self) -> TreeBatch:
+        """What ran in a round that carried on from another; sets `place`."""
+        rows, nodes = len(self.slots), self.size.nodes
+        record = Record.of(self.size, self.record())
+        counts = record.count[:rows] if nodes > 1 else np.ones(rows, np.int32)
+        row, node = np.nonzero(np.arange(nodes) < counts[:, None])
+        self.place = place = (row * nodes + node).astype(np.int32)
+        start = np.append(0, np.cumsum(counts)).astype(np.int32)
+        parents = np.where(node > 0, record.parents[place] + start[row], -1).astype(np.int32)
+        depth = np.zeros(len(place), np.int32)
+        for _ in range(int(counts.max()) - 1):  # A level each, at least.
+            deeper = np.where(parents >= 0, depth[parents] + 1, 0)
+            if (deeper == depth).all():
+                break
+            depth = deeper.astype(np.int32)
+        known = np.ones(rows, np.int32)
+        return TreeBatch(record.tokens[place], parents, start, known, depth)

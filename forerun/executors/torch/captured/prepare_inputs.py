@@ -1,0 +1,101 @@
+"""Writing a plan into the facts of a captured round: the host's half, in NumPy."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.host_sampler import Choosing, PlainNodes
+from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.geometry import intervals
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
+from forerun.types import AnyArray, Bools, Ints
+
+Buffers = dict[str, AnyArray]
+"""See facts.py; blank before anything is written."""
+
+
+def prepare_inputs(
+    buffers: Buffers, size: Size, plan: Plan, trees: TreeBatch, plain: PlainNodes
+) -> tuple[Ints, Bools]:
+    """Write a step of which the host knows everything. Returns the place of every flat node, and
+    bool[B] which rows the device decides.
+    """
+    count = plan.rows
+    row = np.repeat(np.arange(count), np.diff(trees.start))
+    place = row * size.nodes + np.arange(len(row)) - trees.start[row]
+    decided = np.isin(trees.start[:-1], plain.nodes)
+    buffers["kv_len"][:count] = plan.kv_len
+    buffers["count"][:count] = np.diff(trees.start)
+    buffers["decided"][:count] = decided
+    roots = np.searchsorted(plain.nodes, trees.start[:-1][decided])
+    chosen = np.flatnonzero(decided)
+    _put_choosing(buffers, chosen, plain.seeds[roots], plain.temperatures[roots])
+    buffers["position"][chosen] = plain.positions[roots]
+    _put_pages(buffers, plan)
+    buffers["tokens"][place] = trees.tokens
+    buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
+    buffers["depth"][place] = trees.depth
+    buffers["tree_intervals"][:, place] = tree_intervals(trees, row)
+    return place.astype(np.int32), decided
+
+
+def prepare_inputs_carried(
+    buffers: Buffers, size: Size, plan: Plan, choosing: Choosing, most: AnyArray
+) -> None:
+    """Write a carried plan: bounds, and what a sequence never changes. most int[B] draft tokens.
+
+    Of nodes, what stands there in a chain of any length; of trees the device knows better.
+    """
+    assert plan.ends is not None
+    rows, places = np.arange(plan.rows), np.arange(size.nodes)
+    buffers["carried"][rows] = buffers["decided"][rows] = buffers["count"][rows] = 1
+    buffers["most"][rows], buffers["deep"][rows] = most, plan.max_depth
+    buffers["last"][rows] = plan.ends - 1
+    _put_choosing(buffers, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
+    _put_pages(buffers, plan)
+    buffers["parents"].reshape(-1, size.nodes)[rows] = places - 1
+    buffers["tree_intervals"].reshape(2, -1, size.nodes)[0, rows] = places
+    buffers["tree_intervals"].reshape(2, -1, size.nodes)[1, rows] = 1
+
+
+def check_pages(plan: Plan, trees: TreeBatch | None, page_size: int) -> None:
+    """Raise EngineError where a position has no page. trees None: a carried plan."""
+    if trees is not None:
+        row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
+        position = plan.kv_len[row] + trees.depth
+    else:
+        assert plan.ends is not None
+        row = np.arange(plan.rows)
+        deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
+        position = np.maximum(plan.kv_len, deepest)
+    page = position // page_size
+    inside = page < plan.page_table.shape[1]
+    if not inside.all() or (plan.page_table[row, page] < 0).any():
+        raise EngineError("a plan's position has no page: the page table is too short")
+
+
+def _put_choosing(
+    buffers: Buffers, rows: AnyArray, seeds: AnyArray, temperatures: AnyArray
+) -> None:
+    """How these rows choose: seeds uint64, temperatures float32."""
+    buffers["low"][rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    buffers["high"][rows] = (seeds >> 32).astype(np.uint32).view(np.int32)
+    buffers["temperature"].view(np.float32)[rows] = temperatures
+
+
+def _put_pages(buffers: Buffers, plan: Plan) -> None:
+    width = plan.page_table.shape[1]
+    buffers["table"][: plan.rows, :width] = np.maximum(plan.page_table, 0)
+
+
+def tree_intervals(trees: TreeBatch, row: AnyArray) -> AnyArray:
+    """int32[2,M]: enter and leave (geometry.py) of every flat node; row int[M] its row."""
+    counts = np.diff(trees.start)
+    if np.array_equal(trees.parents[trees.depth > 0], np.flatnonzero(trees.depth > 0) - 1):
+        return np.stack([trees.depth, counts[row]])
+    spans = [
+        intervals(trees.parents[begin:end] - begin) for begin, end in pairwise(trees.start.tolist())
+    ]
+    return np.concatenate(spans, axis=1)

@@ -1,0 +1,1 @@
+"""Model references resolved to files: built-in names, hub ids, wheels, the local cache."""

@@ -1,0 +1,64 @@
+"""The drafter contract: whatever proposes continuations, on host or device.
+
+Lossless acceptance never relies on a drafter: a wrong draft token costs time, not truth.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import Draft, TreeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What a drafter needs and costs.
+
+    name              shown in statistics
+    max_depth         longest path it can propose
+    needs_features    the target must hand over hidden states (EAGLE family)
+    drafts_on_device  its draft tokens for the next step can come of the running one, on the device
+    """
+
+    name: str
+    max_depth: int
+    needs_features: bool = False
+    drafts_on_device: bool = False
+
+
+class Drafter(Protocol):
+    """Proposes a tree of draft tokens for each row of a plan."""
+
+    traits: DrafterTraits
+
+    def begin(self, slot_init: SlotInit) -> None:
+        """A sequence took a slot; `slot_init.tokens` is all there is of it."""
+        ...
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """One draft per row, at most plan.max_nodes[b] draft tokens and plan.max_depth[b] deep.
+
+        A row with max_nodes 0 gets an empty draft; where no row may draft, there may be no call
+        at all, only `observe`. Changes nothing that a rejected draft token
+        would have to undo, or undoes it in `observe`.
+        """
+        ...
+
+    def carry(self, plan: Plan) -> bool:
+        """The coming step is a carried one: instead of `propose`, before the running step is
+        observed. False where draft tokens that the plan allows cannot come of the running step, or
+        where what `observe` needs of that would be gone: then it is planned anew, later.
+        """
+        ...
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """The step's known tokens and accepted path are permanent; everything else never was."""
+        ...
+
+    def end(self, slot: int) -> None:
+        """The sequence left its slot."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        ...

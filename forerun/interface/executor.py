@@ -1,0 +1,109 @@
+"""The executor's handful of verbs. The engine owns time, the executor owns arrays."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import NodeMasks, TreeBatch
+
+Scores = Any
+"""Opaque: an executor's node scores, between `verify` and `commit` of one step."""
+
+Accepted = Any
+"""Opaque: which path of each tree was kept, between `accept` and `commit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What an executor was built for; fixed for its life.
+
+    page_size     tokens per page
+    pages         pages in the pool
+    slots         sequences at once
+    max_nodes     nodes in one step over all rows (the step's token budget)
+    context       longest sequence, tokens
+    vocab         V
+    """
+
+    page_size: int
+    pages: int
+    slots: int
+    max_nodes: int
+    context: int
+    vocab: int
+
+
+class Executor(Protocol):
+    """Runs a target model. One thread calls it; verbs come in the order of `engine.step`.
+
+    Same sequence, same bits: a row's result must not depend on the other rows, on the
+    draft tokens beside its path, or on how its known tokens were cut into chunks.
+    """
+
+    limits: ExecutorLimits
+    name: str
+
+    def open(self, slot_init: SlotInit) -> None:
+        """Bind a sequence to its slot. The slot must be closed. Changes only that slot."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence; its pages now belong to the engine alone."""
+        ...
+
+    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+        """Score every node of every tree in one forward pass. Writes no page, except where known
+        tokens belong: they become permanent whatever is accepted.
+        """
+        ...
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
+    ) -> Accepted:
+        """Keep one root-to-node path per tree plus one token of the target's own."""
+        ...
+
+    def commit(self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: Accepted) -> Outcome:
+        """Write the kept keys and values into pages, extend the slots' history, forget the
+        rest, and return the step's one packed copy.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release threads and memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class OverlapExecutor(Executor, Protocol):
+    """An executor whose device can go on with the next step before anybody looks at this one.
+
+    A carried step is begun by `carry` instead of `verify`, while the one before it runs; it
+    advances the same sequences, or some of them, and the slots of both stay open until both are
+    over. Then `accept` and `commit` are called for the first, with what `verify` gave, and for the
+    second, with `trees` and the plan completed. No more than two steps run at a time.
+    """
+
+    def keep_state(self) -> bool:
+        """Keep on the device, from now on, what a next step needs. False where that cannot be."""
+        ...
+
+    def carries(self, scores: Scores) -> bool:
+        """Whether the step that was begun last may be carried on from: the device decides all of
+        it, and nothing else is to be read of it.
+        """
+        ...
+
+    def carry(self, plan: Plan) -> Scores | None:
+        """Begin a plan with `ends` (see Plan). None, and nothing has changed, where it must be
+        planned anew when the running step has been looked at.
+        """
+        ...
+
+    def trees(self, scores: Scores) -> TreeBatch:
+        """What a carried step ran. Waits until it is over."""
+        ...

@@ -1,0 +1,136 @@
+"""Around every request: who may enter, what becomes of errors, and one line in the log."""
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.errors import ForerunError
+from forerun.serve.errors import ApiError, ClientGoneError, api_error
+from forerun.serve.session import GenerationSession
+from forerun.serve.wire import dump_json
+
+log = logging.getLogger("forerun.serve")
+
+CLIENT_GONE = 499
+"""Logged as the status where nobody was left to answer, as nginx does."""
+OPEN_PATHS = ("/health",)
+"""Paths that need no key."""
+QUIET_PATHS = ("/health", "/metrics")
+"""Paths that are asked every few seconds: their lines are for debugging only."""
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Record:
+    """What the log says of one request. Never a prompt or an answer."""
+
+    id: str
+    began: float = field(default_factory=monotonic)
+    status: int | None = None
+    note: str = ""
+    session: GenerationSession | None = None
+
+    def line(self, method: str, path: str) -> str:
+        """One line: id, status, times, and for generations tokens and acceptance length."""
+        seconds = monotonic() - self.began
+        status = self.status or CLIENT_GONE
+        parts = [f"{method} {quote(path)[:200]} {status} id={self.id} ms={seconds * 1000:.0f}"]
+        if self.session is not None:
+            tally, first = self.session.tally, self.session.events.first
+            parts.append(f"in={tally.prompt_tokens} out={tally.output_tokens}")
+            if first is not None:
+                parts.append(f"ttft_ms={(first - self.began) * 1000:.0f}")
+            steps = sum(stats.steps for stats in tally.stats)
+            accepted = sum(stats.accepted for stats in tally.stats)
+            if steps:
+                parts.append(f"accept={1 + accepted / steps:.2f}")
+        return " ".join(parts) + (f" ({self.note})" if self.note else "")
+
+
+class RequestMiddleware:
+    """ASGI middleware; `keys` are the API keys, none = open."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request through, or answer it with an error."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = Record(_request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["record"] = record
+
+        async def stamped(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", record.id.encode()),
+                ]
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, stamped, record)
+        finally:
+            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            log.log(level, record.line(scope["method"], scope["path"]))
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, send)
+        except ClientGoneError as error:
+            record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
+        except ApiError as error:
+            await _answer(error, send, record)
+        except ForerunError as error:
+            await _answer(api_error(error), send, record)
+        except Exception:
+            log.exception("request %s failed", record.id)
+            if record.status is not None:
+                raise
+            message = f"The server failed; its log knows more of request {record.id}."
+            await _answer(ApiError(500, message, "internal_error"), send, record)
+
+    def _admit(self, scope: Scope) -> None:
+        """Raise ApiError (401) where a key is wanted and not given. Takes as long for any key."""
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        told = given.strip().encode("latin-1", "replace")
+        known = [hmac.compare_digest(told, key) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(known):
+            problem = "The API key is wrong." if given else "No API key was given."
+            raise ApiError(
+                401,
+                f"{problem} Send the header: Authorization: Bearer KEY.",
+                "invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+
+async def _answer(error: ApiError, send: Send, record: Record) -> None:
+    """Send an error body."""
+    record.note = record.note or str(error.code or "")
+    body = dump_json(error.body())
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id, if it is a harmless one, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex

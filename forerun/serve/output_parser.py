@@ -1,0 +1,70 @@
+"""One choice's text on its way out: reasoning, content and tool calls told apart."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.text.reasoning import ReasoningReader
+from forerun.text.tool_bodies import CallPiece
+from forerun.text.tools import Parsed, ToolReader
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a piece of text turned out to be."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+
+class OutputParser:
+    """Reads the text of one choice. None = the model does no such thing, or was not asked to."""
+
+    def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    @property
+    def called(self) -> bool:
+        """Whether the choice holds a tool call."""
+        return self._tools is not None and self._tools.called
+
+    def push(self, text: str, last: bool) -> Heard:
+        """What `text` makes certain; with `last`, all there is."""
+        thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
+        if last and self._reasoning:
+            rest = self._reasoning.finish()
+            thought, answer = thought + rest[0], answer + rest[1]
+        if self._tools is None:
+            return Heard(thought, answer)
+        called = self._tools.push(answer)
+        tail = self._tools.finish() if last else Parsed()
+        return Heard(thought, called.content + tail.content, called.calls + tail.calls)
+
+
+def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
+    """The `tool_calls` of a message."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append(_begun(piece))
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+def streamed_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
+    """The `tool_calls` of a chunk: id and name first, then arguments in pieces."""
+    return [
+        {"index": piece.index, **_begun(piece)}
+        if piece.name is not None
+        else {"index": piece.index, "function": {"arguments": piece.arguments}}
+        for piece in pieces
+    ]
+
+
+def _begun(piece: CallPiece) -> dict[str, Any]:
+    function = {"name": piece.name, "arguments": piece.arguments}
+    # Mistral's template takes only ids of nine letters and digits.
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}

@@ -1,0 +1,165 @@
+"""One generation between a client and the engine, from submission to its end."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+from starlette.types import Receive
+
+from forerun.config import ServeSettings
+from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.engine.thread import Engine
+from forerun.serve.bridge import EventQueue, merged
+from forerun.serve.errors import ApiError, ClientGoneError, unavailable
+from forerun.serve.prepare import Generation
+from forerun.serve.render import speculation_metrics, usage
+from forerun.types import RequestId
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over all choices of one generation, as far as it has come."""
+
+    prompt_tokens: int
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    stats: tuple[SpeculationStats, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        """Count one delta."""
+        self.output_tokens += len(delta.tokens)
+        self.cached_tokens += delta.cached_tokens if delta.index == 0 else 0
+        self.stats += (delta.stats,) if delta.stats is not None else ()
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)
+
+    def metrics(self) -> dict[str, Any]:
+        """The `metrics` of vLLM."""
+        return speculation_metrics(self.stats)
+
+
+class GenerationSession:
+    """Submits a generation, hands on its news, and ends it with its client.
+
+        with GenerationSession(...) as exchange:
+            async for news in exchange.news():
+                ...
+
+    Leaving the block aborts what still runs. When the client closes its connection, the engine
+    is told at once, whatever this task waits for: it drops the request before its next step.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        engine: Engine,
+        events: EventQueue,
+        settings: ServeSettings,
+        receive: Receive,
+    ) -> None:
+        self.generation = generation
+        self.tally = Tally(generation.prompt_tokens)
+        self.events = events
+        self._engine = engine
+        self._settings = settings
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self._gone = False
+        # Choices that still run, and the index of the first choice, by request.
+        self._open: dict[RequestId, int] = {}
+        firsts = enumerate(generation.requests)
+        self._first = {request.id: place * generation.n for place, request in firsts}
+
+    def __enter__(self) -> Self:
+        """Submit. Raises RequestError (BusyError, ContextError) and EngineError."""
+        try:
+            for request in self.generation.requests:
+                self._engine.submit(request, self.events.put)
+                self._open[request.id] = request.n
+        except Exception:
+            self._abort()
+            raise
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Abort what still runs."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._abort()
+
+    @property
+    def ended(self) -> bool:
+        """No choice runs any more."""
+        return not self._open
+
+    async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
+        """(index of the choice, what is new of it), as it comes; an empty list after a silence.
+
+        Raises ApiError where the engine ended the request, ClientGoneError.
+        """
+        deadline = monotonic() + self._settings.request_seconds
+        while self._open:
+            left = max(deadline - monotonic(), 0.0)
+            deltas = await self.events.take(min(self._settings.keep_alive_seconds, left))
+            if self._gone:
+                raise ClientGoneError
+            if not deltas and not self._engine.alive:
+                raise unavailable("The engine has stopped.", "engine_stopped")
+            if monotonic() >= deadline:
+                seconds = self._settings.request_seconds
+                raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
+            yield [self._counted(delta) for delta in deltas]
+
+    async def whole(self) -> list[dict[str, Any]]:
+        """All choices, in order, once they have ended. Raises what `news` raises."""
+        parts: dict[int, list[Delta]] = {}
+        async with aclosing(self.news()) as pieces:
+            async for news in pieces:
+                for index, delta in news:
+                    parts.setdefault(index, []).append(delta)
+        shape = self.generation.shape
+        return [shape.choice(index, merged(parts[index])[0]) for index in sorted(parts)]
+
+    def _counted(self, delta: Delta) -> tuple[int, Delta]:
+        self.tally.add(delta)
+        if delta.finish is not None:
+            self._open[delta.request] -= 1
+            if not self._open[delta.request]:
+                del self._open[delta.request]
+        if delta.finish == Finish.ERROR:
+            raise ApiError(500, delta.error or "The engine failed.", "engine_error")
+        if delta.finish == Finish.ABORT:
+            raise self._aborted()
+        return self._first[delta.request] + delta.index, delta
+
+    def _aborted(self) -> Exception:
+        """Why the engine ended a request that it could have gone on with."""
+        if self._gone:
+            return ClientGoneError()
+        if not self._engine.alive:
+            message = "The server is shutting down and cut this answer short."
+            return unavailable(message, "shutting_down")
+        return ApiError(500, "The request was aborted before its end.", "aborted")
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._abort()
+        self.events.close()
+
+    def _abort(self) -> None:
+        for request in self._open:
+            self._engine.abort(request)

@@ -1,0 +1,110 @@
+r"""Acceptance: which root-to-node path of a tree is kept, and the token that follows it.
+
+Gumbel-max coupled acceptance (drafter-invariant speculative decoding, arXiv 2408.07978).
+
+Symbols. x_n is the token at output position n and x_<n everything before it. p(. | x_<n) is the
+target's distribution after all sampling parameters, g_n(t) the noise of token t at position n:
+independent standard Gumbel variables, a function of (seed, n, t) and of nothing else.
+
+Rule. At every node, with prefix x_<n, the target's own choice is
+
+    c(x_<n) = argmax over t of  log p(t | x_<n) + g_n(t),      ties to the lowest id.
+
+Start at the root. While the node has a child whose token *is* the choice, accept that child and
+go there. Where it has none, emit the choice and stop.
+
+Proof that it is lossless, for any tree, drafter and temperature. (1) Every emitted token is the
+choice at its own prefix: accepted ones because they equal it, the last one by the rule. So the
+output is the sequence x_n = c(x_<n), the very sequence that plain decoding (a tree of one node)
+emits with this seed; which tree was offered decides only how many of them a step emits.
+(2) P(c(x_<n) = t) = p(t | x_<n): the Gumbel-max identity, P(argmax_t log p_t + g_t = t) =
+exp(log p_t) / sum_s exp(log p_s). The noise of position n is used at position n only and is
+independent of all earlier noise, hence of x_<n, so the joint distribution is the product of
+these conditionals: the target's. Nothing is assumed of the draft tokens, which may even depend on
+g_n. Log-probabilities may be replaced by logits, since a constant moves no argmax; greedy
+decoding is g = 0 at temperature 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.speculative.noise import gumbel, gumbel_of
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Floats, Ints
+
+NOTHING = -1
+"""The choice where there is none: logits that are not finite, or no token left."""
+
+ChooseAt = Callable[[int, tuple[int, ...]], int]
+"""(flat node, draft tokens from below the root down to it) -> the target's choice, or NOTHING."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What acceptance decided for one row.
+
+    nodes   flat indices of the accepted draft tokens, root excluded, downwards
+    tokens  the emitted tokens: the accepted draft tokens', then the target's own; empty where the
+            root has no choice
+    """
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def choose(processed: Floats, sampling: Sampling, position: int) -> int:
+    """The target's choice at output position `position` from processed logits float32[V].
+
+    Arithmetic in float32. NaN or +inf anywhere, or everything excluded, gives NOTHING.
+    """
+    scores = processed
+    if sampling.temperature > 0:
+        scores = processed + gumbel(sampling.seed, position, len(processed))
+    token = int(scores.argmax())  # The first of equals; a NaN counts as the largest of all.
+    return token if np.isfinite(scores[token]) else NOTHING
+
+
+def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:
+    """`choose` where all but `tokens`, int32[n] ascending, is excluded and the temperature alone
+    shapes the rest; at the price of these tokens. logits float32[V] are the target's own.
+    """
+    if len(tokens) == 0:
+        return NOTHING
+    scores = logits[tokens]
+    if sampling.temperature > 0 and len(tokens) > 1:
+        scores = scores / np.float32(sampling.temperature)
+        scores += gumbel_of(sampling.seed, position, tokens)
+    best = int(scores.argmax())
+    return int(tokens[best]) if np.isfinite(scores[best]) else NOTHING
+
+
+def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
+    """Walk from the root of `row` along the target's choices.
+
+    `choose_at` is asked for nodes on the accepted path only, root first. A draft token without a
+    choice of its own is not entered: the step ends before it, as if it had not been drafted,
+    and the trouble shows when it is the root, exactly where plain decoding meets it.
+    """
+    nodes = [trees.root(row)]
+    tokens = [choose_at(nodes[0], ())]
+    if tokens == [NOTHING]:
+        return Path((), ())
+    while (child := _child(trees, row, nodes[-1], tokens[-1])) is not None:
+        token = choose_at(child, tuple(tokens))
+        if token == NOTHING:
+            break
+        nodes.append(child)
+        tokens.append(token)
+    return Path(tuple(nodes[1:]), tuple(tokens))
+
+
+def _child(trees: TreeBatch, row: int, node: int, token: int) -> int | None:
+    """The first child of `node` that drafts `token`."""
+    below = slice(node + 1, int(trees.start[row + 1]))
+    if below.start == below.stop:
+        return None
+    found = np.flatnonzero((trees.parents[below] == node) & (trees.tokens[below] == token))
+    return node + 1 + int(found[0]) if len(found) else None

@@ -1,0 +1,210 @@
+"""What a request asks of the sampler, and how it acts on one node's logits.
+
+The order is fixed and documented: repetition, frequency and presence penalty, logit bias,
+min_tokens, grammar mask, temperature, min_p, top_k, top_p. Each is vLLM's definition, with one
+rule added: ties are broken to the lowest id, inside the cut-offs of top_k and top_p too, so
+that the set of survivors never depends on how a machine sorts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.types import AnyArray, Bools, Floats, Ints, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling parameters of one sequence, already validated.
+
+    temperature         0 = greedy; below 1e-5 becomes 0, as in vLLM (float32 would overflow)
+    top_k               0 or less = off
+    top_p, min_p        1.0 / 0.0 = off
+    seed                64-bit; keys the noise together with the output position
+    logit_bias          (token, bias) pairs
+    min_tokens          `stop_tokens` are impossible before this many output tokens
+    stop_tokens         end-of-text ids plus the request's own (empty with ignore_eos)
+    logprobs            None, or how many top alternatives to report per token (0 = chosen only)
+    prompt_logprobs     the same for known tokens (echo)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if 0.0 < self.temperature < 1e-5:
+            object.__setattr__(self, "temperature", 0.0)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the temperature is asked: no penalty, no bias, no cut-off."""
+        cut = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return not (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_bias
+            or self.min_tokens
+            or cut
+        )
+
+
+class History:
+    """The tokens decided so far of one sequence; penalties look at nothing else.
+
+    tokens int32[T], the first prompt_len of them the prompt.
+    """
+
+    def __init__(self, tokens: Ints, prompt_len: int) -> None:
+        self._buffer = np.array(tokens, np.int32)
+        self._length = len(tokens)
+        self.prompt_len = prompt_len
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> Ints:
+        """int32[T], prompt and output; a view, valid until the next `append`."""
+        return self._buffer[: self._length]
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens so far: the output position that is decided next."""
+        return self._length - self.prompt_len
+
+    def append(self, tokens: Sequence[int] | Ints) -> None:
+        """Add emitted tokens."""
+        end = self._length + len(tokens)
+        if end > len(self._buffer):
+            self._buffer = np.concatenate([self.tokens, np.zeros(max(end, 64), np.int32)])
+        self._buffer[self._length : end] = tokens
+        self._length = end
+
+
+def process(
+    logits: Floats,
+    sampling: Sampling,
+    history: History,
+    ancestors: Sequence[int] = (),
+    mask: Words | None = None,
+) -> Floats:
+    """The target's distribution at one node after every sampling parameter, as logits.
+
+    logits     float32[V], left unchanged
+    ancestors  the draft tokens from below the root down to this node: as if already emitted
+    mask       uint32[ceil(V/32)] from a grammar, or None
+
+    Returns float32[V], -inf where a token is excluded; softmax of it is what is sampled. It may
+    be `logits` itself where nothing is asked. Cut-offs never exclude everything; a mask that
+    allows nothing does.
+    """
+    if sampling.plain and mask is None:
+        return logits if sampling.temperature in (0.0, 1.0) else _heated(logits, sampling)
+    out = logits.copy()
+    _penalise(out, sampling, history, ancestors)
+    for token, bias in sampling.logit_bias:
+        out[token] += np.float32(bias)
+    banned: tuple[int, ...] = ()
+    if history.output_len + len(ancestors) < sampling.min_tokens:
+        banned = sampling.stop_tokens
+    _exclude(out, banned, mask)
+    if sampling.temperature == 0.0 or out.max() == -np.inf:
+        return out  # Cut-offs always keep the best token: greedy needs none of them.
+    out = _heated(out, sampling)
+    if sampling.min_p > 0.0:
+        out[out < out.max() + np.float32(np.log(sampling.min_p))] = -np.inf
+    if sampling.top_k > 0:
+        _keep_largest(out, sampling.top_k)
+    if sampling.top_p < 1.0:
+        _keep_largest(out, _nucleus(out, sampling.top_p))
+    return out
+
+
+def _heated(logits: Floats, sampling: Sampling) -> Floats:
+    return logits / np.float32(sampling.temperature)
+
+
+def _penalise(out: Floats, sampling: Sampling, history: History, ancestors: Sequence[int]) -> None:
+    """Repetition looks at prompt and output, frequency and presence at the output alone."""
+    tokens = np.concatenate([history.tokens, np.array(ancestors, np.int32)])
+    if sampling.repetition_penalty != 1.0:
+        penalty = np.float32(sampling.repetition_penalty)
+        seen = out[tokens]
+        out[tokens] = np.where(seen > 0, seen / penalty, seen * penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = np.bincount(tokens[history.prompt_len :], minlength=len(out)).astype(np.float32)
+        out -= np.float32(sampling.frequency_penalty) * counts
+        out -= np.float32(sampling.presence_penalty) * (counts > 0)
+
+
+def _exclude(out: Floats, banned: Sequence[int], mask: Words | None) -> None:
+    """Exclude stop tokens that come too early and what the grammar forbids.
+
+    Where the grammar allows stop tokens only, they stay: its word outranks min_tokens.
+    """
+    if mask is None:
+        out[list(banned)] = -np.inf
+        return
+    allowed = unpack(mask, len(out))
+    without = allowed.copy()
+    without[list(banned)] = False
+    out[~(without if without.any() else allowed)] = -np.inf
+
+
+def unpack(mask: Words, vocab: int) -> Bools:
+    """Grammar bits uint32[ceil(V/32)] as bool[V]."""
+    octets = np.ascontiguousarray(mask, "<u4").view(np.uint8)
+    return np.unpackbits(octets, count=vocab, bitorder="little").view(np.bool_)
+
+
+def _keep_largest(out: Floats, count: int) -> None:
+    """Exclude all but the `count` largest, ties to the lowest id."""
+    possible = out[out > -np.inf]
+    if count >= len(possible):
+        return
+    least = np.partition(possible, -count)[-count]
+    ties = np.flatnonzero(out == least)
+    spare = len(ties) - (count - np.count_nonzero(possible > least))
+    out[out < least] = -np.inf
+    out[ties[len(ties) - spare :]] = -np.inf
+
+
+def _nucleus(logits: Floats, top_p: float) -> int:
+    """How many of the most likely tokens it takes to reach the probability top_p."""
+    weights = np.exp(logits - logits.max())
+    needed = top_p * float(weights.sum(dtype=np.float64))
+    # The V tokens below this floor hold less than (1 - top_p) / 2 of the mass together: all lie
+    # beyond the cut, and few are left to sort.
+    floor = (1.0 - top_p) / (2 * len(weights))
+    mass = np.cumsum(np.sort(weights[weights > floor])[::-1], dtype=np.float64)
+    return 1 + int(np.searchsorted(mass, needed))
+
+
+def largest(logits: Floats, count: int) -> AnyArray:
+    """Ids of the `count` largest logits, best first, ties by lowest id.
+
+    Fewer where fewer are possible: excluded tokens, -inf, are never among them.
+    """
+    kept = logits.copy()
+    _keep_largest(kept, count)
+    ids = np.flatnonzero(kept > -np.inf)
+    return ids[np.argsort(-kept[ids], kind="stable")]
+
+
+def log_normaliser(logits: Floats) -> float:
+    """log(sum(exp(logits))), computed stably in float64 from float32[V]."""
+    most = float(logits.max())
+    return most + float(np.log(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))

@@ -1,0 +1,148 @@
+r"""Token trees: what a step asks the target to score.
+
+A row is a chain of *known* tokens (a prompt chunk, or just the last token) whose end is
+the *root*, followed by draft tokens that hang below the root:
+
+    known[0] -> known[1] -> ... -> root -> draft token
+                                        \-> draft token -> draft token
+
+Plain decoding is one known token and no draft token; a prefill chunk is many known tokens and
+no draft token. There are no phases, only trees.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from forerun.types import Floats, Ints, Words
+
+_NO_TOKENS: Ints = np.zeros(0, np.int32)
+_NO_SCORE: Floats = np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens below one root, in an order where a parent precedes its children.
+
+    tokens   int32[K]   target-vocabulary ids
+    parents  int32[K]   index of the parent among these draft tokens; -1 = the root
+    score    float32[K] the drafter's estimate that the whole path to the node is right,
+                        in (0, 1]; 0 where the drafter has no opinion
+    """
+
+    tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
+    parents: Ints = field(default_factory=lambda: _NO_TOKENS)
+    score: Floats = field(default_factory=lambda: _NO_SCORE)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+NO_DRAFT = Draft()
+"""Most drafts of a busy server: one object for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBatch:
+    """The trees of all rows of a step, flattened row after row.
+
+    tokens   int32[M]
+    parents  int32[M]    flat index of the parent; -1 for the first node of a row
+    start    int32[B+1]  row b owns nodes start[b]:start[b+1]
+    known    int32[B]    the first known[b] nodes of row b are its known chain (>= 1)
+    depth    int32[M]    distance from the row's first node; position = kv_len[b] + depth
+    """
+
+    tokens: Ints
+    parents: Ints
+    start: Ints
+    known: Ints
+    depth: Ints
+
+    @property
+    def rows(self) -> int:
+        """Number of rows B."""
+        return len(self.known)
+
+    @property
+    def decode_only(self) -> bool:
+        """Every row is one node: plain decoding."""
+        return len(self.tokens) == len(self.known)
+
+    @property
+    def roots(self) -> Ints:
+        """int32[B] flat index of every row's root (the last known node)."""
+        last: Ints = self.start[:-1]
+        return last if self.decode_only else last + self.known - np.int32(1)
+
+    def root(self, row: int) -> int:
+        """Flat index of the root of `row` (the last known node)."""
+        return int(self.start[row] + self.known[row] - 1)
+
+    def nodes(self, row: int) -> range:
+        """Flat indices of all nodes of `row`."""
+        return range(int(self.start[row]), int(self.start[row + 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """Grammar masks, deduplicated: several nodes may share a row.
+
+    row    int32[M]          which mask a node uses; -1 = everything allowed
+    bits   uint32[R,ceil(V/32)] token t is allowed iff bits[r, t//32] >> (t%32) & 1
+    """
+
+    row: Ints
+    bits: Words
+
+
+def batch(known: Sequence[Ints], drafts: Sequence[Draft]) -> TreeBatch:
+    """Hang each draft below the end of its known chain and flatten.
+
+    Raises ValueError where a chain is empty or a draft's parent does not precede its child.
+    """
+    rows = list(zip(known, drafts, strict=True))
+    if all(len(chain) == 1 and not len(draft) for chain, draft in rows):
+        tokens = np.concatenate(known, dtype=np.int32, casting="unsafe")
+        return TreeBatch(tokens, *_decode_only(len(known)))
+    # Plain Python: NumPy's calls take ten times as long right after a forward pass.
+    flat: list[int] = []
+    parents: list[int] = []
+    depth: list[int] = []
+    start = [0]
+    for row, (chain, draft) in enumerate(rows):
+        first, length = len(flat), len(chain)
+        if not length:
+            raise ValueError(f"row {row} has no known token")
+        flat += chain.tolist()
+        flat += draft.tokens.tolist()
+        parents.append(-1)
+        parents += range(first, first + length - 1)
+        depth += range(length)
+        for draft_token, parent in enumerate(draft.parents.tolist()):
+            if not -1 <= parent < draft_token:
+                raise ValueError(
+                    f"row {row}: a parent is neither the root nor an earlier draft token"
+                )
+            above = first + length + parent  # The root comes right before the draft tokens.
+            parents.append(above)
+            depth.append(depth[above] + 1)
+        start.append(len(flat))
+    lengths = list(map(len, known))
+    return TreeBatch(*(np.array(part, np.int32) for part in (flat, parents, start, lengths, depth)))
+
+
+@lru_cache(maxsize=64)
+def _decode_only(rows: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Everything but the tokens of a step of one known token per row, read-only."""
+    arrays = (
+        np.full(rows, -1, np.int32),
+        np.arange(rows + 1, dtype=np.int32),
+        np.ones(rows, np.int32),
+        np.zeros(rows, np.int32),
+    )
+    for array in arrays:
+        array.flags.writeable = False
+    return arrays

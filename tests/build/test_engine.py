@@ -1,0 +1,163 @@
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from forerun.bench.prove import Trial, prove
+from forerun.bench.workload import read_prompts, spread
+from forerun.build.engine import encode_chat, load, make_engine, open_target
+from forerun.client.completion import complete, make_request
+from forerun.client.llm import LLM
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, EngineError, ModelError, RequestError
+from forerun.executors import cpu
+from tests.cli.toys import toy_loaded, toy_target
+
+native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+
+
+def test_loading_resolves_everything_into_new_values():
+    given = EngineConfig(model="toy")
+    with toy_loaded(given) as loaded:
+        chosen = loaded.config
+        assert given == EngineConfig(model="toy")
+        assert "auto" not in {getattr(chosen, item.name) for item in fields(chosen)}
+        assert chosen.executor == "toy" and chosen.context == loaded.context
+        assert chosen.kv_tokens >= 64 * 256
+        assert loaded.info["memory"]["cache"] > 0
+        json.dumps(loaded.info)
+
+
+def test_engines_may_take_turns_on_one_target():
+    prompt = np.array([72, 105], np.int32)
+    with toy_target() as target:
+        texts = []
+        for changes in ({}, {"speculation": "off"}, {"draft_nodes": 2}, {"draft_nodes": 0}):
+            engine = make_engine(target, replace(target.config, **changes))
+            engine.start()
+            texts.append(complete(engine, [make_request(prompt, max_tokens=60)])[0][0].text)
+            engine.shutdown()
+        assert len(set(texts)) == 1
+
+
+def test_llm_in_a_few_lines():
+    with LLM("toy", kv_tokens=4096) as llm:
+        one, two = llm.generate(["Hi", "abc"], max_tokens=10)
+        (alone,) = llm.generate("abc", max_tokens=10)
+        assert two.tokens == alone.tokens != one.tokens
+        assert len(llm.generate("abc", max_tokens=3, n=3, temperature=1.0)) == 3
+        messages = [{"role": "user", "content": "Hello"}]
+        text = "".join(delta.text for delta in llm.stream(messages, max_tokens=20))
+        assert text == llm.chat(messages, max_tokens=20).text
+        with pytest.raises(RequestError, match="temprature"):
+            llm.chat(messages, temprature=1)
+        for wrong in (
+            {"temperature": -1}, {"top_p": "hot"}, {"top_k": 2.5}, {"seed": 1.5},
+            {"max_tokens": "9"}, {"n": 1.0}, {"stop": ["a", 5]}, {"min_p": None},
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match=next(iter(wrong))):
+                llm.generate("Hi", **wrong)
+        with pytest.raises(RequestError, match="takes messages"):
+            llm.chat("Hello")
+        with pytest.raises(RequestError, match="n is 1000000000"):
+            llm.generate("Hi", n=10**9)
+    llm.close()
+    with pytest.raises(EngineError, match="was shut down"):
+        llm.chat(messages)
+
+
+def test_llm_loses_no_choice():
+    messages = [{"role": "user", "content": "Hello"}]
+    with LLM("toy", kv_tokens=4096) as llm:
+        several = llm.choices(messages, max_tokens=9, n=3, temperature=1.0)
+        assert [item.index for item in several] == [0, 1, 2]
+        assert len({item.text for item in several}) == 3
+        assert llm.chat(messages, max_tokens=9, temperature=1.0).text == several[0].text
+        with pytest.raises(RequestError, match="choices"):
+            llm.chat(messages, n=3)
+        texts = ["", "", ""]
+        for delta in llm.stream(messages, max_tokens=9, n=3, temperature=1.0):
+            texts[delta.index] += delta.text
+        assert texts == [item.text for item in several]
+
+
+def test_a_model_without_a_chat_template_says_what_to_do():
+    with toy_target() as target, pytest.raises(ModelError, match="--raw"):
+        encode_chat(replace(target, chat=None), [{"role": "user", "content": "Hi"}])
+
+
+def test_the_toy_needs_no_torch():
+    program = (
+        "import sys; from forerun.client.llm import LLM\n"
+        "with LLM('toy', kv_tokens=1024) as llm: llm.generate('Hi', max_tokens=3)\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_cuda_without_a_device_is_a_configuration_error():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        load(EngineConfig(device="cuda"))
+
+
+@pytest.fixture(scope="module")
+def default_model():
+    target = open_target(EngineConfig(policy="fixed", max_sequences=8, kv_tokens=8192))
+    yield target
+    target.close()
+
+
+@native
+@pytest.mark.model
+def test_the_default_model_is_proved_on_a_few_prompts(default_model):
+    trial = Trial(tuple(spread(read_prompts(), 4)), tokens=24, group=4)
+    proof = prove(default_model, default_model.config, trial)
+    assert proof.holds, proof
+    # A drafter that never drafts right would be invisible in the text.
+    greedy = [run for run in proof.runs if run.speculation != "off" and run.temperature == 0.0]
+    assert all(run.tokens_per_step > 1.05 for run in greedy)
+
+
+@native
+@pytest.mark.model
+def test_the_default_model_is_small_in_memory_and_knows_paris():
+    program = (
+        "from pathlib import Path; from forerun.client.llm import LLM\n"
+        "with LLM() as llm:\n"
+        "    done = llm.generate(['The sky is'] * 16, max_tokens=32, temperature=1.0)\n"
+        "    (answer,) = llm.generate('The capital of France is', max_tokens=4)\n"
+        "    print(Path('/proc/self/status').read_text().split('VmRSS:')[1].split()[0])\n"
+        "    print(answer.text)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    used, text = done.stdout.split("\n", 1)
+    assert int(used) < 500_000  # kB
+    assert "Paris" in text
+
+
+@native
+@pytest.mark.model
+def test_adaptive_speculation_gives_the_same_text(default_model):
+    prompt = encode_chat(default_model, [{"role": "user", "content": "Count from 1 to 30."}])
+    texts = []
+    for config in (
+        replace(default_model.config, speculation="off"),
+        default_model.config,
+        replace(default_model.config, draft_nodes=3, draft_depth=3),
+    ):
+        engine = make_engine(default_model, config)
+        engine.start()
+        texts.append(complete(engine, [make_request(prompt, max_tokens=48)])[0][0].tokens)
+        engine.shutdown()
+    assert texts[0] == texts[1] == texts[2]

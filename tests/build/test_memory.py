@@ -1,0 +1,87 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.build.engine import open_target
+from forerun.build.memory import SHARE, Needs, human, plan_memory
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, MemoryPlanError
+from tests.models import tiny
+
+SMALL = Needs(context=2048, vocab=1000, weights=10**8, per_token=20_000, per_node=10_000)
+
+
+def test_default_is_enough_for_a_full_context_and_for_all_sequences():
+    plan = plan_memory(EngineConfig(), SMALL, 10**10)
+    assert plan.limits.context == 2048
+    assert plan.limits.pages * plan.limits.page_size == 64 * 256
+    assert plan.cache == 64 * 256 * 20_000
+
+
+def test_a_tight_machine_shortens_the_context():
+    needs = Needs(context=131072, vocab=1000, weights=10**8, per_token=20_000, per_node=0)
+    plan = plan_memory(EngineConfig(), needs, 10**9)
+    assert 20_000 <= plan.limits.context * 1.0 <= 25_000
+    assert plan.limits.context == plan.limits.pages * plan.limits.page_size
+
+
+def test_what_does_not_fit_is_refused_with_the_parts():
+    with pytest.raises(MemoryPlanError, match=r"weights 100\.0 MB .* Lower kv-tokens"):
+        plan_memory(EngineConfig(), SMALL, 10**8)
+    with pytest.raises(MemoryPlanError, match=r"1,000,000 tokens 20\.0 GB"):
+        plan_memory(EngineConfig(kv_tokens=10**6), SMALL, 10**9)
+
+
+def test_contradictions_are_configuration_errors():
+    with pytest.raises(ConfigError, match="made for 2048"):
+        plan_memory(EngineConfig(context=4096), SMALL, 10**10)
+    with pytest.raises(ConfigError, match="too small for one sequence"):
+        plan_memory(EngineConfig(context=1000, kv_tokens=500), SMALL, 10**10)
+
+
+def test_a_device_of_its_own_is_filled():
+    plan = plan_memory(EngineConfig(), SMALL, 10**10, fill=True)
+    assert plan.limits.pages * plan.limits.page_size > 200_000
+
+
+@given(
+    available=st.integers(0, 10**11),
+    page_size=st.integers(1, 256),
+    kv_tokens=st.none() | st.integers(16, 10**6),
+    context=st.integers(64, 10**6),
+    fill=st.booleans(),
+)
+def test_a_plan_never_exceeds_its_share(available, page_size, kv_tokens, context, fill):
+    config = EngineConfig(page_size=page_size, kv_tokens=kv_tokens)
+    needs = Needs(context, 1000, 10**8, 20_000, 1000)
+    try:
+        plan = plan_memory(config, needs, available, fill=fill)
+    except MemoryPlanError:
+        return
+    pages = plan.limits.pages * page_size
+    assert 0 < plan.limits.context <= pages
+    assert pages >= (kv_tokens or 0)
+    # Rounding up to whole pages may take at most one page more than the share.
+    page_bytes = page_size * needs.per_token
+    assert plan.weights + plan.cache + plan.scratch <= available * SHARE + page_bytes
+
+
+def test_bytes_for_people():
+    assert [human(0), human(999), human(98_362_432), human(25 * 10**9)] == [
+        "0 B",
+        "999 B",
+        "98.4 MB",
+        "25.0 GB",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_keeps_a_tied_head_twice_where_it_packs(tmp_path, dtype):
+    hf = tiny.model("llama", tie_word_embeddings=True)
+    path = tiny.write_gguf(hf, tmp_path / "tied.gguf", "F32")
+    target = open_target(EngineConfig(model=str(path), executor="torch", dtype=dtype))
+    target.close()
+    once = sum(weight.numel() for weight in hf.parameters())
+    head = hf.lm_head.weight.numel()
+    expected = (once + head) * 4 if dtype == "float32" else once * 2
+    assert target.memory.weights == expected

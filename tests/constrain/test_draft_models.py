@@ -1,0 +1,103 @@
+"""A draft head whose vocabulary lacks most of what a grammar wants: nothing becomes unreachable."""
+
+import numpy as np
+import pytest
+
+from forerun.constrain.grammar_policy import GrammarPolicy
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.policy import FixedPolicy
+from forerun.drafters.draft_state import allowed
+from forerun.drafters.eagle import EagleDrafter
+from forerun.engine.request import Finish
+from forerun.engine.thread import Engine, EngineOptions
+from forerun.executors.toy import ToyExecutor
+from forerun.interface.draft_model import Children, DraftForward, DraftRequest
+from forerun.interface.executor import ExecutorLimits
+from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
+from tests.constrain.tools import BYTES
+from tests.engine.toys import run
+
+VOCAB = BYTES.vocab_size + 13
+
+
+class FixedHead:
+    """A head device that always finds the same draft ids likeliest, whatever it is shown."""
+
+    max_nodes = 64
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.passes = vocab, 0
+
+    def extend(self, work: DraftForward) -> Children:
+        self.passes += 1
+        count = min(work.children, self.vocab)
+        ids = np.tile(np.arange(count, dtype=np.int32), (len(work.scored), 1))
+        return Children(ids, np.log(0.5 ** (1.0 + ids)).astype(np.float32))
+
+    expand = extend
+
+    def draft_request(self, draft_request: DraftRequest) -> None:
+        """Not granted: nothing is drafted in advance."""
+
+    def grown(self) -> None:
+        """As said."""
+
+    def describe(self) -> dict:
+        return {}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("case", ["json", "choice", "city"])
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [ord("#"), ord("~"), 0, 257],  # Nothing that any of the grammars allows.
+        [ord("a"), ord("e"), ord('"'), ord(",")],  # A few letters of what is wanted.
+        [VOCAB - 1, VOCAB - 2, ord("P"), ord("s")],  # Padding, which no tokenizer knows.
+    ],
+    ids=["illegal", "some", "padding"],
+)
+def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
+    limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
+    device, grammars = FixedHead(len(ids)), TreeGrammars(VOCAB)
+    drafter = EagleDrafter(device, np.array(ids, np.int32), limits, 2, 3, grammars.mask)
+    policy = GrammarPolicy(FixedPolicy(6, 3), grammars)
+    made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
+    ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
+    assert heard(ear) == plain(case, "bytes", sampling)
+    if ear.last().finish == Finish.STOP:
+        assert CASES[case][1](ear.text())
+    assert device.passes > 1, "the head was asked"
+    tokens, stats = ear.tokens(), ear.last().stats
+    assert set(tokens) - set(ids), "tokens outside the draft's vocabulary were written"
+    if len(tokens) > 2:
+        assert stats.steps < len(tokens), "what is forced does not depend on the head"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
+    """The head's two best tokens are always illegal: only with the mask do others get a turn."""
+    limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
+    ids = np.array([*b"#~", *range(ord("a"), ord("q"))], np.int32)
+    draft_tokens = []
+    for masked in (False, True):
+        grammars = TreeGrammars(VOCAB)
+        mask = grammars.mask if masked else lambda _: None
+        drafter = EagleDrafter(FixedHead(len(ids)), ids, limits, 2, 1, mask)
+        made = Engine(
+            ToyExecutor(limits), drafter, FixedPolicy(2, 1), BYTES, grammars, EngineOptions()
+        )
+        ear = run(made, constrained("letters", "bytes", **SAMPLINGS[sampling], n=8))
+        draft_tokens.append(sum(ear.last(index=index).stats.draft_tokens for index in range(8)))
+        assert heard(ear) == plain("letters", "bytes", sampling)
+    assert draft_tokens[1] > draft_tokens[0]
+
+
+def test_the_chance_of_what_is_illegal_is_divided():
+    found = np.array([3, 1, 4], np.int32), np.log(np.array([0.5, 0.25, 0.125], np.float32))
+    ids, log_probs = allowed(found, bytes([0b00010010]))
+    assert ids.tolist() == [1, 4]
+    assert np.exp(log_probs).tolist() == pytest.approx([0.5, 0.25])
+    assert len(allowed(found, bytes([0]))[0]) == 0
+    sure = np.array([0, 1], np.int32), np.log(np.array([0.999, 0.01], np.float32))
+    assert np.exp(allowed(sure, bytes([2]))[1]) <= 1.0

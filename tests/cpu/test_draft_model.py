@@ -1,0 +1,285 @@
+"""A draft head on the compiled core against the class that is trained, in torch."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.drafters.eagle import EagleDrafter, accepted_nodes
+from forerun.errors import EngineError, ModelError
+from forerun.executors import cpu
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.layers import rotation
+from forerun.interface.draft_model import DraftForward
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, SlotInit
+from forerun.models.draft_config import head_for
+from forerun.models.draft_folder import open_draft
+from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, batch
+from forerun.train.export import export_head
+from forerun.train.target import DenseTarget
+from tests.models import tiny
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+
+LIMITS = ExecutorLimits(page_size=4, pages=32, slots=3, max_nodes=64, context=128, vocab=320)
+SWITCHES = [
+    {},
+    {"normed_residual": True},
+    {"normed_feedback": True},
+    {"feature_norm": "joint"},
+    {"feature_norm": "each"},
+    {"algorithm": "eagle1", "fc_bias": True},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    hf = tiny.model("llama", num_hidden_layers=6)
+    folder = tmp_path_factory.mktemp("target")
+    tiny.save_folder(hf, folder)
+    return FolderCheckpoint(folder)
+
+
+class World:
+    """A target and a head on the CPU core, and both in torch."""
+
+    def __init__(self, checkpoint, folder, changes):
+        from forerun.executors.cpu.draft_model import CpuDraftModel
+        from forerun.executors.cpu.executor import CpuExecutor
+
+        arch = checkpoint.architecture
+        limits = replace(LIMITS, vocab=arch.vocab)
+        self.ids = np.arange(0, arch.vocab, 2, dtype=np.int32)
+        vocab = len(self.ids)
+        if changes.get("algorithm") == "eagle1":
+            changes = {**changes, "features": (arch.layers,), "vocab": arch.vocab}
+            self.ids = np.arange(arch.vocab, dtype=np.int32)
+        torch.manual_seed(0)
+        self.head = EagleHead(replace(head_for(arch, vocab), **changes))
+        for parameter in self.head.parameters():
+            noise = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15)
+            parameter.data.copy_((noise + (parameter.dim() == 1)).bfloat16())
+        self.target = DenseTarget(checkpoint, "cpu", torch.float32)
+        ids = torch.from_numpy(self.ids).long()
+        if self.head.head.hidden == arch.hidden:
+            self.head.lm_head.weight.data.copy_(self.target.head[ids])
+        export_head(self.head, self.ids, folder)
+        self.draft = open_draft(folder, arch)
+        self.executor = CpuExecutor(checkpoint, limits, threads=2)
+        self.device = CpuDraftModel(self.executor, checkpoint, self.draft)
+        self.limits = limits
+        self.keys, self.values = [], []
+        self.frequencies = torch.from_numpy(arch.rope.frequencies(arch.head_size))
+
+    def features(self, tokens):
+        known = torch.tensor(np.asarray(tokens)[None].astype(np.int64))
+        about = self.head.head
+        found, last = self.target.run(known, about.features)
+        return (last if about.algorithm == "eagle1" else found)[0]
+
+    @torch.no_grad()
+    def run(self, position, token, hidden):
+        def attend(q, k, v):
+            self.keys.append(k)
+            self.values.append(v)
+            group = q.shape[0] // k.shape[0]
+            keys = torch.stack(self.keys).repeat_interleave(group, 1)
+            values = torch.stack(self.values).repeat_interleave(group, 1)
+            weights = torch.einsum("ae,tae->at", q, keys) * q.shape[-1] ** -0.5
+            return torch.einsum("at,tae->ae", weights.softmax(-1), values)
+
+        cos, sin = rotation(torch.tensor(position), self.frequencies, 1.0)
+        read, hidden = self.head(self.target.embed[int(token)], hidden, cos, sin, attend)
+        return self.head.logits(read).numpy(), hidden
+
+
+def plan_of(known, kv_len=0, nodes=0, depth=0, slot=1):
+    return Plan(
+        slots=np.array([slot], np.int32),
+        kv_len=np.array([kv_len], np.int32),
+        known=(np.asarray(known, np.int32),),
+        samples=np.ones(1, np.bool_),
+        max_nodes=np.array([nodes], np.int32),
+        max_depth=np.array([depth], np.int32),
+        page_table=np.array([[7, 3, 9, 1, 5, 11]], np.int32),
+        constrained=np.zeros(1, np.bool_),
+    )
+
+
+def every(run, work):
+    """float32[s,Vd] log-probabilities of all children, by draft id."""
+    found = run(work)
+    assert (np.diff(found.log_probs) <= 0).all()
+    out = np.empty_like(found.log_probs)
+    np.put_along_axis(out, found.ids.astype(np.int64), found.log_probs, -1)
+    few = run(replace(work, children=3))
+    assert few.ids.shape == (len(out), 3)
+    assert (few.log_probs == found.log_probs[:, :3]).all()
+    return out
+
+
+def close(a, b):
+    b = b - np.log(np.exp(b - b.max()).sum()) - b.max()
+    # 8 bits a product, compounded over draft tokens; a wrong feature, norm or position gives < 0.5.
+    assert np.corrcoef(a, b)[0, 1] > 0.97, np.abs(a - b).max()
+    assert np.abs(a - b).max() < 0.25 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("changes", SWITCHES)
+def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes):
+    world = World(checkpoint, tmp_path, changes)
+    tokens = np.random.default_rng(1).integers(0, world.limits.vocab, 12).astype(np.int32)
+    count = len(tokens) - 1
+    plan = plan_of(tokens[:count])
+    world.executor.open(SlotInit(1, tokens[:count], count, Sampling(temperature=0.0)))
+    trees = batch(list(plan.known), [Draft()])
+    scores = world.executor.verify(plan, trees)
+    world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
+    chain = np.arange(count, dtype=np.int32)
+    found = every(
+        world.device.extend,
+        DraftForward(
+            tokens=tokens[1:],
+            sources=chain,
+            parents=np.full(count, -1, np.int32),
+            start=np.array([0, count], np.int32),
+            kv_len=plan.kv_len,
+            slots=plan.slots,
+            pages=plan.page_table,
+            first=0,
+            scored=chain,
+            children=world.device.vocab,
+        ),
+    )
+    features = world.features(tokens[:count])
+    for q in range(count):
+        with torch.no_grad():
+            fused = world.head.fuse(features[q])
+        logits, hidden = world.run(q, tokens[q + 1], fused)
+        close(found[q], logits)
+    for level, token in enumerate((5, 77, 123)):
+        drafted = every(
+            world.device.expand,
+            DraftForward(
+                tokens=np.array([token], np.int32),
+                sources=np.array([level - 1 if level else -1 - 1], np.int32),
+                parents=np.array([level - 1], np.int32),
+                start=np.array([0, 1], np.int32),
+                kv_len=np.array([count], np.int32),
+                slots=plan.slots,
+                pages=plan.page_table,
+                first=level,
+                scored=np.zeros(1, np.int32),
+                children=world.device.vocab,
+            ),
+        )[0]
+        logits, hidden = world.run(count + level, token, hidden)
+        close(drafted, logits)
+    world.executor.shutdown()
+
+
+def test_chunks_and_company_change_no_bit(checkpoint, tmp_path):
+    """The same positions give the same draft, extended at once or in pieces."""
+    drafts = []
+    tokens = np.random.default_rng(2).integers(0, checkpoint.architecture.vocab, 14)
+    tokens = tokens.astype(np.int32)
+    for number, cuts in enumerate(((13,), (5, 9, 13), (1, 2, 12, 13))):
+        world = World(checkpoint, tmp_path / str(number), {})
+        drafter = EagleDrafter(world.device, world.ids, world.limits, width=3, depth=3)
+        slot_init = SlotInit(1, tokens[:13], 13, Sampling(temperature=0.0))
+        world.executor.open(slot_init)
+        drafter.begin(slot_init)
+        begin = 0
+        for end in cuts:
+            plan = plan_of(tokens[begin:end], begin)
+            plan.samples[:] = end == 13
+            trees = batch(list(plan.known), [Draft()])
+            scores = world.executor.verify(plan, trees)
+            accepted = world.executor.accept(plan, trees, scores, None)
+            outcome = world.executor.commit(plan, trees, scores, accepted)
+            drafter.observe(plan, trees, outcome)
+            begin = end
+        next_plan = plan_of(outcome.tokens[0, :1], 13, nodes=8, depth=3)
+        draft = drafter.propose(next_plan)[0]
+        assert len(draft) == 8
+        drafts.append((draft.tokens.tolist(), draft.parents.tolist(), draft.score.tolist()))
+        world.executor.shutdown()
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+def test_accepted_nodes_follow_the_first_child():
+    draft = Draft(np.array([4, 4, 7, 9], np.int32), np.array([-1, -1, 0, 1], np.int32), np.zeros(4))
+    trees = batch([np.array([1, 2], np.int32)], [draft])
+    assert accepted_nodes(trees, 0, np.array([4, 7])).tolist() == [2, 4]
+
+
+def test_bad_passes_are_refused(checkpoint, tmp_path):
+    world = World(checkpoint, tmp_path, {})
+    one = np.zeros(1, np.int32)
+    good = {
+        "tokens": one,
+        "sources": -1 - one,
+        "parents": one - 1,
+        "start": np.array([0, 1], np.int32),
+        "kv_len": one,
+        "slots": one,
+        "pages": one[None],
+        "first": 0,
+        "scored": one,
+        "children": 1,
+    }
+    world.device.expand(DraftForward(**good))
+    for change in (
+        {"tokens": one + 10_000},
+        {"sources": one},
+        {"parents": one + 3},
+        {"kv_len": one + 20},
+        {"first": 64},
+        {"scored": one + 1},
+    ):
+        with pytest.raises(EngineError, match="refused"):
+            world.device.expand(DraftForward(**good | change))
+    world.executor.shutdown()
+
+
+def test_a_head_of_another_width_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ModelError, match="width"):
+        World(checkpoint, tmp_path, {"hidden": 48, "trained_head": True})
+
+
+@pytest.mark.parametrize("changes", [{}, {"feature_norm": "each"}, SWITCHES[-1]])
+def test_features_that_were_kept_do_as_well(checkpoint, tmp_path, changes):
+    """What a head that lags gets later is what it would have got at once, bit for bit."""
+    world = World(checkpoint, tmp_path, changes)
+    tokens = np.random.default_rng(2).integers(0, world.limits.vocab, 9).astype(np.int32)
+    plan = plan_of(tokens[:-1])
+    world.executor.open(SlotInit(1, tokens[:-1], 8, Sampling(temperature=0.0)))
+    trees = batch(list(plan.known), [Draft()])
+    scores = world.executor.verify(plan, trees)
+    world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
+    nodes = np.arange(8, dtype=np.int32)
+    work = DraftForward(
+        tokens=tokens[1:],
+        sources=nodes,
+        parents=np.full(8, -1, np.int32),
+        start=np.array([0, 8], np.int32),
+        kv_len=np.zeros(1, np.int32),
+        slots=plan.slots,
+        pages=plan.page_table,
+        first=0,
+        scored=nodes,
+        children=5,
+    )
+    at_once = world.device.extend(work)
+    kept = world.device.features(nodes[::-1])[::-1]
+    other = plan_of(tokens[:3], slot=0)
+    world.executor.open(SlotInit(0, tokens[:3], 3, Sampling(temperature=0.0)))
+    world.executor.verify(other, batch(list(other.known), [Draft()]))
+    later = world.device.extend(replace(work, sources=np.zeros(8, np.int32), features=kept))
+    assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
+    wrong = world.device.extend(replace(work, sources=np.zeros(8, np.int32)))
+    assert (wrong.log_probs != later.log_probs).any()

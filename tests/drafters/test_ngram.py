@@ -1,0 +1,137 @@
+"""N-gram lookup: its index against brute force, and the shape of what it proposes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.drafters import ngram
+from forerun.drafters.ngram import NgramDrafter
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.tree import batch
+from tests.engine.toys import GREEDY
+
+TEXTS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def begun(tokens, min_prob=0.0):
+    drafter = NgramDrafter(2, min_prob)
+    drafter.begin(SlotInit(1, np.array(tokens, np.int32), len(tokens), GREEDY))
+    return drafter
+
+
+def plan(nodes, depth):
+    return Plan(
+        slots=ints(1), kv_len=ints(0), known=(ints(0),), samples=np.array([True]),
+        max_nodes=ints(nodes), max_depth=ints(depth), page_table=ints(0).reshape(1, 1),
+        constrained=np.array([False]),
+    )  # fmt: skip
+
+
+def propose(drafter, nodes=8, depth=8):
+    (draft,) = drafter.propose(plan(nodes, depth))
+    return draft
+
+
+def emit(drafter, tokens):
+    """The target said `tokens`."""
+    step = plan(0, 0)
+    outcome = Outcome(ints(len(tokens)), ints(*tokens).reshape(1, -1), ints(0), np.array([True]))
+    drafter.observe(step, batch(list(step.known), drafter.propose(step)), outcome)
+
+
+def paths(draft):
+    """Every root-to-node path as a tuple of tokens."""
+    found = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        found.append((found[parent] if parent >= 0 else ()) + (token,))
+    return found
+
+
+@given(TEXTS, TEXTS, st.integers(1, 4))
+def test_chains_link_equal_runs(prompt, output, order):
+    chains = ngram._Chains(order, np.array(prompt, np.int32))
+    text = list(prompt)
+    for step, token in enumerate(output):
+        text.append(token)
+        if step % 3:
+            chains.extend(text)
+    chains.extend(text)
+    for end in range(len(text) + 1):
+        run = text[end - order : end]
+        earlier = [
+            place for place in range(order, end) if text[place - order : place] == run
+        ] if end >= order else []  # fmt: skip
+        assert chains.before[end] == max(earlier, default=-1)
+
+
+@given(TEXTS, TEXTS, st.integers(0, 6), st.integers(1, 5))
+def test_guesses_are_continuations_that_came_before(prompt, output, nodes, depth):
+    text = [*prompt, 9, *output] if prompt else [9, *output]
+    drafter = begun([*prompt, 9] if prompt else [9])
+    for token in output:
+        emit(drafter, [token])
+    draft = propose(drafter, nodes, min(nodes, depth))
+    assert len(draft) <= nodes
+    found = paths(draft)
+    assert len(set(found)) == len(found), "siblings are distinct"
+    for index, path in enumerate(found):
+        assert draft.parents[index] < index and len(path) <= depth
+        upper = draft.score[draft.parents[index]] if draft.parents[index] >= 0 else 1.0
+        assert 0 < draft.score[index] <= upper
+        wanted = [text[-1], *path]
+        assert any(text[i : i + len(wanted)] == wanted for i in range(len(text)))
+
+
+def test_nothing_came_before():
+    assert len(propose(begun([1, 2, 3, 4, 5]))) == 0
+    assert len(propose(begun([1]))) == 0
+
+
+def test_the_longest_agreement_comes_first():
+    # "2 3 4" was followed by 7, and "4" alone, more recently, by 8.
+    draft = propose(begun([1, 2, 3, 4, 7, 5, 4, 8, 1, 2, 3, 4]), nodes=32)
+    assert paths(draft)[0] == (7,) and (8,) in paths(draft)
+
+
+def test_competing_continuations_make_a_tree():
+    draft = propose(begun([5, 1, 2, 3, 6, 1, 2, 4, 7, 1, 2, 3, 8, 1, 2]))
+    assert {(3,), (4,), (3, 8)} <= set(paths(draft))
+    assert paths(draft)[0] == (3,), "twice beats once"
+    assert draft.score[0] > draft.score[paths(draft).index((4,))]
+
+
+def test_a_recent_place_beats_an_old_one():
+    draft = propose(begun([1, 2, 5, 1, 2, 6, 1, 2]), nodes=1)
+    assert paths(draft) == [(6,)]
+
+
+def test_repetition_is_followed_all_the_way():
+    draft = propose(begun([1, 2, 3, 4, 5, 6] * 3), nodes=5, depth=5)
+    assert paths(draft)[-1] == (1, 2, 3, 4, 5)
+    assert draft.score.min() > 0.97 * ngram.SURE**5
+
+
+@pytest.mark.parametrize(("nodes", "depth", "count"), [(0, 0, 0), (8, 3, 3), (2, 8, 2)])
+def test_limits(nodes, depth, count):
+    assert len(propose(begun(list(range(9)) * 3), nodes, depth)) == count
+
+
+def test_weak_guesses_are_left_out():
+    tokens = [1, 2, 3, 1, 4, 5, 1]
+    assert len(propose(begun(tokens))) > len(propose(begun(tokens, min_prob=0.3)))
+    assert propose(begun(tokens, min_prob=0.1)).score.min() >= 0.1
+
+
+def test_slots_are_independent_and_end():
+    drafter = begun([1, 2, 1, 2])
+    drafter.begin(SlotInit(0, ints(5), 1, GREEDY))
+    drafter.end(1)
+    drafter.begin(SlotInit(1, ints(7, 8, 9), 3, GREEDY))
+    assert len(propose(drafter)) == 0
+    emit(drafter, [7])
+    assert paths(propose(drafter))[0] == (8,)

@@ -1,0 +1,258 @@
+"""Rounds that are captured and replayed, by a recorder that has a CUDA graph's manners."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import EngineError
+from forerun.executors.torch import TorchExecutor, executor
+from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.prepare_inputs import tree_intervals
+from forerun.executors.torch.captured.runner import MOST_NODES, walk
+from forerun.executors.torch.geometry import attend_dense
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.kv import put
+from forerun.executors.torch.layers import PLAIN
+from forerun.speculative.accept import NOTHING, accept_row
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, batch
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
+from tests.parity.tape import Tape, Watch
+from tests.parity.test_torch_invariance import half_true_draft
+from tests.speculative.worlds import drafts
+
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=(1 << 63) + 5),
+    Sampling(temperature=0.8, seed=7, top_k=20),
+    Sampling(temperature=0.7, seed=9, logprobs=2),
+]
+LENGTHS = (30, 4, 17, 40)
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint):
+    """The same model with captured rounds and without."""
+    tape = Tape()
+    small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            executor,
+            "kernels_for",
+            lambda device: Kernels(attend_dense, choose, pick, write, PLAIN),
+        )
+        patch.setattr(executor, "recorder", lambda device: tape)
+        captured = TorchExecutor(checkpoint("qwen3"), small)
+    return captured, TorchExecutor(checkpoint("qwen3"), small), tape
+
+
+def write(keys, values, layer, begin):
+    for rows, staging in zip((keys, values), layer, strict=True):
+        put(staging, begin, rows)
+
+
+def texts(made, draft_tokens, seed=0):
+    """Tokens and reports of all SAMPLINGS at once; draft tokens(slot, tokens) -> Draft."""
+    prompts = [np.random.default_rng(n).integers(8, tiny.VOCAB, n) for n in LENGTHS]
+    reports = [[] for _ in SAMPLINGS]
+    with Driver(made, seed) as driver:
+        for slot, sampling in enumerate(SAMPLINGS):
+            driver.open(slot, prompts[slot], sampling)
+        driver.step([Row(slot) for slot in range(4)])
+        short = set(range(4))
+        while short:
+            rows = [
+                Row(s, draft=draft_tokens(s, driver.sequences[s].tokens)) for s in sorted(short)
+            ]
+            outcome = driver.step(rows).outcome
+            for index, row in enumerate(rows):
+                reports[row.slot] += outcome.logprobs[index]
+            short = {s for s in short if len(driver.sequences[s].tokens) < LENGTHS[s] + COUNT}
+        tokens = [s.tokens[: LENGTHS[i] + COUNT] for i, s in driver.sequences.items()]
+    return tokens, reports
+
+
+def no_draft(slot, tokens):
+    return Draft()
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    return texts(pair[1], no_draft)
+
+
+def test_plain_rounds_give_the_eager_text(pair, plain):
+    captured, _, tape = pair
+    before = tape.replays
+    tokens, reports = texts(captured, no_draft)
+    assert tokens == plain[0]
+    found, expected = (
+        np.array([r.logprob for r in staging[3]][:COUNT]) for staging in (reports, plain[1])
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert tape.replays > before + COUNT - 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
+    captured, _, tape = pair
+    random = np.random.default_rng(seed)
+    most = (1, 5, 14)[seed]  # One draft token at most: a chain of two, for large batches.
+    accepted = []
+
+    def draft_tokens(slot, tokens):
+        draft, true_depth = half_true_draft(random, plain[0][slot][len(tokens) :], tiny.VOCAB, most)
+        accepted.append(any(true_depth))
+        return draft
+
+    before = tape.replays
+    tokens, _ = texts(captured, draft_tokens, seed)
+    assert tokens == plain[0]
+    assert tape.replays > before
+    assert sum(accepted) > 10
+    sizes = captured.describe()["captured"]
+    assert (4, 1 if most == 1 else 8, 0, 0) in sizes or (4, 2, 0, 0) in sizes
+
+
+def test_features_are_those_of_an_eager_step(pair):
+    found = []
+    for made in pair[:2]:
+        made.request_aux_hidden_states((1, 0))
+        with Driver(made) as driver:
+            for slot, length in enumerate((30, 4)):
+                driver.open(slot, list(range(9, 9 + length)), SAMPLINGS[0])
+            driver.step([Row(0), Row(1)])
+            tree = as_draft([5, 6, 7], [-1, -1, 0])
+            for _ in range(3):
+                driver.step([Row(0, draft=tree), Row(1)])
+            found.append(made.aux_hidden_states)
+    assert found[0].shape == (5, 2 * 64)
+    assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+def test_prompts_and_long_trees_run_eagerly(pair):
+    captured, _, tape = pair
+    with Driver(captured) as driver:
+        driver.open(0, list(range(20, 60)))
+        before = (tape.captures, tape.replays)
+        driver.step([Row(0, known=10)])
+        driver.step([Row(0)])
+        driver.step([Row(0, draft=chain_draft(np.full(MOST_NODES, 5)))])
+        assert (tape.captures, tape.replays) == before
+
+
+def test_a_position_without_a_page_is_refused(pair):
+    with Driver(pair[0]) as driver:
+        driver.open(0, list(range(20, 36)))
+        driver.step([Row(0)])
+        plan, trees = driver.plan([Row(0, draft=chain_draft([5, 6]))])
+        plan.page_table[0, 1] = -1
+        with pytest.raises(EngineError, match="no page"):
+            pair[0].verify(plan, trees)
+
+
+def test_pages_hold_what_an_eager_step_writes(pair):
+    """The rounds' commit, number by number, over pages in the same places."""
+    found = []
+    for made in pair[:2]:
+        made._cache._kv.zero_()
+        with Driver(made, seed=3) as driver:
+            driver.open(0, list(range(20, 30)), SAMPLINGS[0])
+            driver.step([Row(0)])
+            for _ in range(4):
+                text = driver.sequences[0].tokens
+                driver.step([Row(0, draft=as_draft([text[-1], 9, 8], [-1, -1, 0]))])
+            size = made.limits.page_size
+            kept = [p * size + o for p in driver.sequences[0].pages for o in range(size)]
+            kept = kept[: driver.sequences[0].kv_len]
+            found.append(made._cache._kv[:, :, :, kept])
+    assert found[0].abs().sum() > 0
+    assert (found[0] - found[1]).abs().max() < 1e-5
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(drafts(12), st.booleans()), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_the_walk_is_the_rule(rows, seed):
+    trees = batch([np.array([1], np.int32)] * len(rows), [draft for draft, _ in rows])
+    random = np.random.default_rng(seed)
+    # Few tokens: accepted paths, twins and nodes without a choice all occur.
+    tokens = random.integers(0, 3, len(trees.tokens)).astype(np.int32)
+    object.__setattr__(trees, "tokens", tokens)
+    chosen = random.integers(-1, 3, len(tokens)).astype(np.int32)
+    size = Size(4, 16)
+    row = np.repeat(np.arange(len(rows)), np.diff(trees.start))
+    place = row * 16 + np.arange(len(row)) - trees.start[row]
+    buffers = {name: np.zeros(64, np.int32) for name in ("tokens", "parents")}
+    buffers["tree_intervals"] = np.stack(
+        [np.tile(np.arange(16), 4) + 32, np.tile(np.arange(16), 4) + 33]
+    )
+    buffers["tokens"][place] = tokens
+    buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
+    buffers["tree_intervals"][:, place] = tree_intervals(trees, row)
+    buffers["count"] = np.zeros(4, np.int32)
+    buffers["count"][: len(rows)] = np.diff(trees.start)
+    buffers["decided"] = np.zeros(4, np.int32)
+    buffers["decided"][: len(rows)] = [decided for _, decided in rows]
+    choices = np.full(64, NOTHING, np.int32)
+    choices[place] = chosen
+    kept = walk(
+        torch.from_numpy(choices), {k: torch.from_numpy(v) for k, v in buffers.items()}, size
+    )
+    for index, (_, decided) in enumerate(rows):
+        path = accept_row(trees, index, lambda node, _: int(chosen[node]))
+        nodes = [trees.root(index), *path.nodes] if path.tokens and decided else []
+        expected = [node - int(trees.start[index]) for node in nodes]
+        assert torch.nonzero(kept[index]).flatten().tolist() == expected
+    assert not kept[len(rows) :].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+def test_sizes_are_the_smallest_that_hold_the_step(pair, draft_tokens):
+    with Driver(pair[0]) as driver:
+        for slot in range(len(draft_tokens)):
+            driver.open(slot, [5])
+        rows = [Row(slot, draft=chain_draft(np.full(n, 5))) for slot, n in enumerate(draft_tokens)]
+        size = pair[0]._graphs.size_of(*driver.plan(rows))
+    if size is None:
+        assert 4 * 2 * (max(draft_tokens) + 1) > 128
+    else:
+        assert len(rows) <= size.rows < 2 * len(rows)
+        assert max(draft_tokens) + 1 <= size.nodes < 2 * (max(draft_tokens) + 1)
+        assert size.rows * size.nodes <= 128
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: 1 if x.sum() > 0 else 0,
+    ],
+)
+def test_the_recorder_catches_what_waits(work):
+    x = torch.ones(3)
+    with pytest.raises(AssertionError, match="waits"), Watch():
+        work(x)
+
+
+def test_the_first_round_captures_the_common_sizes(pair):
+    pair[0].request_aux_hidden_states((1,))  # What was captured before does not know of it.
+    assert pair[0].describe()["captured"] == []
+    with Driver(pair[0]) as driver:
+        driver.open(0, [5, 6])
+        driver.step([Row(0)])
+        driver.step([Row(0)])
+    buffers = pair[0].describe()
+    assert {(1, 1, 0, 0), (2, 4, 0, 0), (4, 8, 0, 0)} <= set(buffers["captured"])
+    assert buffers["capture_seconds"] > 0
+    assert pair[1].describe()["captured"] == []

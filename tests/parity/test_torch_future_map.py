@@ -1,0 +1,149 @@
+"""What a round takes from the one before, on the device: draft tokens, bounds, who sees whom."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.executors.host_sampler import Choosing
+from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized
+from forerun.executors.torch.captured.future_map import FutureMap
+from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
+from forerun.interface.plan import Plan
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_draft, full_size
+from forerun.speculative.tree import NO_DRAFT, batch
+from tests.parity.tape import Watch
+
+SLOTS = 4
+LOGS = np.array([0.0, -0.5, -0.5, -1.0, -2.0, -np.inf, np.nan], np.float32)
+
+
+def full_tree(random, width, levels):
+    """Tokens, parents and values as a device grows them, with ties and missing children."""
+    tokens = random.integers(0, 50, full_size(width, levels)).astype(np.int32)
+    parents, values = [np.full(width, -1)], [random.choice(LOGS, width)]
+    values[0] = np.where(np.isnan(values[0]), -np.inf, values[0])
+    for level in range(1, levels):
+        best = np.sort(np.argsort(-values[-1], kind="stable")[:width])
+        parents.append(np.repeat(full_size(width, level - 1) + best, width))
+        below = random.choice(LOGS[:-1], len(best) * width)
+        values.append((np.repeat(values[-1][best], width) + below).astype(np.float32))
+    return tokens, np.concatenate(parents).astype(np.int32), np.concatenate(values)
+
+
+def there(array):
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def left(carry, size, slots, rows):
+    """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
+    sized = Sized(size, BufferDims(3, SLOTS, 2), torch.device("cpu"))
+    buffers = sized.staging().buffers
+    choices = torch.full((size.total,), NOTHING, dtype=torch.int32)
+    kept = torch.zeros(size.rows, size.nodes, dtype=torch.bool)
+    record = Record.of(size, sized.record)
+    grown = np.zeros((3, size.rows, size.draft_tokens), np.int32)
+    for row, (slot, (kv_len, position, token, tree)) in enumerate(zip(slots, rows, strict=True)):
+        buffers["kv_len"][row], buffers["position"][row] = kv_len - 1, position - 1
+        buffers["slot"][row] = buffers["draft_slot"][row] = slot
+        choices[row * size.nodes], kept[row, 0] = token, True
+        grown[:, row] = tree[0], tree[1], tree[2].view(np.int32)
+    record.grown.copy_(there(grown.reshape(-1)))
+    sized.whole.copy_(sized._staging[0].whole)
+    with Watch():
+        carry.leave(size, sized.there, choices, kept, record)
+
+
+def entered(carry, size, slots, bounds):
+    """The facts of a round whose rows go on from these slots; bounds: (most, deep, ends)."""
+    sized = Sized(size, BufferDims(90, SLOTS, 2), torch.device("cpu"))
+    buffers = sized.staging().buffers
+    many = len(slots)
+    most, deep, ends = np.array(bounds, np.int32).T
+    choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
+    nothing = np.zeros(many, np.int32)
+    plan = Plan(
+        np.array(slots), nothing, (), nothing, most, deep, nothing[:, None], nothing, ends=ends
+    )
+    prepare_inputs_carried(buffers, size, plan, choosing, most)
+    buffers["slot"][:many] = slots
+    sized.whole.copy_(sized._staging[0].whole)
+    with Watch():
+        found = carry.enter(size, sized.there)
+    return {name: values.numpy() for name, values in found.items()}
+
+
+def seen(enter, leave):
+    return (enter[None] <= enter[:, None]) & (enter[:, None] < leave[None])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    width=st.integers(1, 4),
+    levels=st.integers(1, 5),
+    power=st.integers(0, 4),
+    rows=st.integers(1, SLOTS),
+)
+def test_guesses_are_those_that_the_host_would_take(seed, width, levels, power, rows):
+    random = np.random.default_rng(seed)
+    slots = random.permutation(SLOTS)[:rows].tolist()
+    trees = [full_tree(random, width, levels) for _ in slots]
+    state = [(*random.integers(5, 90, 3).tolist(), tree) for tree in trees]
+    grown, size = Size(4, 2, levels, width), Size(4, 1 << power)
+    carry = FutureMap(SLOTS, torch.device("cpu"))
+    assert carry.grow(grown) and not carry.grow(grown)
+    left(carry, grown, slots, state)
+    bounds = [
+        (int(random.integers(0, size.nodes)), int(random.integers(0, levels + 2)),
+         kv_len + 1 + int(random.integers(0, levels + 2)))
+        for kv_len, *_ in state
+    ]  # fmt: skip
+    buffers = entered(carry, size, slots, bounds)
+    for row, ((kv_len, position, token, tree), (most, deep, ends)) in enumerate(
+        zip(state, bounds, strict=True)
+    ):
+        assert (buffers["kv_len"][row], buffers["position"][row]) == (kv_len, position)
+        depth = min(deep, ends - kv_len - 1, levels)
+        draft = full_draft(width, depth, most, *tree) if most and depth else NO_DRAFT
+        expected = batch([np.array([token], np.int32)], [draft])
+        count = len(expected.tokens)
+        assert buffers["count"][row] == count
+        mine = slice(row * size.nodes, row * size.nodes + count)
+        for name in ("tokens", "parents", "depth"):
+            assert buffers[name][mine].tolist() == getattr(expected, name).tolist()
+        enter, leave = buffers["tree_intervals"].reshape(2, 4, size.nodes)[:, row]
+        sees = seen(enter, leave)
+        whose = tree_intervals(expected, np.zeros(count, int))
+        assert (sees[:count, :count] == seen(*whose)).all()
+        # What is no node sees itself alone, and nobody sees it.
+        assert (sees[count:] == np.eye(size.nodes, dtype=bool)[count:]).all()
+        assert not sees[:count, count:].any()
+
+
+def test_rows_that_are_not_ahead_keep_their_facts():
+    carry, size = FutureMap(SLOTS, torch.device("cpu")), Size(2, 4)
+    carry.grow(Size(2, 2, 2, 2))
+    random = np.random.default_rng(0)
+    sized = Sized(size, BufferDims(3, SLOTS, 2), torch.device("cpu"))
+    buffers = sized.staging().buffers
+    for values in buffers.values():
+        values[...] = random.integers(1, 4, values.shape)
+    buffers["carried"][:] = 0
+    sized.whole.copy_(sized._staging[0].whole)
+    found = carry.enter(size, sized.there)
+    assert all((found[name].numpy() == values).all() for name, values in buffers.items())
+
+
+def test_a_round_that_grows_nothing_leaves_no_guesses():
+    random, carry = np.random.default_rng(1), FutureMap(SLOTS, torch.device("cpu"))
+    grown = Size(1, 2, 3, 2)
+    carry.grow(grown)
+    tokens, parents, values = full_tree(random, 2, 3)
+    left(carry, grown, [2], [(7, 3, 11, (tokens, parents, np.zeros_like(values)))])
+    assert entered(carry, Size(1, 4), [2], [(3, 3, 100)])["count"][0] == 4
+    nothing = np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
+    left(carry, Size(1, 2), [2], [(8, 4, 12, nothing)])
+    buffers = entered(carry, Size(1, 4), [2], [(3, 3, 100)])
+    assert (buffers["count"][0], buffers["kv_len"][0], buffers["tokens"][0]) == (1, 8, 12)

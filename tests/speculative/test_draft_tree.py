@@ -1,0 +1,199 @@
+"""EAGLE-2 growth against its definition and against brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.speculative.draft_tree import Growth, full_draft, grow
+
+WORDS = 5
+
+
+def path_of(growth: Growth, node: int) -> tuple[int, ...]:
+    path: tuple[int, ...] = ()
+    while node >= 0:
+        path = (int(growth.tokens[node]), *path)
+        node = int(growth.parents[node])
+    return path
+
+
+class Model:
+    """A drafter whose log-probabilities are a random function of the path; some are equal."""
+
+    def __init__(self, seed: int, coarse: bool) -> None:
+        self.seed, self.coarse = seed, coarse
+        self.expanded: list[tuple[int, ...]] = []
+
+    def log_probs(self, path: tuple[int, ...]) -> np.ndarray:
+        random = np.random.default_rng([self.seed, *path])
+        logits = random.normal(0, 2, WORDS)
+        if self.coarse:
+            logits = np.round(logits / 2)
+        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+    def expand(self, growth: Growth, nodes: np.ndarray, width: int):
+        tokens, values = [], []
+        for node in nodes:
+            path = path_of(growth, int(node))
+            self.expanded.append(path)
+            log_probs = self.log_probs(path)
+            best = np.argsort(-log_probs, kind="stable")[:width]
+            tokens.append(best)
+            values.append(log_probs[best])
+        return np.array(tokens, np.int32), np.array(values, np.float32)
+
+    def grow(self, width: int, depth: int, nodes: int):
+        return grow(lambda growth, at: self.expand(growth, at, width), width, depth, nodes)
+
+    def value(self, path: tuple[int, ...]) -> float:
+        value = np.float32(0)
+        for length, token in enumerate(path):
+            value += self.log_probs(path[:length])[token]
+        return float(value)
+
+
+def all_paths(draft):
+    paths = []
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(token)))
+    return paths
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.booleans(),
+    st.integers(1, WORDS),
+    st.integers(0, 4),
+    st.integers(0, 30),
+)
+def test_growth_follows_the_paper(seed, coarse, width, depth, nodes):
+    model = Model(seed, coarse)
+    draft = model.grow(width, depth, nodes)
+    # Parents first, no deeper than asked, no two equal draft tokens below one parent.
+    assert (draft.parents < np.arange(len(draft))).all()
+    paths = all_paths(draft)
+    assert len(set(paths)) == len(paths)
+    assert max(map(len, paths), default=0) <= depth
+    # Expand: the best `width` nodes of each level, by the value of their whole path.
+    level, grown = [()], []
+    for _ in range(depth):
+        grown_now = []
+        for path in level:
+            log_probs = model.log_probs(path)
+            best = np.argsort(-log_probs, kind="stable")[:width]
+            grown_now += [(*path, int(token)) for token in best]
+        grown += grown_now
+        keep = sorted(range(len(grown_now)), key=lambda i: (-model.value(grown_now[i]), i))[:width]
+        level = [grown_now[index] for index in sorted(keep)]
+    # Rerank: the best `nodes` of all, ties to the earlier.
+    order = sorted(range(len(grown)), key=lambda i: (-model.value(grown[i]), i))[:nodes]
+    assert paths == [grown[index] for index in sorted(order)]
+    np.testing.assert_allclose(draft.score, [np.exp(model.value(p)) for p in paths], rtol=1e-5)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_wide_enough_growth_is_the_best_connected_tree_there_is(coarse):
+    """No set of N connected nodes of the whole depth-3 tree is worth more (EAGLE-2's aim)."""
+    for seed in range(40):
+        model = Model(seed, coarse)
+        draft = model.grow(WORDS, 3, 8)
+        everything = [()]
+        for _ in range(3):
+            everything += [
+                (*p, t) for p in everything if len(p) == len(everything[-1]) for t in range(WORDS)
+            ]
+        ranked = sorted((model.value(path) for path in everything if path), reverse=True)
+        # Level 3 is grown below the five best of level 2 only; the best 8 lie within.
+        mine = sorted((model.value(path) for path in all_paths(draft)), reverse=True)
+        np.testing.assert_allclose(mine, ranked[:8], rtol=1e-5)
+
+
+def test_impossible_and_broken_children_are_left_out():
+    def expand(growth, at):
+        tokens = np.tile(np.array([1, 2, 3, 4], np.int32), (len(at), 1))
+        values = np.tile(np.array([-np.inf, np.nan, 0.5, -1.0], np.float32), (len(at), 1))
+        return tokens, values
+
+    draft = grow(expand, 4, 2, 99)
+    assert draft.tokens.tolist() == [3, 4, 3, 4, 3, 4]
+    assert draft.parents.tolist() == [-1, -1, 0, 0, 1, 1]
+    assert draft.score.max() == 1.0
+    assert (draft.score > 0).all()
+
+
+def test_a_drafter_with_nothing_to_say_ends_the_growth():
+    calls = []
+
+    def expand(growth, at):
+        calls.append(len(at))
+        return np.zeros((len(at), 0), np.int32), np.zeros((len(at), 0), np.float32)
+
+    assert len(grow(expand, 3, 5, 10)) == 0
+    assert calls == [1]
+
+
+def test_rows_grown_side_by_side_equal_rows_grown_alone():
+    models = [Model(seed, False) for seed in range(3)]
+    growths = [Growth(3) for _ in models]
+    for _ in range(3):
+        for model, growth in zip(models, growths, strict=True):
+            growth.extend(*model.expand(growth, growth.frontier(), 3))
+    for model, growth in zip(models, growths, strict=True):
+        alone = Model(model.seed, False).grow(3, 3, 7)
+        assert growth.draft(7).tokens.tolist() == alone.tokens.tolist()
+        assert growth.draft(7).parents.tolist() == alone.parents.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
+def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed):
+    """Growth.regrown of a tree with holes, at any depth."""
+    random = np.random.default_rng(seed)
+    depth = min(depth, levels)
+    whole, cut, full = Growth(width), Growth(width), []
+    for level in range(levels):
+        frontier = whole.frontier()
+        rows = np.full((width if level else 1, width), -np.inf, np.float32)
+        # Where there are fewer nodes to expand than the width, a full tree has holes.
+        found = np.log(random.random((len(frontier), width))).astype(np.float32)
+        found[random.random(found.shape) < 0.1] = -np.inf
+        rows[: len(frontier)] = found
+        tokens = random.integers(0, 99, rows.shape).astype(np.int32)
+        base = np.append(whole.value, np.float32(0))[frontier]
+        values = np.full(rows.shape, -np.inf, np.float32)
+        values[: len(frontier)] = base[:, None] + found
+        full.append((tokens, frontier, values))
+        whole.extend(tokens[: len(frontier)], found)
+        if level < depth:
+            cut.extend(tokens[: len(frontier)], found)
+    record = _full(full, width)
+    regrown = Growth.regrown(width, depth, *record)
+    assert regrown.tokens.tolist() == cut.tokens.tolist()
+    assert regrown.parents.tolist() == cut.parents.tolist()
+    assert regrown.value.tolist() == cut.value.tolist()
+    assert regrown.frontier().tolist() == cut.frontier().tolist()
+    for nodes in (1, 3, 99):
+        found, expected = full_draft(width, depth, nodes, *record), cut.draft(nodes)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.parents.tolist() == expected.parents.tolist()
+        assert found.score.tolist() == expected.score.tolist()
+
+
+def _full(levels, width):
+    """Tokens, parents and values of a full tree: parents are places in it."""
+    tokens, parents, values = [], [], []
+    numbers = []  # Where each real node stands in the full tree.
+    for token, frontier, value in levels:
+        above = [numbers[node] if node >= 0 else -1 for node in frontier]
+        above += [0] * (len(token) - len(above))
+        for line in range(len(token)):
+            for child in range(width):
+                if value[line, child] > -np.inf:
+                    numbers.append(len(tokens))
+                tokens.append(token[line, child])
+                parents.append(above[line])
+                values.append(value[line, child])
+    arrays = (np.array(tokens), np.array(parents), np.array(values))
+    return [array.astype(kind) for array, kind in zip(arrays, "iif", strict=True)]

@@ -1,0 +1,225 @@
+"""`process` against a twin that follows the definitions token by token."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.speculative.accept import choose
+from forerun.speculative.sampling import History, Sampling, largest, log_normaliser, process, unpack
+from tests.speculative.worlds import V, bits
+
+INF = math.inf
+
+
+def slow_process(logits, sampling, prompt, output, allowed):
+    """Every parameter as its documentation has it, in the documented order."""
+    z = [np.float32(x) for x in logits]
+    for token in set(prompt) | set(output):
+        if sampling.repetition_penalty != 1.0:
+            penalty = np.float32(sampling.repetition_penalty)
+            z[token] = z[token] / penalty if z[token] > 0 else z[token] * penalty
+    for token in set(output):
+        z[token] -= np.float32(sampling.frequency_penalty) * np.float32(output.count(token))
+        z[token] -= np.float32(sampling.presence_penalty)
+    for token, bias in sampling.logit_bias:
+        z[token] += np.float32(bias)
+    early = sampling.stop_tokens if len(output) < sampling.min_tokens else ()
+    legal = [t for t in range(len(z)) if allowed is None or t in allowed]
+    legal = [t for t in legal if t not in early] or (legal if allowed is not None else [])
+    z = [x if t in legal else -np.float32(INF) for t, x in enumerate(z)]
+    if sampling.temperature == 0 or max(z) == -INF:
+        return z
+    return slow_cuts([x / np.float32(sampling.temperature) for x in z], sampling)
+
+
+def slow_cuts(z, sampling):
+    best = max(z)
+    if sampling.min_p > 0:
+        floor = best + np.float32(math.log(sampling.min_p))
+        z = [x if x >= floor else -np.float32(INF) for x in z]
+    order = sorted(range(len(z)), key=lambda t: (-z[t], t))
+    if sampling.top_k > 0:
+        for token in order[sampling.top_k :]:
+            z[token] = -np.float32(INF)
+    weights = np.exp(np.array(z, np.float32) - np.float32(best))
+    total, mass = float(weights.sum(dtype=np.float64)), 0.0
+    for token in order:
+        if mass >= sampling.top_p * total and sampling.top_p < 1.0:
+            z[token] = -np.float32(INF)
+        mass += float(weights[token])
+    return z
+
+
+parameters = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.25, 1.0, 1.7]),
+    top_k=st.integers(-1, V + 2),
+    top_p=st.sampled_from([1e-9, 0.3, 0.75, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 0.75]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 1.5]),
+    logit_bias=st.lists(
+        st.tuples(st.integers(0, V - 1), st.sampled_from([-100.0, -0.5, 2.0, 100.0])), max_size=3
+    ).map(tuple),
+    min_tokens=st.integers(0, 6),
+    stop_tokens=st.lists(st.integers(0, V - 1), max_size=3).map(tuple),
+)
+some_logits = st.lists(
+    st.sampled_from([-INF, -2.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=V, max_size=V
+).map(lambda values: np.array(values, np.float32))
+texts = st.lists(st.integers(0, V - 1), max_size=5)
+
+
+@settings(max_examples=800, deadline=None)
+@given(some_logits, parameters, texts, texts, texts, st.none() | st.sets(st.integers(0, V - 1)))
+def test_process_is_its_definition(logits, sampling, prompt, output, ancestors, allowed):
+    history = History(np.array([*prompt, *output], np.int32), len(prompt))
+    before = logits.copy()
+    mask = None if allowed is None else bits(sorted(allowed))
+    result = process(logits, sampling, history, ancestors, mask)
+    expected = slow_process(logits, sampling, prompt, output + ancestors, allowed)
+    assert result.dtype == np.float32
+    assert result.tolist() == expected
+    assert (logits == before).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_logits, parameters, texts, texts, texts)
+def test_ancestors_count_as_output(logits, sampling, prompt, output, ancestors):
+    """The same node, met as a draft token or met later as the root."""
+    known = History(np.array(prompt + output, np.int32), len(prompt))
+    later = History(np.array(prompt + output, np.int32), len(prompt))
+    later.append(ancestors)
+    tentative = process(logits, sampling, known, ancestors)
+    assert tentative.tolist() == process(logits, sampling, later).tolist()
+    assert len(known) == len(prompt + output), "a look must not change the history"
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_logits, parameters)
+def test_cut_offs_never_exclude_everything(logits, sampling):
+    cuts = replace(sampling, min_tokens=0)
+    result = process(logits, cuts, History(np.zeros(1, np.int32), 1))
+    assert (result.max() > -INF) == (logits.max() > -INF)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_plain_path_equals_the_general_one(temperature):
+    """A bias of zero and a mask of all ones leave the fast path but ask for nothing."""
+    logits = np.random.default_rng(1).normal(0, 5, 500).astype(np.float32)
+    history = History(np.array([3, 4], np.int32), 1)
+    plain = Sampling(temperature=temperature)
+    assert plain.plain
+    general = replace(plain, logit_bias=((0, 0.0),))
+    assert not general.plain
+    ones = np.full(16, 0xFFFFFFFF, np.uint32)
+    expected = process(logits, plain, history).tolist()
+    assert process(logits, general, history).tolist() == expected
+    assert process(logits, plain, history, (), ones).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 1},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": 0.1},
+        {"logit_bias": ((1, 1.0),)},
+        {"min_tokens": 1},
+    ],
+)
+def test_plain_knows_every_parameter(asked):
+    assert not Sampling(**asked).plain
+
+
+def test_greedy_without_parameters_copies_nothing():
+    logits = np.zeros(V, np.float32)
+    history = History(np.zeros(1, np.int32), 1)
+    assert process(logits, Sampling(temperature=0.0, top_k=3), history) is logits
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    logits = np.array([0, 30, 29], np.float32)
+    history = History(np.zeros(1, np.int32), 1)
+    for tiny in (1e-6, 1e-40, 5e-324):
+        assert Sampling(temperature=tiny).temperature == 0.0
+    warm = process(logits, Sampling(temperature=1e-5), history)
+    assert np.isfinite(warm).all()
+    assert choose(warm, Sampling(temperature=1e-5), 0) == 1
+
+
+def test_grammar_outranks_min_tokens():
+    """Where the grammar is complete only a stop token is left, however early."""
+    sampling = Sampling(min_tokens=5, stop_tokens=(6, 7))
+    history = History(np.zeros(1, np.int32), 1)
+    logits = np.zeros(V, np.float32)
+    only_stop = process(logits, sampling, history, (), bits([6]))
+    assert np.flatnonzero(only_stop > -INF).tolist() == [6]
+    more = process(logits, sampling, history, (), bits([2, 6]))
+    assert np.flatnonzero(more > -INF).tolist() == [2]
+
+
+def test_a_mask_that_allows_nothing_leaves_nothing():
+    history = History(np.zeros(1, np.int32), 1)
+    for sampling in (Sampling(), Sampling(top_p=0.5, top_k=2, min_p=0.1), Sampling(temperature=0)):
+        assert process(np.zeros(V, np.float32), sampling, history, (), bits([])).max() == -INF
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 31, 32, 33, 100])
+def test_unpack_reads_every_bit(vocab):
+    random = np.random.default_rng(vocab)
+    words = random.integers(0, 2**32, -(-vocab // 32), dtype=np.uint64).astype(np.uint32)
+    expected = [bool(int(words[t // 32]) >> (t % 32) & 1) for t in range(vocab)]
+    assert unpack(words, vocab).tolist() == expected
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 8.0])
+def test_top_p_on_a_real_vocabulary(spread):
+    """From peaked (a few survivors) to nearly flat (tens of thousands of them)."""
+    logits = np.random.default_rng(2).normal(0, spread, 49152).astype(np.float32)
+    logits[1000:3000] = logits[1000]  # Ties across the cut.
+    history = History(np.zeros(1, np.int32), 1)
+    for top_p in (0.1, 0.5, 0.95):
+        result = process(logits, Sampling(top_p=top_p), history)
+        order = np.argsort(-logits, kind="stable")
+        weights = np.exp((logits - logits.max()).astype(np.float64))
+        mass = np.cumsum(weights[order]) / weights.sum()
+        count = int((result > -INF).sum())
+        assert abs(count - 1 - np.searchsorted(mass, top_p)) <= 1
+        assert set(np.flatnonzero(result > -INF)) == set(order[:count])
+
+
+@given(
+    st.lists(st.sampled_from([-INF, -1.0, 0.0, 1.0, 2.0]), min_size=1, max_size=60),
+    st.integers(1, 70),
+)
+def test_largest_is_a_stable_sort_cut_short(values, count):
+    logits = np.array(values, np.float32)
+    possible = [t for t in range(len(values)) if values[t] > -INF]
+    expected = sorted(possible, key=lambda t: (-values[t], t))[:count]
+    assert largest(logits, count).tolist() == expected
+
+
+def test_log_normaliser_is_stable():
+    assert log_normaliser(np.full(4, 1e4, np.float32)) == pytest.approx(1e4 + math.log(4))
+    assert log_normaliser(np.array([-INF, 0, -INF], np.float32)) == 0.0
+
+
+def test_history_grows_and_keeps_what_it_was_given():
+    given_tokens = np.array([5, 6, 7], np.int32)
+    history = History(given_tokens, 2)
+    for index in range(1000):
+        history.append([index, index + 1])
+    assert len(history) == 2003
+    assert history.output_len == 2001
+    assert history.tokens[:5].tolist() == [5, 6, 7, 0, 1]
+    assert history.tokens[-2:].tolist() == [999, 1000]
+    assert given_tokens.tolist() == [5, 6, 7]
