@@ -15,8 +15,8 @@ from typing import Any
 from forerun.build import tuned
 from forerun.build.drafting import (
     chosen_speculation,
-    eagle_drafting,
     excused,
+    model_drafting,
     open_drafts,
     with_draft,
     with_shipped,
@@ -65,7 +65,8 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
-    head      the draft head that is wanted, ready to run; None without one
+    draft     the file of the draft head that is wanted; None without one
+    draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
     """
@@ -78,7 +79,8 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    head: tuple[DraftFile, DraftModel] | None = None
+    draft: DraftFile | None = None
+    draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
 
@@ -199,9 +201,10 @@ def _drafting(
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
         return NoDrafter(), FixedPolicy(0, 0)
     drafter = _lookup(target.memory.limits.slots, target.table)
-    if target.head is not None and config.speculation in ("auto", "head", "both"):
+    if target.draft_model is not None and config.speculation in ("auto", "head", "both"):
         limits, costs = target.memory.limits, target.costs
-        return eagle_drafting(config, limits, costs, target.head, drafter, grammars.mask)
+        model = target.draft_model
+        return model_drafting(config, limits, costs, model, drafter, grammars.mask)
     depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
         chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
@@ -263,23 +266,26 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     parts, fault = excused(config, lambda: open_drafts(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
-        needs = with_draft(needs, draft, None if native else ITEM_BYTES[config.dtype])
+        head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
+        needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    head = None
+    draft_model = None
     if draft is not None:
-        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
-        head = (draft, device) if device is not None else None
-    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+        draft_model, fault = excused(
+            config, lambda: _draft_model(executor, model.checkpoint, draft)
+        )
+    config = replace(config, speculation=chosen_speculation(config, draft_model is not None, fault))
     costs = _costs(config, executor, table)
-    if costs is not None and head is not None:
-        costs = with_draft_model(costs, head[1], executor, config.page_size)
+    if costs is not None and draft_model is not None:
+        costs = with_draft_model(costs, draft_model, executor, config.page_size)
     return Target(
-        head=head,
+        draft=draft if draft_model is not None else None,
+        draft_model=draft_model,
         table=table,
         fault=fault,
         executor=executor,
@@ -293,15 +299,15 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.cpu import CpuDraftModel, CpuExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 
     if isinstance(executor, CpuExecutor):
-        return CpuDraftModel(executor, checkpoint, draft)
-    from forerun.executors.torch import TorchDraftModel, TorchExecutor
+        return CpuEagleModel(executor, checkpoint, draft)
+    from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor)
-    return TorchDraftModel(executor, checkpoint, draft)
+    return TorchEagleModel(executor, checkpoint, draft)
 
 
 def choose_executor(config: EngineConfig) -> EngineConfig:

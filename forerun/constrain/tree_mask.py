@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.constrain.grammar_draft import GrammarState, Growth, children, guide
+from forerun.constrain.grammar_draft import GrammarState, GuidedDraft, children, guide
 from forerun.constrain.matcher import Compiled, words
 from forerun.constrain.token_prior import shared_places
 from forerun.control.cost_model import StepCosts
@@ -59,7 +59,7 @@ class TreeGrammars:
         """
         if not self._states:
             return drafts
-        grown: dict[int, Growth] = {}
+        grown: dict[int, GuidedDraft] = {}
         for row, slot in enumerate(slots.tolist()):
             state = self._states.get(slot)
             if state is not None and nodes[row] > 0:

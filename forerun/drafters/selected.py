@@ -6,8 +6,10 @@ from typing import Any
 
 from forerun.control.policy import DraftingPolicy
 from forerun.interface.drafter import Drafter
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.types import Ints
 
 
 class SelectedDrafter:
@@ -41,9 +43,13 @@ class SelectedDrafter:
         self._drafting = self._begun - started
         return drafts
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """Pass on."""
+        return self._inner.draft_request(plan)
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Pass on. All that is grown within the budget is verified."""
-        return self._inner.carry(plan)
+        return self._inner.carry(plan, drafting)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on, and let the policy learn. Steps with a prefill say nothing of decoding."""

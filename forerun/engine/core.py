@@ -160,9 +160,9 @@ class EngineCore:
             trees, scores = begin(schedule.plan, self._executor, self._drafter, self._grammars)
         except Exception as error:
             log.exception("a step could not be begun")
-            self._fail(schedule, error)
+            self._fail(schedule.rows, error)
             return None
-        return Running(schedule, schedule.plan, trees, scores, since)
+        return Running(schedule.rows, schedule.plan, trees, scores, since)
 
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
@@ -171,7 +171,7 @@ class EngineCore:
         except Exception as error:
             log.exception("a step failed")
             self._overlap.drop()  # It carried on from what is not there.
-            self._fail(running.schedule, error)
+            self._fail(running.rows, error)
             self._release()
             return
         self._failures = 0
@@ -186,11 +186,11 @@ class EngineCore:
         trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
         return finish(running.plan, trees, running.scores, self._executor, *others)
 
-    def _fail(self, schedule: Schedule, error: Exception) -> None:
+    def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
         self._failures += 1
-        for sequence in schedule.rows:
+        for sequence in rows:
             self.end(sequence.request.id, _failed(error))
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
@@ -204,7 +204,7 @@ class EngineCore:
 
     def _process_outputs(self, running: Running, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = running.schedule.rows, running.plan
+        rows, plan = running.rows, running.plan
         for slot, message in self._grammars.errors().items():
             for sequence in rows:
                 if sequence.slot == slot:

@@ -22,7 +22,7 @@ def begin(
     """Draft and verify. A device that works by itself may still be at it afterwards."""
     drafts = grammars.guide(plan.slots, drafter.propose(plan), plan.max_nodes, plan.max_depth)
     trees = batch(plan.known, drafts)
-    return trees, device.verify(plan, trees)
+    return trees, device.verify(plan, trees, drafter.draft_request(plan))
 
 
 def finish(

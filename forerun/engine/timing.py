@@ -5,8 +5,10 @@ from typing import Any
 
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Accepted, Executor, Scores
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
+from forerun.types import Ints
 
 
 class TimedExecutor:
@@ -26,10 +28,12 @@ class TimedExecutor:
         """Pass on."""
         self._inner.close(slot)
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
         """Pass on and count. A device that works asynchronously shows its time in `accept`."""
         begun = perf_counter()
-        result = self._inner.verify(plan, trees)
+        result = self._inner.verify(plan, trees, draft_request)
         self._seconds["verify"] += perf_counter() - begun
         return result
 
@@ -79,10 +83,14 @@ class TimedDrafter:
         self._seconds["draft"] += perf_counter() - begun
         return result
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """Pass on."""
+        return self._inner.draft_request(plan)
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Pass on and count."""
         begun = perf_counter()
-        result = self._inner.carry(plan)
+        result = self._inner.carry(plan, drafting)
         self._seconds["draft"] += perf_counter() - begun
         return result
 
