@@ -17,13 +17,14 @@ somebody waiting for a free slot, too few pages - step n is looked at first, as 
 
 import logging
 from dataclasses import dataclass, replace
-from time import monotonic, perf_counter
+from time import perf_counter
 
 import numpy as np
 
 from forerun.engine.metrics import Metrics
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
+from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
 from forerun.interface.plan import Outcome, Plan
@@ -38,7 +39,8 @@ class Running:
 
     plan   the schedule's; of a carried step, completed as soon as the step before is known
     trees  None: a carried step's, which only the device knows yet
-    since  when it was begun (monotonic)
+    since  when it was begun (perf_counter)
+    timer  of its stages
     """
 
     schedule: Schedule
@@ -46,13 +48,14 @@ class Running:
     trees: TreeBatch | None
     scores: Scores
     since: float
+    timer: StageTimer
 
 
 class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
     executor  None: there is no overlap, every step is looked at when it has begun
-    metrics   count carried steps, and the seconds of waiting for them
+    metrics   count carried steps
     running   the step that has begun and was not looked at; None between other steps
     """
 
@@ -100,9 +103,9 @@ class Overlap:
         if running.trees is not None:
             return running.trees
         assert self._executor is not None
-        begun = perf_counter()
+        running.timer.resume()
         trees = self._executor.trees(running.scores)
-        self._metrics.seconds["verify"] += perf_counter() - begun
+        running.timer.lap("verify")
         return trees
 
     def growing(self, sequence: Sequence) -> int:
@@ -140,15 +143,17 @@ class Overlap:
             traits.needs_features and not draft_tokens
         ):
             return None
-        since = monotonic()
+        since, timer = perf_counter(), StageTimer()
         schedule_ahead = self._scheduler.plan_next(schedule)
+        timer.resume()
         if schedule_ahead is None or not self._drafter.carry(schedule_ahead.plan):
             return None
+        timer.lap("draft")
         scores = self._executor.carry(schedule_ahead.plan)
         if scores is None:
             return None
         self._metrics.carried += 1
-        return Running(schedule_ahead, schedule_ahead.plan, None, scores, since)
+        return Running(schedule_ahead, schedule_ahead.plan, None, scores, since, timer)
 
 
 def carrying(executor: Executor) -> OverlapExecutor | None:
