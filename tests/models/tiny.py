@@ -286,9 +286,11 @@ def reference(checkpoint: Checkpoint) -> Any:
     if arch.family not in LLAMAS:
         settings = _CLASSES[arch.family][0].from_pretrained(checkpoint.path)
         made = _made(arch.family, settings)
-        return type(made).from_pretrained(
-            checkpoint.path, attn_implementation=settings._attn_implementation
-        ).eval()
+        return (
+            type(made)
+            .from_pretrained(checkpoint.path, attn_implementation=settings._attn_implementation)
+            .eval()
+        )
     first, last = arch.layer_specs[0], arch.layer_specs[-1]
     changes: dict[str, Any] = {}
     if arch.family in ("llama", "qwen3"):
