@@ -53,7 +53,7 @@ def test_gemma_3_is_data(tmp_path):
 
 
 def test_the_configuration_that_gemma_3_came_with(tmp_path):
-    """As published for the 1B model, before transformers 5: two bases, a pattern, no layer_types."""
+    """As published for the 1B model: two bases, a pattern, no layer_types."""
     config = {
         "architectures": ["Gemma3ForCausalLM"],
         **{"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None},

@@ -125,12 +125,12 @@ def test_windows_and_caps_equal_the_reference(rows, heads, page_size, spec, seed
 
 def test_blocks_that_no_window_reaches_are_not_read():
     trees = batch([np.zeros(1, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
-    pages = Pages([5 * BLOCK], trees, 4, 2, 16, 0)
+    pages = Pages([4 * BLOCK], trees, 4, 2, 16, 0)
     made = [
         key_blocks(pages.plan, trees, pages.cache, torch.device("cpu"), window)
         for window in (None, 2 * BLOCK, 10)
     ]
-    assert [len(blocks) for blocks in made] == [6, 3, 2]
+    assert [len(blocks) for blocks in made] == [5, 3, 2]
 
 
 def test_a_window_along_a_tree_is_counted_by_position():
