@@ -40,6 +40,7 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
+from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -249,9 +250,11 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.hub.catalog import open_model
 
     model = open_model(config.model, progress)
-    config = with_shipped(choose_executor(config))
     arch = model.architecture
+    config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
+    if native:
+        cpu.check_runs(arch, config.context)
     needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
     parts, fault = excused(config, lambda: open_drafts(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
@@ -300,19 +303,21 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
     return TorchEagleModel(executor, checkpoint, draft)
 
 
-def choose_executor(config: EngineConfig) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
+    """Replace "auto" in executor and dtype. Warns once where the native core is missing or cannot
+    run the model.
+    """
     from forerun.executors import cpu
 
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
-        missing = cpu.available() if wanted else None
+        missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
             warnings.warn(
-                f"The native CPU core is not available ({missing}); using torch, which is "
-                "several times slower.",
+                f"The native CPU core is not used ({missing}); using torch, which is several "
+                "times slower.",
                 stacklevel=2,
             )
     if dtype == "auto":

@@ -283,6 +283,7 @@ class CudaGraphRunner:
         buffers, total = sized.there, size.total
         if self._future is not None:
             buffers = self._future.enter(size, buffers)
+        position = buffers["kv_len"][sized.row] + buffers["depth"]
         geometry = Geometry(
             start=sized.start,
             kv_len=buffers["kv_len"],
@@ -292,14 +293,15 @@ class CudaGraphRunner:
             tile=sized.tile,
             page_size=cache.page_size,
             scratch=cache.scratch_begin,
+            position=position,
         )
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             held = cache.of_layer(layer)
             self._kernels.write(keys, values, held, cache.scratch_begin)
-            return self._kernels.attend(queries, *held, geometry)
+            spec = decoder.arch.layer_specs[layer].attention
+            return self._kernels.attend(queries, *held, geometry, spec)
 
-        position = buffers["kv_len"][sized.row] + buffers["depth"]
         last, streams = decoder.forward(
             buffers["tokens"].long(), position.long(), attend, self.aux_layers
         )
