@@ -10,8 +10,21 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-Size = TypeVar("Size")
-"""What tells programs of one kind apart: a number, or several, that can be sorted."""
+
+class Sortable(Protocol):
+    """What has an order and a hash: a number, or a tuple of some."""
+
+    def __lt__(self, other: Any, /) -> bool:
+        """Whether it comes first."""
+        ...
+
+    def __hash__(self) -> int:
+        """As for a key of a dictionary."""
+        ...
+
+
+Size = TypeVar("Size", bound=Sortable)
+"""What tells programs of one kind apart."""
 
 
 class Recorder(Protocol):
