@@ -41,14 +41,15 @@ def pair(checkpoint):
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            executor,
-            "kernels_for",
-            lambda device: Kernels(attend_dense, choose, pick, write, PLAIN),
-        )
+        patch.setattr(executor, "kernels_for", twins)
         patch.setattr(executor, "recorder", lambda device: tape)
         captured = TorchExecutor(checkpoint("qwen3"), small)
     return captured, TorchExecutor(checkpoint("qwen3"), small), tape
+
+
+def twins(device):
+    """The kernels' slow twins, as if a device had them."""
+    return Kernels(attend_dense, choose, pick, write, PLAIN)
 
 
 def write(keys, values, layer, begin):
