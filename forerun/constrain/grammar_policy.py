@@ -29,7 +29,7 @@ class GrammarPolicy:
     def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """The inner policy's budgets, raised to what the grammar says."""
         budgets = self._policy.budgets(slots, kv_len)
-        if not self._grammars.held:
+        if not budgets or not self._grammars.held:
             return budgets
         for row, predicted in enumerate(self._grammars.room(slots)):
             self._predicted[int(slots[row])] = predicted

@@ -1,4 +1,4 @@
-"""SlotInit and closing a slot with everyone who keeps something by slot."""
+"""Opening and closing a slot with everyone who keeps something by slot."""
 
 from forerun.constrain.grammars import Grammars
 from forerun.control.policy import Policy
