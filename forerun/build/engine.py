@@ -37,11 +37,12 @@ from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
+from forerun.engine.overlap import carrying
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor
+from forerun.interface.executor import DraftShape, Executor, PreparedExecutor
 from forerun.machine import memory_available, stamp
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
@@ -275,6 +276,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
         head = (draft, device) if device is not None else None
     config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+    _prepare(config, executor, head is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and head is not None:
         costs = with_draft_model(costs, head[1], executor, config.page_size)
@@ -291,6 +293,27 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
     )
+
+
+def _prepare(
+    config: EngineConfig, executor: Executor, head: bool, progress: Progress | None
+) -> None:
+    """Have all that slows first steps done before the first request and before costs are
+    measured, in an order in which nothing done is voided: the head and overlap come first.
+    """
+    if config.overlap:
+        carrying(executor)
+    if not isinstance(executor, PreparedExecutor):
+        return
+    drafts = 0 if config.speculation == "off" else config.draft_nodes
+    levels = min(drafts, config.draft_depth) if head else 0
+    width = config.draft_width if levels else 0
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("preparing step sizes", done, total)
+
+    executor.warm_up(DraftShape(drafts, width, levels), report)
 
 
 def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

@@ -194,7 +194,7 @@ class DenseAuthor:
         for copy, part in zip(copies, parts, strict=True):
             copy.copy_(part, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(self._device))
         done, count, output = copies
         return _Look(done, count, output, ready=ready)
 

@@ -6,6 +6,7 @@ changes from step to step must live in tensors made beforehand, and nothing may 
 """
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -114,11 +115,14 @@ class Programs(Generic[Size]):
 
     The first call of a size runs it as it is, which is also its warm-up: every call does the
     work exactly once.
+
+    seconds  spent on first calls and captures
     """
 
     def __init__(self, work: Callable[[Size], None], records: Recorder | None) -> None:
         self._work, self._records = work, records
         self._replays: dict[Size, Callable[[], None] | None] = {}
+        self.seconds = 0.0
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -136,10 +140,15 @@ class Programs(Generic[Size]):
         if self._records is None:
             self._work(size)
         elif size not in self._replays:
+            begun = perf_counter()
             self._records.warm(lambda: self._work(size))
             self._replays[size] = None
+            self.seconds += perf_counter() - begun
         else:
-            replay = self._replays[size]
-            if replay is None:
-                replay = self._replays[size] = self._records.capture(lambda: self._work(size))
-            replay()
+            (self._replays[size] or self._captured(size, self._records))()
+
+    def _captured(self, size: Size, records: Recorder) -> Callable[[], None]:
+        begun = perf_counter()
+        replay = self._replays[size] = records.capture(lambda: self._work(size))
+        self.seconds += perf_counter() - begun
+        return replay
