@@ -263,7 +263,7 @@ class Fuzzer:
             "draft_nodes": nodes,
             "draft_depth": min(nodes, self._pick(1, 2, 4, 8)),
             "policy": self._pick("fixed", "fixed", "adaptive"),
-            "overlap": self._config.device != "cpu" and self._pick(False, True),
+            "overlap": self._config.device.startswith("cuda") and self._pick(False, True),
         }
 
     def _requests(self) -> tuple[Asked, ...]:

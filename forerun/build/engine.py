@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     chosen_speculation,
     eagle_drafting,
@@ -22,6 +23,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.build.prepare import prepare
 from forerun.config import EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
@@ -37,12 +39,11 @@ from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.drafters.selected import SelectedDrafter
-from forerun.engine.overlap import carrying
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
-from forerun.interface.executor import DraftShape, Executor, PreparedExecutor
+from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
@@ -69,6 +70,7 @@ class Target:
     head      the draft head that is wanted, ready to run; None without one
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    device    where it runs, and why; None of the toy
     """
 
     executor: Executor
@@ -82,6 +84,7 @@ class Target:
     head: tuple[DraftFile, DraftModel] | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    device: DeviceChoice | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -239,6 +242,7 @@ def _open_toy(config: EngineConfig) -> Target:
     policy = "fixed" if config.policy == "auto" else config.policy
     speculation = chosen_speculation(config, head=False, fault=None)
     config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = replace(config, device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
@@ -256,7 +260,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
+    model, device = open_model(config.model, progress), choose_device(config)
     config = with_shipped(choose_executor(config))
     arch = model.architecture
     native = config.executor == "cpu"
@@ -273,10 +277,10 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     config = _resolved(config, memory, executor, policy=policy)
     head = None
     if draft is not None:
-        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
-        head = (draft, device) if device is not None else None
+        ready, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
+        head = (draft, ready) if ready is not None else None
     config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
-    _prepare(config, executor, head is not None, progress)
+    prepare(config, executor, head is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and head is not None:
         costs = with_draft_model(costs, head[1], executor, config.page_size)
@@ -284,6 +288,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         head=head,
         table=table,
         fault=fault,
+        device=device,
         executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
@@ -293,27 +298,6 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
     )
-
-
-def _prepare(
-    config: EngineConfig, executor: Executor, head: bool, progress: Progress | None
-) -> None:
-    """Have all that slows first steps done before the first request and before costs are
-    measured, in an order in which nothing done is voided: the head and overlap come first.
-    """
-    if config.overlap:
-        carrying(executor)
-    if not isinstance(executor, PreparedExecutor):
-        return
-    drafts = 0 if config.speculation == "off" else config.draft_nodes
-    levels = min(drafts, config.draft_depth) if head else 0
-    width = config.draft_width if levels else 0
-
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress("preparing step sizes", done, total)
-
-    executor.warm_up(DraftShape(drafts, width, levels), report)
 
 
 def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
@@ -328,9 +312,10 @@ def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
 
 def choose_executor(config: EngineConfig) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing."""
     from forerun.executors import cpu
 
+    config = replace(config, device=choose_device(config).device)
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"

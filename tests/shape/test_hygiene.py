@@ -11,6 +11,7 @@ PRODUCT = sources("forerun")
 LAZY = {
     "forerun/bench/frontier.py",
     "forerun/bench/picture.py",
+    "forerun/build/device.py",
     "forerun/build/engine.py",
     "forerun/cli/doctor.py",
     "forerun/cli/eval.py",
@@ -19,8 +20,8 @@ LAZY = {
     "forerun/executors/torch/kernels.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when
-chosen, torch where `doctor` and `eval` look at it, Triton on CUDA, matplotlib for a picture,
-xgrammar when asked for.
+chosen, torch where `doctor` and `eval` look at it or a GPU is there, Triton on CUDA, matplotlib for
+a picture, xgrammar when asked for.
 """
 
 HOSTS = [
