@@ -11,24 +11,31 @@ it still fails, and can be written to a file that `forerun prove --replay FILE` 
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forerun import __version__
+from forerun.bench.fuzz_case import (
+    GRAMMARS,
+    SHAPES,
+    Asked,
+    Case,
+    CaseSource,
+    Failure,
+    read,
+    simpler,
+)
 from forerun.bench.mixed import told_otherwise
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, make_engine, open_target
 from forerun.client.completion import Completion, make_request
 from forerun.config import EngineConfig
-from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Delta, Finish, Request, Speculation
 from forerun.engine.thread import Engine
-from forerun.errors import ConfigError, ForerunError, RequestError
-from forerun.types import Ints
+from forerun.errors import ForerunError, RequestError
 
 SHRINK_RUNS = 80
 """Runs that may go into making one failing case smaller."""
@@ -36,58 +43,6 @@ MAX_STEPS = 4000
 """A case that takes more steps hangs."""
 CASES_PER_TARGET = 8
 """Cases that share one opened executor: opening takes longer than a case."""
-
-GRAMMARS: dict[str, Callable[[], Grammar]] = {
-    "open object": lambda: Grammar.json_schema(
-        {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-    ),
-    "closed object": lambda: Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
-            "required": ["name", "ok"],
-            "additionalProperties": False,
-        }
-    ),
-    "enum": lambda: Grammar.json_schema({"enum": ["red", "green", "blue", "bluish"]}),
-    "regex": lambda: Grammar.regex(r"(ab|cd){1,6}e?[0-9]{2,4}"),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One request of a case.
-
-    prompt    token ids
-    options   keyword options of forerun.client.completion.make_request
-    grammar   a name of GRAMMARS, or None
-    speculation  fields of forerun.engine.request.Speculation
-    arrives   step before which it is submitted
-    aborts    step before which it is aborted, or None
-    """
-
-    prompt: tuple[int, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    grammar: str | None = None
-    speculation: dict[str, Any] = field(default_factory=dict)
-    arrives: int = 0
-    aborts: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Fields of EngineConfig that differ from the given configuration, and the requests."""
-
-    changes: dict[str, Any]
-    requests: tuple[Asked, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A case and what was wrong with it, in words."""
-
-    case: Case
-    what: str
 
 
 @dataclass(slots=True)
@@ -114,10 +69,15 @@ class Fuzzer:
     """
 
     def __init__(self, config: EngineConfig, prompts: tuple[Prompt, ...], seed: int) -> None:
-        self._config, self._random = config, np.random.default_rng(seed)
+        self._config = config
         self._reference_target = open_target(replace(config, speculation="off"))
         tokenizer = self._reference_target.tokenizer
-        self._texts = [tokenizer.encode(prompt.text, bos=True) for prompt in prompts]
+        self._source = CaseSource(
+            [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
+            self._reference_target.memory.limits.vocab,
+            self._reference_target.config.device != "cpu",
+            seed,
+        )
         self._target: tuple[dict[str, Any], Target] | None = None
         self._alone: dict[str, list[Completion]] = {}
         self.report = Report()
@@ -134,8 +94,8 @@ class Fuzzer:
         shape: dict[str, Any] = {}
         while not enough(self.report):
             if self.report.cases % CASES_PER_TARGET == 0:
-                shape = self._shape()
-            case = Case(shape | self._drafting(), self._requests())
+                shape = self._source.shape()
+            case = Case(shape | self._source.drafting(), self._source.requests())
             what = self.check(case)
             self.report.cases += 1
             if what is not None:
@@ -180,7 +140,7 @@ class Fuzzer:
         smaller = True
         while smaller and runs < SHRINK_RUNS:
             smaller = False
-            for case in _simpler(failure.case):
+            for case in simpler(failure.case):
                 runs += 1
                 what = self.check(case)
                 if what is not None:
@@ -194,7 +154,7 @@ class Fuzzer:
 
     def _opened(self, case: Case) -> Target:
         """A target with the case's pages and slots; kept while they stay the same."""
-        shape = {name: case.changes[name] for name in _SHAPES if name in case.changes}
+        shape = {name: case.changes[name] for name in SHAPES if name in case.changes}
         if self._target is None or self._target[0] != shape:
             if self._target is not None:
                 self._target[1].close()
@@ -240,88 +200,6 @@ class Fuzzer:
         if one.stats is not None:
             report.draft_tokens += one.stats.draft_tokens
             report.accepted += one.stats.accepted
-
-    # --- drawing -----------------------------------------------------------------------------
-
-    def _pick(self, *values: Any) -> Any:
-        return values[int(self._random.integers(len(values)))]
-
-    def _shape(self) -> dict[str, Any]:
-        return {
-            "page_size": self._pick(1, 2, 16, 16, 64),
-            "max_sequences": self._pick(1, 4, 8, 16),
-            "max_step_nodes": self._pick(16, 64, 512),
-            "context": 256,
-            "kv_tokens": self._pick(256, 256, 256, 2048),
-        }
-
-    def _drafting(self) -> dict[str, Any]:
-        if self._random.random() < 0.1:
-            return {"speculation": "off"}
-        nodes = self._pick(1, 2, 4, 8, 16)
-        return {
-            "draft_nodes": nodes,
-            "draft_depth": min(nodes, self._pick(1, 2, 4, 8)),
-            "policy": self._pick("fixed", "fixed", "adaptive"),
-            "overlap": self._config.device.startswith("cuda") and self._pick(False, True),
-        }
-
-    def _requests(self) -> tuple[Asked, ...]:
-        """Several begin alike, and some are asked again: what the prefix cache keeps is used."""
-        made: list[Asked] = []
-        for _ in range(int(self._random.integers(1, 10))):
-            again = made and self._random.random() < 0.3
-            prompt = self._pick(*(one.prompt for one in made)) if again else self._prompt()
-            arrives = int(self._random.integers(0, 40))
-            aborts = arrives + int(self._random.integers(1, 30))
-            made.append(
-                Asked(
-                    prompt=prompt,
-                    options=self._options(),
-                    grammar=self._pick(*GRAMMARS) if self._random.random() < 0.25 else None,
-                    speculation=self._pick({}, {}, {}, {"max_nodes": 2}, {"enabled": False}),
-                    arrives=arrives,
-                    aborts=aborts if self._random.random() < 0.15 else None,
-                )
-            )
-        return tuple(made)
-
-    def _prompt(self) -> tuple[int, ...]:
-        text: Ints = self._texts[int(self._random.integers(len(self._texts)))]
-        length = int(self._random.integers(1, min(len(text), 90) + 1))
-        ids = text[:length].tolist()
-        if self._random.random() < 0.2:  # Something that repeats, for lookup to find.
-            ids = (ids[-12:] * 8)[:90]
-        return tuple(ids)
-
-    def _options(self) -> dict[str, Any]:
-        """Any sampling parameters; each is left at its default mostly."""
-        vocab = self._reference_target.memory.limits.vocab
-        ids = self._random.integers(0, vocab, 3).tolist()
-        usual: dict[str, tuple[Any, ...]] = {
-            "temperature": (0.0, 0.0, 0.3, 0.8, 1.5),
-            "seed": (0, 1, 2**63 - 1),
-            "top_k": (0, 0, 0, 1, 20),
-            "top_p": (1.0, 1.0, 0.9, 0.5),
-            "min_p": (0.0, 0.0, 0.05),
-            "repetition_penalty": (1.0, 1.0, 1.2, 0.9),
-            "frequency_penalty": (0.0, 0.0, 0.7),
-            "presence_penalty": (0.0, 0.0, -0.5),
-            "logit_bias": ((), (), tuple((token, 4.0) for token in ids)),
-            "logprobs": (None, None, None, 0, 3),
-            "prompt_logprobs": (None,) * 7 + (1,),
-            "min_tokens": (0, 0, 0, 5),
-            "n": (1, 1, 1, 3),
-            "stop": ((), (), ("e",), ("th", "an o")),
-            "include_stop": (False, True),
-            "ignore_eos": (False, True),
-        }
-        options = {name: self._pick(*values) for name, values in usual.items()}
-        most = self._pick(48, 48, 150)
-        return options | {"max_tokens": int(self._random.integers(5, most))}
-
-
-_SHAPES = ("page_size", "max_sequences", "max_step_nodes", "context", "kv_tokens")
 
 
 def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Completion]]:
@@ -373,67 +251,6 @@ def _difference(expected: Completion, found: Completion) -> str | None:
     if at is None:
         return None
     return f"the same tokens, but text, end or log-probabilities differ at output token {at}"
-
-
-def _simpler(case: Case) -> Iterator[Case]:
-    """Smaller cases, the boldest steps first."""
-    for number in range(len(case.requests)):
-        if len(case.requests) > 1:
-            rest = case.requests[:number] + case.requests[number + 1 :]
-            yield replace(case, requests=rest)
-    for name in case.changes:
-        if name not in _SHAPES:
-            rest_changes = {key: value for key, value in case.changes.items() if key != name}
-            yield replace(case, changes=rest_changes)
-    for number, asked in enumerate(case.requests):
-        for simpler in _simpler_request(asked):
-            requests = list(case.requests)
-            requests[number] = simpler
-            yield replace(case, requests=tuple(requests))
-
-
-def _simpler_request(asked: Asked) -> Iterator[Asked]:
-    for name in asked.options:
-        if name != "max_tokens":
-            options = {key: value for key, value in asked.options.items() if key != name}
-            yield replace(asked, options=options)
-    if asked.aborts is not None:
-        yield replace(asked, aborts=None)
-    if asked.arrives:
-        yield replace(asked, arrives=0)
-    if asked.speculation:
-        yield replace(asked, speculation={})
-    if len(asked.prompt) > 1:
-        yield replace(asked, prompt=asked.prompt[: len(asked.prompt) // 2])
-
-
-def write(failure: Failure, config: EngineConfig, path: Path) -> None:
-    """Write a reproduction. Raises ConfigError where the file cannot be written."""
-    data = {
-        "forerun": __version__,
-        "what": failure.what,
-        "config": asdict(config),
-        "changes": failure.case.changes,
-        "requests": [asdict(asked) for asked in failure.case.requests],
-    }
-    try:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the reproduction {path} cannot be written ({error})") from error
-
-
-def read(path: Path) -> tuple[EngineConfig, Case]:
-    """The configuration and the case of a reproduction. Raises ConfigError naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        requests = tuple(
-            Asked(**asked | {"prompt": tuple(asked["prompt"])}) for asked in data["requests"]
-        )
-        return EngineConfig(**data["config"]), Case(data["changes"], requests)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} is no reproduction of `forerun prove --fuzz`: {error}"
-        ) from error
 
 
 def replay(path: Path) -> str | None:

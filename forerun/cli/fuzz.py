@@ -6,7 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from forerun.bench.fuzz import Fuzzer, Report, replay, write
+from forerun.bench.fuzz import Fuzzer, Report, replay
+from forerun.bench.fuzz_case import write
 from forerun.bench.workload import read_prompts
 from forerun.cli.console import bars, emit_json, say
 from forerun.config import EngineConfig

@@ -26,11 +26,14 @@ class GrammarState:
 
     A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
     the root moves on, so no state is asked twice.
+
+    failed  why the matcher failed at a path where it was asked for a mask
     """
 
     def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
         self.matcher = Matcher(compiled)
         self._masks: dict[tuple[int, ...], bytes] = {}
+        self.failed: dict[tuple[int, ...], str] = {}
         self._prior = TokenPrior(shared, table)
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
@@ -42,6 +45,8 @@ class GrammarState:
             found = self.matcher.mask()
             if found is not None:
                 self._masks[path] = found
+            if self.matcher.error:
+                self.failed[path] = f"the grammar's matcher gave up: {self.matcher.error}"
         return found
 
     def predicted(self, min_prob: float = LIKELY) -> list[PredictedToken]:
@@ -55,12 +60,14 @@ class GrammarState:
     def commit(self, tokens: Iterable[int]) -> int | None:
         """Move the root over `tokens`. How many there were when the text was complete, or None.
 
-        Raises EngineError when a token does not fit.
+        Raises EngineError when a token does not fit, or follows where no mask could be computed.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
         for count, token in enumerate(tokens, 1):
-            if not matcher.advance(token):
+            if path in self.failed:
+                raise EngineError(self.failed[path])
+            if not matcher.commit(token):
                 reason = matcher.error or f"token {token} does not fit"
                 raise EngineError(f"the grammar's matcher gave up: {reason}")
             if masks:  # None where the output of a resumed sequence is read again.
@@ -70,8 +77,7 @@ class GrammarState:
             self._tail = [*self._tail[1 - TAIL :], token]
             if matcher.complete:
                 return count
-        matcher.settle()
-        self._masks, self._predicted = {}, None
+        self._masks, self.failed, self._predicted = {}, {}, None
         return None
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:

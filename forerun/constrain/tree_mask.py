@@ -1,6 +1,6 @@
 """Grammars over trees: one mask per node, and drafts that know the grammar.
 
-A matcher walks each tree from the root with advance and rollback. Speculation cannot stall a
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
 target's best legal token, whatever was drafted.
 """
@@ -104,8 +104,8 @@ class TreeGrammars:
         for row, slot in rows:
             state = self._states[slot]
             _mask_row(state, trees, row, table)
-            if state.matcher.error:
-                self._failed[slot] = f"the grammar's matcher gave up: {state.matcher.error}"
+            if () in state.failed:
+                self._failed[slot] = state.failed[()]
         return table.masks()
 
     def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
@@ -144,14 +144,15 @@ class _MaskTable:
 def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
     """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
 
-    Behind a complete text, nothing that a node emits is kept: no mask either.
+    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
+    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
     """
     root, matcher = trees.root(row), state.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
     table.add(root, state.mask(()))
     path: list[int] = []
     todo = [(node, 0) for node in reversed(below.get(root, []))]
-    while todo and not matcher.error:
+    while todo and () not in state.failed:
         node, depth = todo.pop()
         matcher.back(len(path) - depth)
         del path[depth:]
@@ -161,5 +162,6 @@ def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable
         path.append(token)
         if not matcher.complete:
             table.add(node, state.mask(tuple(path)))
-            todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
+            if not matcher.error:
+                todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
     matcher.back(len(path))

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from forerun.bench import fuzz
-from forerun.bench.fuzz import Asked, Case, Fuzzer, read, write
+from forerun.bench import fuzz_case
+from forerun.bench.fuzz import Fuzzer
+from forerun.bench.fuzz_case import Asked, Case, read, write
 from forerun.bench.workload import read_prompts
 from forerun.cli.main import main
 from forerun.config import EngineConfig
@@ -67,7 +68,7 @@ def test_a_planted_fault_is_found_made_small_and_replayed(plant, monkeypatch, tm
 
 def test_a_reproduction_comes_back_as_it_was(tmp_path):
     asked = Asked((1, 2, 3), {"n": 2, "logit_bias": [[1, 2.0]]}, "enum", {"max_nodes": 2}, 3, 9)
-    failure = fuzz.Failure(Case({"page_size": 2}, (asked,)), "it is wrong")
+    failure = fuzz_case.Failure(Case({"page_size": 2}, (asked,)), "it is wrong")
     write(failure, TOY, tmp_path / "x.json")
     config, case = read(tmp_path / "x.json")
     assert (config, case) == (TOY, failure.case)
