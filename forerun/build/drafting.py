@@ -8,12 +8,12 @@ from typing import TypeVar
 
 from forerun.build.memory import Needs
 from forerun.config import EngineConfig
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import AdaptivePolicy, FixedPolicy, Policy
+from forerun.control.policy import FixedPolicy, Lookahead, Policy
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.guarded import off
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
-from forerun.drafters.selected import SelectedDrafter
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.draft_model import DraftModel
@@ -137,26 +137,28 @@ def with_draft(
     )
 
 
-def model_drafting(
+def model_drafter(
     config: EngineConfig,
     limits: ExecutorLimits,
-    costs: StepCosts | None,
     model: DraftModel,
     lookup: Drafter,
     mask: Callable[[int], bytes | None],
-) -> tuple[Drafter, Policy]:
-    """A draft model and its budget. What drafting costs is part of the decision beforehand.
-
-    costs   of steps, the draft model's included; None = not measured
-    lookup  what draft tokens beside it, where the configuration wants both
-    mask    see ModelDrafter
+) -> Drafter:
+    """A draft model, with lookup beside it where the configuration wants both; mask: see
+    ModelDrafter.
     """
-    depth = min(config.draft_depth, config.draft_nodes)
-    shape = TreeShape(config.draft_width, depth)
-    drafter: Drafter = ModelDrafter(model, limits, shape, mask)
-    if config.speculation == "both":
-        drafter = CombinedDrafter(lookup, drafter, LOOKUP_BAR)
-    if costs is not None and config.policy == "adaptive":
-        policy = AdaptivePolicy(costs, config.draft_nodes, depth)
-        return SelectedDrafter(drafter, policy), policy
-    return drafter, FixedPolicy(config.draft_nodes, depth)
+    shape = TreeShape(config.draft_width, min(config.draft_depth, config.draft_nodes))
+    drafter = ModelDrafter(model, limits, shape, mask)
+    return CombinedDrafter(lookup, drafter, LOOKUP_BAR) if config.speculation == "both" else drafter
+
+
+def policy_for(
+    config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
+) -> Policy:
+    """Who decides how many draft tokens there are; costs None: not measured."""
+    if config.speculation == "off":
+        return FixedPolicy(0, 0)
+    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    if costs is None or config.policy != "adaptive" or depth == 0:
+        return FixedPolicy(config.draft_nodes if depth else 0, depth, lookahead)
+    return AdaptivePolicy(costs, config.draft_nodes, depth, drafter.traits.free, lookahead)

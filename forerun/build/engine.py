@@ -16,8 +16,9 @@ from forerun.build import tuned
 from forerun.build.drafting import (
     chosen_speculation,
     excused,
-    model_drafting,
+    model_drafter,
     open_drafts,
+    policy_for,
     with_draft,
     with_shipped,
 )
@@ -26,17 +27,13 @@ from forerun.config import EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import FixedPolicy, Policy
-from forerun.control.selection import SelectivePolicy
-from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
+from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.interface.draft_model import DraftModel
@@ -147,14 +144,14 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
 
 def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
     """The engine, and the drafter it asks."""
-    grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
-    drafter, policy = _drafting(config, target, grammars)
+    grammars = TreeGrammars(target.memory.limits.vocab, target.table)
+    drafter = _drafter(config, target, grammars)
+    policy = policy_for(config, target.costs, drafter, grammars)
     fault = target.fault if config.speculation == "off" else None
-    guarded = GuardedDrafter(drafter, fault)
-    policy = GuardedPolicy(policy, guarded)
+    guarded = GuardedDrafter(drafter, fault, policy.disable)
+    if fault is not None:
+        policy.disable(fault)
     options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
-    if config.speculation != "off":
-        policy = GrammarPolicy(policy, grammars)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
 
@@ -194,22 +191,15 @@ def _facts(target: Target) -> dict[str, Any]:
     }
 
 
-def _drafting(
-    config: EngineConfig, target: Target, grammars: TreeGrammars
-) -> tuple[Drafter, Policy]:
-    """What proposes draft tokens, and how many it may."""
+def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
+    """What proposes draft tokens."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
-        return NoDrafter(), FixedPolicy(0, 0)
-    drafter = _lookup(target.memory.limits.slots, target.table)
-    if target.draft_model is not None and config.speculation in ("auto", "head", "both"):
-        limits, costs = target.memory.limits, target.costs
-        model = target.draft_model
-        return model_drafting(config, limits, costs, model, drafter, grammars.mask)
-    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
-    if target.costs is not None and config.policy == "adaptive":
-        chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
-        return SelectedDrafter(drafter, chooser), chooser
-    return drafter, FixedPolicy(config.draft_nodes, depth)
+        return NoDrafter()
+    lookup = _lookup(target.memory.limits.slots, target.table)
+    model = target.draft_model
+    if model is not None and config.speculation in ("auto", "head", "both"):
+        return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
+    return lookup
 
 
 def _lookup(slots: int, table: NgramTable | None) -> Drafter:

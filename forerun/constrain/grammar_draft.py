@@ -14,7 +14,7 @@ import numpy as np
 from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
-from forerun.control.grammar_budget import LIKELY
+from forerun.control.constants import MIN_PROB
 from forerun.errors import EngineError
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
@@ -27,11 +27,14 @@ class GrammarState:
 
     A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
     the root moves on, so no state is asked twice.
+
+    failed  why the matcher failed at a path where it was asked for a mask
     """
 
     def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
         self.matcher = Matcher(compiled)
         self._masks: dict[tuple[int, ...], bytes] = {}
+        self.failed: dict[tuple[int, ...], str] = {}
         self._prior = TokenPrior(shared, table)
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
@@ -43,9 +46,11 @@ class GrammarState:
             found = self.matcher.mask()
             if found is not None:
                 self._masks[path] = found
+            if self.matcher.error:
+                self.failed[path] = f"the grammar's matcher gave up: {self.matcher.error}"
         return found
 
-    def predicted(self, min_prob: float = LIKELY) -> list[PredictedToken]:
+    def predicted(self, min_prob: float = MIN_PROB) -> list[PredictedToken]:
         """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
         more. They are looked for once per step.
         """
@@ -56,12 +61,14 @@ class GrammarState:
     def commit(self, tokens: Iterable[int]) -> int | None:
         """Move the root over `tokens`. How many there were when the text was complete, or None.
 
-        Raises EngineError when a token does not fit.
+        Raises EngineError when a token does not fit, or follows where no mask could be computed.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
         for count, token in enumerate(tokens, 1):
-            if not matcher.advance(token):
+            if path in self.failed:
+                raise EngineError(self.failed[path])
+            if not matcher.commit(token):
                 reason = matcher.error or f"token {token} does not fit"
                 raise EngineError(f"the grammar's matcher gave up: {reason}")
             if masks:  # None where the output of a resumed sequence is read again.
@@ -71,8 +78,7 @@ class GrammarState:
             self._tail = [*self._tail[1 - TAIL :], token]
             if matcher.complete:
                 return count
-        matcher.settle()
-        self._masks, self._predicted = {}, None
+        self._masks, self.failed, self._predicted = {}, {}, None
         return None
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
@@ -168,10 +174,6 @@ class GuidedDraft:
             node = self._parents[node]
         tokens.reverse()
         return tokens
-
-    def scores(self, nodes: int) -> list[float]:
-        """Those of the `nodes` likeliest, best first."""
-        return sorted(self._score, reverse=True)[:nodes]
 
     def best(self, nodes: int) -> Draft:
         """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""

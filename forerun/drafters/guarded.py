@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from forerun.control.policy import Budget, Policy
 from forerun.interface.drafter import Drafter
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
@@ -27,13 +26,19 @@ class GuardedDrafter:
     From then on nothing is proposed and the other is not called again: what it knows of the
     sequences may be half written.
 
-    fault  why nothing is drafted although it should be, in the words of `off`; None = all is well
+    fault   why nothing is drafted although it should be, in the words of `off`; None = all is well
+    failed  called with the fault when the other raises
     """
 
-    def __init__(self, inner: Drafter, fault: str | None = None) -> None:
+    def __init__(
+        self,
+        inner: Drafter,
+        fault: str | None = None,
+        failed: Callable[[str], None] = lambda fault: None,
+    ) -> None:
         self.traits = inner.traits
         self.fault = fault
-        self._inner = inner
+        self._inner, self._failed = inner, failed
 
     def begin(self, slot_init: SlotInit) -> None:
         """Pass on."""
@@ -72,31 +77,5 @@ class GuardedDrafter:
             what = f"{type(error).__name__}: {error}"
             self.fault = off(f"the drafter {self.traits.name} failed with {what}")
             log.exception("%s", self.fault)
+            self._failed(self.fault)
             return otherwise
-
-
-class GuardedPolicy:
-    """The Policy contract around another policy: no budget for a drafter that failed."""
-
-    def __init__(self, inner: Policy, drafter: GuardedDrafter) -> None:
-        self._inner = inner
-        self._drafter = drafter
-
-    def open(self, slot: int) -> None:
-        """Pass on."""
-        self._inner.open(slot)
-
-    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
-        """What the other policy grants, or nothing and why."""
-        fault = self._drafter.fault
-        if fault is not None:
-            return [Budget(0, 0, fault)] * len(slots)
-        return self._inner.budgets(slots, kv_len)
-
-    def observe(self, slot: int, draft_tokens: int, accepted: int) -> None:
-        """Pass on."""
-        self._inner.observe(slot, draft_tokens, accepted)
-
-    def close(self, slot: int) -> None:
-        """Pass on."""
-        self._inner.close(slot)

@@ -192,7 +192,7 @@ class NgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._slots = slots
         self._texts: dict[int, _Text] = {}

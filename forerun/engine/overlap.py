@@ -17,11 +17,12 @@ somebody waiting for a free slot, too few pages - step n is looked at first, as 
 
 import logging
 from dataclasses import dataclass
-from time import monotonic, perf_counter
+from time import perf_counter
 
 from forerun.engine.metrics import Metrics
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
+from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
@@ -36,7 +37,8 @@ class Running:
 
     rows   its sequences, in row order
     trees  None: of what was a carried step, only the device knows them
-    since  when it was begun (monotonic)
+    since  when it was begun (perf_counter)
+    timer  of its stages
     """
 
     rows: tuple[Sequence, ...]
@@ -44,6 +46,7 @@ class Running:
     trees: TreeBatch | None
     scores: Scores
     since: float
+    timer: StageTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +57,19 @@ class Carried:
     plan: CarriedPlan
     scores: Scores
     since: float
+    timer: StageTimer
 
     def completed(self, before: Running, outcome: Outcome) -> Running:
         """The same step, now that the outcome of the one before is known."""
         plan = self.plan.completed(before.plan, outcome)
-        return Running(self.rows, plan, None, self.scores, self.since)
+        return Running(self.rows, plan, None, self.scores, self.since, self.timer)
 
 
 class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
     executor  None: there is no overlap, every step is looked at when it has begun
-    metrics   count carried steps, and the seconds of waiting for them
+    metrics   count carried steps
     running   the step that has begun and was not looked at; None between other steps
     """
 
@@ -113,9 +117,9 @@ class Overlap:
         if running.trees is not None:
             return running.trees
         assert self._executor is not None
-        begun = perf_counter()
+        running.timer.resume()
         trees = self._executor.trees(running.scores)
-        self._metrics.seconds["verify"] += perf_counter() - begun
+        running.timer.lap("verify")
         return trees
 
     def growing(self, sequence: Sequence) -> int:
@@ -153,18 +157,20 @@ class Overlap:
             traits.needs_features and not draft_tokens
         ):
             return None
-        since = monotonic()
+        since, timer = perf_counter(), StageTimer()
         planned = self._scheduler.plan_next(before.rows, before.plan)
+        timer.resume()
         if planned is None:
             return None
         plan, rows = planned
         if not self._drafter.carry(plan, drafting):
             return None
+        timer.lap("draft")
         scores = self._executor.carry(plan, self._drafter.draft_request(plan))
         if scores is None:
             return None
         self._metrics.carried += 1
-        return Carried(rows, plan, scores, since)
+        return Carried(rows, plan, scores, since, timer)
 
 
 def carrying(executor: Executor) -> OverlapExecutor | None:

@@ -20,12 +20,15 @@ class DrafterTraits:
     max_depth         longest path it can propose
     needs_features    what it keeps in pages pairs a position with the token after it: a page is
                       shared only where that token is the same too (EAGLE family)
+    free              proposing takes microseconds and every draft token has an honest score: it is
+                      asked for all it knows, and chosen from afterwards
     drafts_on_device  its draft tokens for the next step can come of the running one, on the device
     """
 
     name: str
     max_depth: int
     needs_features: bool = False
+    free: bool = False
     drafts_on_device: bool = False
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.draft_state import allowed
@@ -63,7 +62,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
     device, grammars = FixedHead(ids), TreeGrammars(VOCAB)
     drafter = ModelDrafter(device, limits, TreeShape(2, 3), grammars.mask)
-    policy = GrammarPolicy(FixedPolicy(6, 3), grammars)
+    policy = FixedPolicy(6, 3, grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
     ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
     assert heard(ear) == plain(case, "bytes", sampling)

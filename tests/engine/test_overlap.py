@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import AdaptivePolicy, Budget, FixedPolicy
+from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.guarded import GuardedDrafter
-from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.request import Finish
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from tests.engine.carrying import CarryingToy
@@ -208,8 +208,8 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
     engine, toy = overlapped("oracle")
     inner = toy._drafter
     guarded = GuardedDrafter(inner)
-    engine._core._overlap._drafter._inner = guarded
-    engine._core._drafter._inner = guarded
+    object.__setattr__(engine._core._parts, "drafter", guarded)
+    engine._core._overlap._drafter = guarded
 
     def broken(plan):
         raise RuntimeError("no more")
@@ -225,11 +225,11 @@ class Counting(FixedPolicy):
 
     def __init__(self):
         super().__init__(3, 3)
-        object.__setattr__(self, "asked", 0)
+        self.asked = 0
 
     def budgets(self, slots, kv_len):
         if len(slots):
-            object.__setattr__(self, "asked", self.asked + 1)
+            self.asked += 1
         return (
             super().budgets(slots, kv_len)
             if self.asked % 7 == 0
@@ -245,7 +245,6 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     toy, policy = CarryingToy(limits()), Counting()
     engine = make(name, executor=toy, overlap=True, policy=policy)
     toy._drafter.traits = replace(toy._drafter.traits, needs_features=features)
-    engine._core._drafter.traits = toy._drafter.traits
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
     stats = engine.stats()
@@ -257,15 +256,13 @@ def test_adaptive_guessing_sees_every_step():
     costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
     policy, toy = AdaptivePolicy(costs, 4, 4), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
-    selected = SelectedDrafter(toy._drafter, policy)
-    engine._core._drafter._inner = selected
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)
     for request in requests:
         ear.expect(request)
     stats = engine.stats()
     assert stats.carried > stats.steps / 3
-    assert stats.acceptance_length > 2 and policy.describe()["acceptance"] > 0.7
+    assert stats.acceptance_length > 2 and policy.describe()["first_draft_token_right"] > 0.7
 
 
 def test_a_plan_is_completed_by_the_outcome_before():

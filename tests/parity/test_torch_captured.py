@@ -1,4 +1,4 @@
-"""CudaGraphRunner that are captured and replayed, by a recorder that has a CUDA graph's manners."""
+"""Rounds that are captured and replayed, by a recorder that has a CUDA graph's manners."""
 
 import numpy as np
 import pytest

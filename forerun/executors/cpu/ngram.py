@@ -41,7 +41,7 @@ class CpuNgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._library = native.load_short()
         rules = native.NgramRules(
