@@ -186,7 +186,7 @@ class Resting(FixedPolicy):
 
     def __init__(self):
         super().__init__(DEPTH, DEPTH)
-        object.__setattr__(self, "steps", iter(range(10**6)))
+        self.steps = iter(range(10**6))
 
     def budgets(self, slots, kv_len):
         if next(self.steps) % 9 in (3, 4, 5, 6):
