@@ -83,7 +83,9 @@ class CpuExecutor:
         kernels: str = "",
     ) -> None:
         arch = checkpoint.architecture
-        _check_runs(arch, limits)
+        check_runs(arch, limits.context)
+        if limits.vocab != arch.vocab:
+            raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
         self.limits = limits
         self._arch = arch
         self._library = native.load()
@@ -278,11 +280,25 @@ def cache_bytes_per_token(arch: Architecture) -> int:
     return arch.layers * 2 * arch.kv_heads * arch.head_size * 2
 
 
-def _check_runs(arch: Architecture, limits: ExecutorLimits) -> None:
-    if arch.head_size % 8:
-        raise ModelError(
-            f"the CPU executor needs a head size that is a multiple of 8, not {arch.head_size}; "
-            "use the torch executor"
+def refusal(arch: Architecture, context: int | None = None) -> str | None:
+    """Why the compiled core cannot run this model up to `context` tokens, in one clause; None
+    where it can. Without a context: up to where the first sliding window would hide something.
+    """
+    beyond, size, exact = arch.beyond_llama(), arch.head_size, arch.windowless_context
+    if beyond:
+        return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
+    if size % 8:
+        return f"the CPU core needs a head size that is a multiple of 8, not {size}"
+    if context is not None and exact < min(context, arch.context):
+        return (
+            f"the CPU core knows no sliding windows: this model's has {exact} tokens and the "
+            f"context is {context}"
         )
-    if limits.vocab != arch.vocab:
-        raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    return None
+
+
+def check_runs(arch: Architecture, context: int | None) -> None:
+    """Raise ModelError where `refusal` has a reason."""
+    reason = refusal(arch, context)
+    if reason is not None:
+        raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -22,8 +22,15 @@ from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
-from forerun.interface.executor import ExecutorLimits
+from forerun.executors.torch.layers import (
+    FLOAT8,
+    PLAIN,
+    Float8Linear,
+    Linear,
+    compiled,
+    padded_rows,
+)
+from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.machine import memory_available
@@ -113,7 +120,7 @@ class TorchExecutor:
             checkpoint,
             self.device,
             self.dtype,
-            float8=dtype == "float8",
+            products=Float8Linear if dtype == "float8" else Linear,
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
         self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
@@ -150,6 +157,16 @@ class TorchExecutor:
         if self._graphs is not None:
             self._graphs.draft_extend(drafting)
         return self._graphs is not None
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the rounds that such drafts will need. Nothing where there are no rounds."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up(draft, progress)
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
+        return rows * nodes if self._graphs is None else self._graphs.padded_nodes(rows, nodes)
 
     def keep_state(self) -> bool:
         """Let rounds carry on from each other. False where there are none."""
@@ -213,7 +230,8 @@ class TorchExecutor:
                 cache.write(layer, keys[:count], values[:count])
             else:
                 self.kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
-            return attend_layer(queries, *cache.of_layer(layer))
+            spec = decoder.arch.layer_specs[layer].attention
+            return attend_layer(queries, *cache.of_layer(layer), spec=spec)
 
         # Our kernels know no padding; the bits are the batch's affair where they run.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
@@ -233,25 +251,24 @@ class TorchExecutor:
             features=features,
         )
 
-    def _attention(
-        self, plan: Plan, trees: TreeBatch, cache: PagedCache
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A layer's attention in this step: queries, keys, values -> context."""
+    def _attention(self, plan: Plan, trees: TreeBatch, cache: PagedCache) -> Callable[..., Tensor]:
+        """A layer's attention in this step: queries, keys, values, its spec -> context."""
         kernels, arch = self.kernels, self.decoder.arch
         if kernels is None:
-            blocks = key_blocks(plan, trees, cache, self.device)
-            return partial(attend, blocks=blocks)
+            windows = dict.fromkeys(spec.attention.window for spec in arch.layer_specs)
+            blocks = {w: key_blocks(plan, trees, cache, self.device, w) for w in windows}
+            return lambda q, k, v, spec: attend(q, k, v, blocks[spec.window], spec)
         gqa_group = arch.heads // arch.kv_heads
         return partial(
             kernels.attend, geometry=geometry_of(plan, trees, cache, gqa_group, self.device)
         )
 
     def _captured_rounds(self) -> CudaGraphRunner | None:
-        """None where nothing captures. The first round captures the common ones."""
+        """None where nothing captures."""
         records = recorder(self.device)
-        if records is None or self.kernels is None:
-            return None
         decoder, cache = self._alive()
+        if records is None or self.kernels is None or not decoder.capturable:
+            return None
         return CudaGraphRunner(decoder, cache, self.limits, self.kernels, records)
 
     def _round(
