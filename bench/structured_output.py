@@ -160,7 +160,7 @@ class Timed:
 
     def __init__(self, grammars: TreeGrammars) -> None:
         self.seconds, self.masks = 0.0, 0
-        for name in ("open", "room", "guide", "masks", "commit"):
+        for name in ("open", "predicted", "guide", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
