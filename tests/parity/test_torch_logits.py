@@ -153,8 +153,8 @@ def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
     with Driver(executor) as driver:
         driver.open(0, tokens)
         driver.step([Row(0, known=30)])
-        driver.step([Row(0)])
-        second, first = executor.aux_hidden_states.split(64, -1)
+        features = driver.step([Row(0)]).outcome.features
+        second, first = features.tensor().split(64, -1)
     for ours, theirs in ((first, 0), (second, 1)):
         assert ours.shape == (20, 64)
         assert (ours - output.hidden_states[theirs][0, 30:]).abs().max() < 1e-5

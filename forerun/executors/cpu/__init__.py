@@ -1,6 +1,6 @@
 """Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
-from forerun.executors.cpu.draft_model import CpuDraftModel
+from forerun.executors.cpu.eagle_model import CpuEagleModel
 from forerun.executors.cpu.executor import (
     CpuExecutor,
     cache_bytes_per_token,
@@ -12,7 +12,7 @@ from forerun.executors.cpu.native import available
 from forerun.executors.cpu.ngram import CpuNgramDrafter
 
 __all__ = [
-    "CpuDraftModel",
+    "CpuEagleModel",
     "CpuExecutor",
     "CpuNgramDrafter",
     "HiddenStates",
