@@ -80,10 +80,11 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     x, weight = torch.randn(3, 32), torch.rand(32)
     torch.testing.assert_close(parts.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
     torch.testing.assert_close(parts.gate(x, x), PLAIN.gate(x, x))
+    torch.testing.assert_close(parts.gelu_gate(x, x), PLAIN.gelu_gate(x, x))
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
-    assert seen == [True] * 3
+    assert seen == [True] * 4
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):
