@@ -10,14 +10,15 @@ The executors are imported by the functions that choose them: neither is needed 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from forerun.build import tuned
 from forerun.build.drafting import (
-    chosen_speculation,
     eagle_drafting,
     excused,
     open_drafts,
+    resolved_drafting,
     with_draft,
     with_shipped,
 )
@@ -147,11 +148,11 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     """The engine, and the drafter it asks."""
     grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
     drafter, policy = _drafting(config, target, grammars)
-    fault = target.fault if config.speculation == "off" else None
+    fault = target.fault if not config.speculates else None
     guarded = GuardedDrafter(drafter, fault)
     policy = GuardedPolicy(policy, guarded)
     options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
-    if config.speculation != "off":
+    if config.speculates:
         policy = GrammarPolicy(policy, grammars)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
@@ -196,17 +197,18 @@ def _drafting(
     config: EngineConfig, target: Target, grammars: TreeGrammars
 ) -> tuple[Drafter, Policy]:
     """What proposes draft tokens, and how many it may."""
-    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
+    shape = config.draft_shape
+    if not config.speculates or shape.nodes == 0 or shape.steps == 0:
         return NoDrafter(), FixedPolicy(0, 0)
     drafter = _lookup(target.memory.limits.slots, target.table)
-    if target.head is not None and config.speculation in ("auto", "head", "both"):
+    if target.head is not None and config.algorithm.model:
         limits, costs = target.memory.limits, target.costs
         return eagle_drafting(config, limits, costs, target.head, drafter, grammars.mask)
-    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    depth = min(shape.steps, shape.nodes, drafter.traits.max_depth)
     if target.costs is not None and config.policy == "adaptive":
-        chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
+        chooser = SelectivePolicy(target.costs, shape.nodes, depth)
         return SelectedDrafter(drafter, chooser), chooser
-    return drafter, FixedPolicy(config.draft_nodes, depth)
+    return drafter, FixedPolicy(shape.nodes, depth)
 
 
 def _lookup(slots: int, table: NgramTable | None) -> Drafter:
@@ -221,7 +223,7 @@ def _costs(
     config: EngineConfig, executor: Executor, table: NgramTable | None = None
 ) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
-    if config.policy != "adaptive" or config.speculation == "off":
+    if config.policy != "adaptive" or not config.speculates:
         return None
     return measure_costs(executor, _lookup(executor.limits.slots, table))
 
@@ -230,19 +232,19 @@ def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
     config = with_shipped(config)
-    if config.draft is not None:
-        raise ConfigError("the toy model takes no draft; leave --draft out.")
+    if config.speculative_draft_model_path is not None:
+        raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = chosen_speculation(config, head=False, fault=None)
-    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = resolved_drafting(config, head=False, fault=None)
+    config = replace(config, executor="toy", dtype="float32")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        chat=_chat(_template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
@@ -255,7 +257,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
+    model = open_model(config.model, progress, revision=config.revision)
     config = with_shipped(choose_executor(config))
     arch = model.architecture
     native = config.executor == "cpu"
@@ -274,7 +276,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     if draft is not None:
         device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
         head = (draft, device) if device is not None else None
-    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+    config = resolved_drafting(config, head is not None, fault)
     costs = _costs(config, executor, table)
     if costs is not None and head is not None:
         costs = with_draft_model(costs, head[1], executor, config.page_size)
@@ -284,7 +286,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         fault=fault,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(model.chat_template, model.tokenizer),
+        chat=_chat(_template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
@@ -311,6 +313,7 @@ def choose_executor(config: EngineConfig) -> EngineConfig:
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
+        wanted = wanted and not config.enable_torch_compile
         missing = cpu.available() if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
@@ -365,6 +368,19 @@ def _resolved(
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )
+
+
+def _template_source(config: EngineConfig, own: str | None) -> str | None:
+    """The chat template that was named, else the model's own. Raises ConfigError."""
+    if config.chat_template is None:
+        return own
+    try:
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat-template names a file with a Jinja template, but {config.chat_template} cannot "
+            f"be read ({error})."
+        ) from error
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

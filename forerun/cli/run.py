@@ -17,7 +17,7 @@ from forerun.control.cost_model import StepCosts
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
 from forerun.flags import configured
-from forerun.types import Ints
+from forerun.types import Ints, RequestId
 
 FEWEST = 8
 """A speed over fewer tokens than these would say nothing."""
@@ -48,7 +48,7 @@ class Timed:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
-    if arguments.compare and config.speculation == "off":
+    if arguments.compare and not config.speculates:
         raise ConfigError("--compare has nothing to compare with speculation off.")
     if arguments.raw and arguments.system:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
@@ -95,7 +95,12 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
     Both are measured: the answer that was shown came first, when the machine was still cold.
     """
     plain = replace(request, speculation=Speculation(enabled=False, stats=True))
-    return [(answered(loaded, plain), answered(loaded, request)) for _ in range(ROUNDS)]
+
+    def again(asked: Request, number: int) -> Timed:
+        # The engine may still be ending the last one when its news is here.
+        return answered(loaded, replace(asked, id=RequestId(f"{request.id}-{number}")))
+
+    return [(again(plain, 2 * number), again(request, 2 * number + 1)) for number in range(ROUNDS)]
 
 
 def summary(

@@ -23,9 +23,14 @@ from tests.parity.tape import Tape
 from tests.parity.test_torch_draft_model import Target, learn, opened
 from tests.parity.test_torch_drafting import KERNELS, Uneven
 
-OFF = {"speculation": "off"}
+OFF = {"speculative_algorithm": "OFF"}
 SHAPES = [OFF] + [
-    {"speculation": "head", "draft_nodes": nodes, "draft_depth": depth, "draft_width": width}
+    {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": depth,
+        "speculative_eagle_topk": width,
+    }
     for nodes, depth, width in [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
 ]
 """No drafter; chains; trees of which all, or the best, are verified."""
@@ -169,7 +174,9 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor._graphs._future = None  # Room is made anew.
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
-    found, stats = answered(slow[0], requests, True, **SHAPES[2] | {"draft_width": width})
+    found, stats = answered(
+        slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
+    )
     assert tokens(found) == tokens(expected)
     assert slow[0].executor._graphs._future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
