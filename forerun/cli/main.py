@@ -118,6 +118,12 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     parser.add_argument(
+        "--parse-special",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --raw: control strings such as <|im_start|> are their tokens (default: yes)",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="answer again, three times without speculation and with it: compare speed and text",

@@ -52,6 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--compare has nothing to compare with speculation off.")
     if arguments.raw and arguments.system:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
+    if not (arguments.raw or arguments.parse_special):
+        raise ConfigError("--no-parse-special is for --raw: chats never hold control tokens.")
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(probed(config, arguments.probe)[0])
     try:
@@ -174,6 +176,6 @@ def _prompt(given: str | None) -> str:
 
 def _encode(loaded: Loaded, text: str, arguments: argparse.Namespace) -> Ints:
     if arguments.raw:
-        return loaded.tokenizer.encode(text, bos=True)
+        return loaded.tokenizer.encode(text, arguments.parse_special, bos=True)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     return encode_chat(loaded, [*system, {"role": "user", "content": text}])

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     if config.start_from and config.table_only:
         raise ConfigError("--table-only trains no head; leave --start-from out")
-    if config.start_from and arguments.draft_vocab:
+    if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
