@@ -49,7 +49,7 @@ def target(hf, tmp_path_factory):
         model=str(tiny.save_folder(hf, tmp_path_factory.mktemp("target"))),
         executor="torch",
         dtype="float32",
-        speculation="off",
+        speculative_algorithm="OFF",
         policy="fixed",
         max_sequences=4,
         max_step_nodes=40,
@@ -83,9 +83,15 @@ PROMPTS += [PROMPTS[4], np.append(PROMPTS[4][:40], 7)]  # Whose pages are found 
 
 def served(target, model=None, temperature=0.0, at_once=None, tokens=TOKENS, **changes):
     """Completions of all prompts, some of which need several steps to be read."""
-    speculation = "off" if model is None else "head"
-    shape = {"draft_nodes": DEPTH, "draft_depth": DEPTH, "draft_width": 1} | changes
-    config = replace(target.config, speculation=speculation, **shape)
+    method = "OFF" if model is None else "EAGLE"
+    shape = {"nodes": DEPTH, "depth": DEPTH, "width": 1} | changes
+    config = replace(
+        target.config,
+        speculative_algorithm=method,
+        speculative_num_draft_tokens=shape["nodes"] + 1,
+        speculative_num_steps=shape["depth"],
+        speculative_eagle_topk=shape["width"],
+    )
     engine = make_engine(replace(target, draft_model=model), config)
     engine.start()
     try:
@@ -168,7 +174,7 @@ def test_no_draft_model_changes_the_text(target, models, plain, name, shape, tem
     nodes, depth, width = shape
     done, _ = served(
         target, models[name], temperature,
-        draft_nodes=nodes, draft_depth=depth, draft_width=width,
+        nodes=nodes, depth=depth, width=width,
     )  # fmt: skip
     accepted, draft_tokens = exact(done, plain[temperature])
     assert 0 < accepted < draft_tokens if name == "small" else draft_tokens > 0
@@ -176,7 +182,7 @@ def test_no_draft_model_changes_the_text(target, models, plain, name, shape, tem
 
 def test_a_tree_of_the_small_decoder_accepts_more_than_its_chain(target, models, plain):
     chain = exact(served(target, models["small"])[0], plain[0.0])[0]
-    shape = {"draft_nodes": 16, "draft_width": 4}
+    shape = {"nodes": 16, "width": 4}
     tree = exact(served(target, models["small"], **shape)[0], plain[0.0])[0]
     assert tree > chain
 
@@ -219,7 +225,7 @@ def test_a_template_is_grown_and_nothing_else(target, models, plain, monkeypatch
     monkeypatch.setattr(drafting, "TreeShape", lambda *_: shape)
     for name in ("self", "small", "block"):
         seen.clear()
-        done, _ = served(target, models[name], draft_nodes=4, draft_depth=2)
+        done, _ = served(target, models[name], nodes=4, depth=2)
         accepted, _ = exact(done, plain[0.0])
         assert {tuple(parents) for parents in seen} <= {(-1, -1, 0, 0), (-1, -1)}
         assert (-1, -1, 0, 0) in {tuple(parents) for parents in seen}
