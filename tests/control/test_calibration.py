@@ -62,14 +62,14 @@ class CapturingToy(ToyExecutor):
     def replay(self, nodes):
         return 0.005 + 0.00003 * nodes
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         size = plan.rows, len(trees.tokens)
         calls = self.calls[size] = self.calls.get(size, 0) + 1
         random = np.random.default_rng((calls, *size))
         slow = calls <= len(self.first)
         took = self.first[calls - 1] if slow else self.replay(size[1])
         self.clock.now += took * (1.0 + 0.02 * random.standard_normal())
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
 
 
 @pytest.mark.parametrize("first", [(1.5, 0.15), (0.4,), ()])
