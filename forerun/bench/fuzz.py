@@ -75,7 +75,7 @@ class Fuzzer:
         self._source = CaseSource(
             [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
             self._reference_target.memory.limits.vocab,
-            config.device != "cpu",
+            self._reference_target.config.device != "cpu",
             seed,
         )
         self._target: tuple[dict[str, Any], Target] | None = None

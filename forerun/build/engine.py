@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     chosen_speculation,
     excused,
@@ -23,6 +24,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.build.prepare import prepare
 from forerun.config import EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
@@ -67,6 +69,7 @@ class Target:
     draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    device    where it runs, and why; None of the toy
     """
 
     executor: Executor
@@ -81,6 +84,7 @@ class Target:
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    device: DeviceChoice | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -232,6 +236,7 @@ def _open_toy(config: EngineConfig) -> Target:
     policy = "fixed" if config.policy == "auto" else config.policy
     speculation = chosen_speculation(config, head=False, fault=None)
     config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = replace(config, device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
@@ -249,7 +254,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
+    model, device = open_model(config.model, progress), choose_device(config)
     arch = model.architecture
     config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
@@ -273,6 +278,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
             config, lambda: _draft_model(executor, model.checkpoint, draft)
         )
     config = replace(config, speculation=chosen_speculation(config, draft_model is not None, fault))
+    prepare(config, executor, draft_model is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and draft_model is not None:
         costs = with_draft_model(costs, draft_model, executor, config.page_size)
@@ -281,6 +287,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         draft_model=draft_model,
         table=table,
         fault=fault,
+        device=device,
         executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
@@ -304,11 +311,12 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
 
 def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing or cannot
-    run the model.
+    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing or
+    cannot run the model.
     """
     from forerun.executors import cpu
 
+    config = replace(config, device=choose_device(config).device)
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"

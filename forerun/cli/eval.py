@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 
 from rich.table import Table
@@ -87,15 +86,14 @@ def _simulation(target: Target) -> Simulate:
     if target.draft is None:
         raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
     try:
-        simulation = import_module("forerun.train.simulate").Simulation
+        from forerun.train.simulate import Simulation
     except ImportError as error:
         raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
     with bars() as report:
         checkpoint = open_model(target.config.model, report).checkpoint
     config = target.config
     core = config.executor == "cpu"
-    found: Simulate = simulation(checkpoint, target.draft, core, config.threads).length
-    return found
+    return Simulation(checkpoint, target.draft, core, config.threads).length
 
 
 def _promised(draft: str | None) -> float | None:

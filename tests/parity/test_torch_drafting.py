@@ -10,9 +10,8 @@ from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import TorchEagleModel, executor
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
-from forerun.executors.torch.captured import runner
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
@@ -42,11 +41,13 @@ def learned(dense, tmp_path_factory):
     return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
-def taped(folder, twin, **changes):
-    """The target with rounds that a tape captures."""
+def taped(folder, twin, tape=None, **changes):
+    """The target with rounds that a tape captures when they come up, none before."""
+    tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "kernels_for", lambda device: KERNELS)
-        patch.setattr(executor, "recorder", lambda device: Tape())
+        patch.setattr(executor, "recorder", lambda device: tape)
+        patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
         return opened(folder, twin, **changes)
 
 
@@ -58,12 +59,6 @@ def pair(folder, learned):
     yield targets
     for target in targets:
         target.close()
-
-
-@pytest.fixture(autouse=True)
-def few_captures(monkeypatch):
-    """Only what comes up: tests/parity/test_torch_rounds.py sees the common sizes."""
-    monkeypatch.setattr(runner, "COMMON", ())
 
 
 @pytest.fixture

@@ -371,6 +371,10 @@ def target(folder, learned):
 
 def opened(folder, twin, device="cpu", **changes):
     """The target with the twin's head, in float32."""
+    return open_target(opened_config(folder, twin, device, **changes))
+
+
+def opened_config(folder, twin, device="cpu", **changes):
     config = EngineConfig(
         model=str(folder),
         executor="torch",
@@ -382,7 +386,7 @@ def opened(folder, twin, device="cpu", **changes):
         max_step_nodes=64,
         kv_tokens=2048,
     )
-    return open_target(replace(config, **changes))
+    return replace(config, **changes)
 
 
 def serve(target, prompts, speculation="head", tokens=60, temperature=0.0, **changes):

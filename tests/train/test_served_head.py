@@ -30,7 +30,7 @@ from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
-from forerun.train.loop import Progress
+from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
 from tests.train.conftest import TRAINING
 

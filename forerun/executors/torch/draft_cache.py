@@ -98,11 +98,12 @@ class DraftCache:
         lengths = np.diff(extension.start)
         row = np.repeat(np.arange(len(lengths)), lengths)
         if not self._roots:
-            tokens, start = extension.next_tokens, extension.start
+            tokens: Ints = extension.next_tokens
+            start: Ints = extension.start
             scored = extension.scored
         else:
-            start = extension.start + np.arange(len(lengths) + 1, dtype=np.int32)
-            tokens = np.zeros(start[-1], np.int32)
+            start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
+            tokens = np.zeros(int(start[-1]), np.int32)
             tokens[np.arange(len(row)) + row] = extension.tokens
             tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
             scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
