@@ -13,6 +13,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammars import Committed
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import SPANNING, TOKENIZERS, chosen, compiled, members, random_draft
@@ -168,7 +169,7 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
         output: tuple[int, ...] = ()
         for _ in range(8):
             if walk.random.random() < 0.5:
-                grammars.room(slots)
+                grammars.predicted(slots, FIXED_MIN_PROB)
             draft = walk.draft(output, 12, 5)
             if walk.random.random() < 0.7:
                 draft = grammars.guide(slots, [draft], many, many)[0]
