@@ -249,7 +249,8 @@ class EngineConfig:
 
     def _check_batches(self) -> None:
         """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
-        captured = self.device != "cpu" and not self.disable_cuda_graph
+        # "auto" is checked when it was resolved.
+        captured = self.device not in ("cpu", "auto") and not self.disable_cuda_graph
         for name, limit, used in (
             ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
             ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
