@@ -8,12 +8,12 @@ The executors are imported by the functions that choose them: neither is needed 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.chat_template import template_source
 from forerun.build.drafting import (
     eagle_drafting,
     excused,
@@ -23,7 +23,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
-from forerun.config import EngineConfig
+from forerun.config import NEUTRAL, EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -69,6 +69,8 @@ class Target:
     head      the draft head that is wanted, ready to run; None without one
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
+              repetition_penalty; what is not there is neutral
     """
 
     executor: Executor
@@ -82,6 +84,7 @@ class Target:
     head: tuple[DraftFile, DraftModel] | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -186,6 +189,7 @@ def _facts(target: Target) -> dict[str, Any]:
     return {
         "model": target.name,
         "config": asdict(target.config),
+        "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
         "costs": asdict(target.costs) if target.costs else None,
@@ -244,12 +248,13 @@ def _open_toy(config: EngineConfig) -> Target:
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=_chat(_template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
+        chat=_chat(template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
         costs=_costs(config, executor),
         compiler=open_compiler(config.grammar_backend, tokenizer),
+        sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
 
 
@@ -286,12 +291,13 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         fault=fault,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(_template_source(config, model.chat_template), model.tokenizer),
+        chat=_chat(template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
+        sampling=model.sampling if config.sampling_defaults == "model" else {},
     )
 
 
@@ -368,19 +374,6 @@ def _resolved(
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )
-
-
-def _template_source(config: EngineConfig, own: str | None) -> str | None:
-    """The chat template that was named, else the model's own. Raises ConfigError."""
-    if config.chat_template is None:
-        return own
-    try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat-template names a file with a Jinja template, but {config.chat_template} cannot "
-            f"be read ({error})."
-        ) from error
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
