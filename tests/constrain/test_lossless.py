@@ -7,12 +7,12 @@ from functools import cache
 
 import numpy as np
 import pytest
+from forerun.constrain.grammar_policy import GrammarPolicy
+from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.cost_model import StepCosts
-from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.request import Finish, Request

@@ -80,7 +80,7 @@ class Kernel:
         }
 
 
-def attention(dtype, gqa_group, size, lines, pages=None):
+def attention(dtype, gqa_group, size, lines, pages=None, special=False):
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -88,14 +88,15 @@ def attention(dtype, gqa_group, size, lines, pages=None):
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
         **{"out": number, "found": "*fp32", "sums": "*fp32"},
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
+        "position": "*i32",
         "group_stride": "i64",
-        **dict.fromkeys(("table_stride", "scratch", "count", "nodes"), "i32"),
-        "scale": "fp32",
+        **dict.fromkeys(("table_stride", "scratch", "count", "nodes", "window"), "i32"),
+        **{"scale": "fp32", "cap": "fp32"},
     }
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
-        "NARROW": pages is not None,
+        **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
         "KEYS": shape.keys,
     }
     return Kernel(triton_attention._attend, signature, constants, 4, shape.stages)
@@ -146,10 +147,10 @@ def norm(wide, warps, dtype):
     return layer(triton_layers._norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
 
 
-def gate(dtype):
+def gate(dtype, gelu=False):
     numbers = ("gate_stride", "up_stride", "width")
-    pointers = ("gate", "up", "out")
-    return layer(triton_layers._gate, pointers, numbers, {"BLOCK": 1024}, 4, dtype)
+    pointers, constants = ("gate", "up", "out"), {"BLOCK": 1024, "GELU": gelu}
+    return layer(triton_layers._gate, pointers, numbers, constants, 4, dtype)
 
 
 def rotate(half, dtype):
@@ -187,13 +188,20 @@ def model(name, dtype, hidden, group, size, pages=None):
 
 def matrix():
     """All binaries, by name: an 8B shape (its draft head has the same), the default model, float32,
-    float8 pages; and what the choice needs.
+    float8 pages, windows with a softcap; and what the choice needs.
     """
     return {
         **model("8b", "bf16", 4096, 4, 128),
         **model("8b float8 pages", "bf16", 4096, 4, 128, "fp8e4nv"),
         **model("135m", "bf16", 576, 3, 64),
         **model("135m float32", "fp32", 576, 3, 64),
+        **{
+            f"attend 8b with window and cap, {lines} lines": attention(
+                "bf16", 4, 128, lines, special=True
+            )
+            for lines in attention_lines(4)
+        },
+        "gelu gate": gate("bf16", gelu=True),
         "choose": choice(),
         "pick chain": pick(1),
         "pick 4 wide": pick(4),
@@ -213,9 +221,17 @@ be a stack or local memory. Seconds are of one core of the machine that wrote th
 
 def table():
     """The document: one line for each kernel and architecture."""
-    lines = [
-        "| kernel | sm | registers | spills | shared, KB | programs | tensor cores | seconds |"
-    ]
+    heads = (
+        "kernel",
+        "sm",
+        "registers",
+        "spills",
+        "shared, KB",
+        "programs",
+        "tensor cores",
+        "seconds",
+    )
+    lines = ["| " + " | ".join(heads) + " |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     total = dict.fromkeys(ARCHS, 0.0)
     for name, kernel in matrix().items():

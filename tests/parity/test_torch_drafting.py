@@ -9,8 +9,8 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters.eagle import EagleDrafter
-from forerun.executors.torch import TorchDraftModel, TorchExecutor, executor
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.geometry import attend_dense
@@ -20,7 +20,7 @@ from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import write
-from tests.parity.test_torch_draft_model import SWITCHES, Target, Twin, learn, opened, serve
+from tests.parity.test_torch_eagle_model import SWITCHES, Target, Twin, learn, opened, serve
 
 KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
 
@@ -65,7 +65,7 @@ def pair(folder, learned):
 def seen(monkeypatch):
     """What head drafters propose, and how many passes they ask for."""
     found = {"drafts": [], "passes": 0}
-    propose = EagleDrafter.propose
+    propose = ModelDrafter.propose
 
     def proposed(self, plan):
         drafts = propose(self, plan)
@@ -73,15 +73,15 @@ def seen(monkeypatch):
         found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
         return drafts
 
-    monkeypatch.setattr(EagleDrafter, "propose", proposed)
+    monkeypatch.setattr(ModelDrafter, "propose", proposed)
     for name in ("extend", "expand"):
-        asked = getattr(TorchDraftModel, name)
+        asked = getattr(TorchEagleModel, name)
 
-        def counted(self, work, asked=asked):
+        def counted(self, *work, asked=asked):
             found["passes"] += 1
-            return asked(self, work)
+            return asked(self, *work)
 
-        monkeypatch.setattr(TorchDraftModel, name, counted)
+        monkeypatch.setattr(TorchEagleModel, name, counted)
     return found
 
 

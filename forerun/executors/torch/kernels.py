@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,28 @@ from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kv import CacheTensor
 from forerun.executors.torch.layers import Elementwise
+from forerun.models.layer_spec import AttentionSpec
+
+
+class Attend(Protocol):
+    """Attention over pages and trees, launched."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: CacheTensor,
+        values: CacheTensor,
+        geometry: Geometry,
+        spec: AttentionSpec | None = None,
+    ) -> Tensor:
+        """Context [M,A,E] of queries [M,A,E] over keys and values of a layer, whose scores are
+        made as `spec` says; None: scaled by 1/sqrt(E), no window.
+        """
+        ...
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-Attend = Callable[[Tensor, CacheTensor, CacheTensor, Geometry], Tensor]
-"""(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
@@ -69,6 +85,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         parts=Elementwise(
             norm=guarded(device, triton_layers.norm),
             gate=guarded(device, triton_layers.gate),
+            gelu_gate=guarded(device, triton_layers.gelu_gate),
             rotate=guarded(device, triton_layers.rotate),
         ),
     )
