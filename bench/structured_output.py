@@ -212,7 +212,7 @@ def _measure(
     target: Target, prompt: str, grammar: Grammar | None, side: str, tokens: int, requests: int
 ) -> dict[str, Any]:
     """What one engine needs for the same prompt with different seeds, one after the other."""
-    config = target.config if side == "on" else replace(target.config, speculation="off")
+    config = target.config if side == "on" else replace(target.config, speculative_algorithm="OFF")
     engine = make_engine(target, config)
     timed = Timed(engine._parts.grammars)
     engine.start()

@@ -8,22 +8,25 @@ The executors are imported by the functions that choose them: neither is needed 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.chat_template import template_source
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
-    chosen_speculation,
-    eagle_drafter,
     excused,
+    model_drafter,
     open_drafts,
     policy_for,
+    resolved_drafting,
     with_draft,
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
-from forerun.config import EngineConfig
+from forerun.build.prepare import prepare
+from forerun.config import NEUTRAL, EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -40,6 +43,7 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
+from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -62,9 +66,13 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
-    head      the draft head that is wanted, ready to run; None without one
+    draft     the file of the draft head that is wanted; None without one
+    draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    device    where it runs, and why; None of the toy
+    sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
+              repetition_penalty; what is not there is neutral
     """
 
     executor: Executor
@@ -75,9 +83,12 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    head: tuple[DraftFile, DraftModel] | None = None
+    draft: DraftFile | None = None
+    draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    device: DeviceChoice | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -145,7 +156,7 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars)
     policy = policy_for(config, target.costs, drafter, grammars)
-    fault = target.fault if config.speculation == "off" else None
+    fault = target.fault if not config.speculates else None
     guarded = GuardedDrafter(drafter, fault, policy.disable)
     if fault is not None:
         policy.disable(fault)
@@ -182,6 +193,7 @@ def _facts(target: Target) -> dict[str, Any]:
     return {
         "model": target.name,
         "config": asdict(target.config),
+        "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
         "costs": asdict(target.costs) if target.costs else None,
@@ -191,11 +203,13 @@ def _facts(target: Target) -> dict[str, Any]:
 
 def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
     """What proposes draft tokens."""
-    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
+    shape = config.draft_shape
+    if not config.speculates or shape.nodes == 0 or shape.steps == 0:
         return NoDrafter()
     lookup = _lookup(target.memory.limits.slots, target.table)
-    if target.head is not None and config.speculation in ("auto", "head", "both"):
-        return eagle_drafter(config, target.memory.limits, target.head, lookup, grammars.mask)
+    model = target.draft_model
+    if model is not None and config.algorithm.model:
+        return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
     return lookup
 
 
@@ -211,7 +225,7 @@ def _costs(
     config: EngineConfig, executor: Executor, table: NgramTable | None = None
 ) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
-    if config.policy != "adaptive" or config.speculation == "off":
+    if config.policy != "adaptive" or not config.speculates:
         return None
     return measure_costs(executor, _lookup(executor.limits.slots, table))
 
@@ -220,24 +234,25 @@ def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
     config = with_shipped(config)
-    if config.draft is not None:
-        raise ConfigError("the toy model takes no draft; leave --draft out.")
+    if config.speculative_draft_model_path is not None:
+        raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = chosen_speculation(config, head=False, fault=None)
-    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = resolved_drafting(config, head=False, fault=None)
+    config = replace(config, executor="toy", dtype="float32", device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        chat=_chat(template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
         costs=_costs(config, executor),
         compiler=open_compiler(config.grammar_backend, tokenizer),
+        sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
 
 
@@ -245,68 +260,81 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
-    config = with_shipped(choose_executor(config))
+    model = open_model(config.model, progress, revision=config.revision)
+    device = choose_device(config)
     arch = model.architecture
+    config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
+    if native:
+        cpu.check_runs(arch, config.context)
     needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
     parts, fault = excused(config, lambda: open_drafts(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
-        needs = with_draft(needs, draft, None if native else ITEM_BYTES[config.dtype])
+        head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
+        needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    head = None
+    draft_model = None
     if draft is not None:
-        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
-        head = (draft, device) if device is not None else None
-    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+        draft_model, fault = excused(
+            config, lambda: _draft_model(executor, model.checkpoint, draft)
+        )
+    config = resolved_drafting(config, draft_model is not None, fault)
+    prepare(config, executor, draft_model is not None, progress)
     costs = _costs(config, executor, table)
-    if costs is not None and head is not None:
-        costs = with_draft_model(costs, head[1], executor, config.page_size)
+    if costs is not None and draft_model is not None:
+        costs = with_draft_model(costs, draft_model, executor, config.page_size)
     return Target(
-        head=head,
+        draft=draft if draft_model is not None else None,
+        draft_model=draft_model,
         table=table,
         fault=fault,
+        device=device,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(model.chat_template, model.tokenizer),
+        chat=_chat(template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
+        sampling=model.sampling if config.sampling_defaults == "model" else {},
     )
 
 
-def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.cpu import CpuDraftModel, CpuExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 
     if isinstance(executor, CpuExecutor):
-        return CpuDraftModel(executor, checkpoint, draft)
-    from forerun.executors.torch import TorchDraftModel, TorchExecutor
+        return CpuEagleModel(executor, checkpoint, draft)
+    from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor)
-    return TorchDraftModel(executor, checkpoint, draft)
+    return TorchEagleModel(executor, checkpoint, draft)
 
 
-def choose_executor(config: EngineConfig) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
+    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing or
+    cannot run the model.
+    """
     from forerun.executors import cpu
 
+    config = replace(config, device=choose_device(config).device)
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
-        missing = cpu.available() if wanted else None
+        wanted = wanted and not config.enable_torch_compile
+        missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
             warnings.warn(
-                f"The native CPU core is not available ({missing}); using torch, which is "
-                "several times slower.",
+                f"The native CPU core is not used ({missing}); using torch, which is several "
+                "times slower.",
                 stacklevel=2,
             )
     if dtype == "auto":

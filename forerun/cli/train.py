@@ -28,23 +28,28 @@ from forerun.train.served import ServedAuthor
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. A second run with the same --out goes on where the first stopped."""
-    changes = {item.name: getattr(arguments, item.name) for item in fields(TrainConfig)}
+    changes = {item.name: arguments.values[item.name] for item in fields(TrainConfig)}
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
     prompts = Path(arguments.prompts) if arguments.prompts else None
     if prompts and not prompts.is_file():
         raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
-    engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    engine = replace(
+        configured(EngineConfig, arguments),
+        model=arguments.model,
+        executor=arguments.executor,
+        max_sequences=config.width,
+    )
     if config.start_from and config.table_only:
         raise ConfigError("--table-only trains no head; leave --start-from out")
-    if config.start_from and arguments.draft_vocab:
+    if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
-        core = choose_executor(engine).executor == "cpu"
+        core = choose_executor(engine, model.architecture).executor == "cpu"
         source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)
         if engine.threads:
             torch.set_num_threads(engine.threads)

@@ -15,6 +15,10 @@ CACHED = 256
 """Cached tokens in the measurement that tells what reading the cache costs."""
 SECONDS = 0.5
 """All node counts together get so long; three times that where a machine is slow."""
+FIRST_CALLS = 2
+"""Steps of a count that are not timed. The first compiles what is made when it is needed, and pages
+in what lies on disk; on a GPU the second captures what the others replay. Simulated with both, a
+table said 30 to 300 times a step's time."""
 REPEATS = 8
 """A count is timed so often at most."""
 MIN_REPEATS = 3

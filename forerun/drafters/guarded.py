@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from forerun.interface.drafter import Drafter
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.types import Ints
 
 log = logging.getLogger("forerun.engine")
 
@@ -46,9 +48,13 @@ class GuardedDrafter:
         """What the other drafter proposes, or an empty draft per row."""
         return self._attempt(lambda: self._inner.propose(plan), [NO_DRAFT] * plan.rows)
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """What the other drafter asks for; nothing once it failed."""
+        return self._attempt(lambda: self._inner.draft_request(plan), None)
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Pass on; no step is carried for a drafter that failed."""
-        return self._attempt(lambda: self._inner.carry(plan), False)
+        return self._attempt(lambda: self._inner.carry(plan, drafting), False)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on."""

@@ -6,7 +6,7 @@ from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.output import Ending, Kept, complete, delta, keep
+from forerun.engine.output import Ending, Kept, delta, ended, keep, limit_reached
 from forerun.engine.overlap import Overlap, Running, carrying
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
@@ -143,9 +143,9 @@ class EngineCore:
             trees, scores = begin(schedule.plan, self._parts, timer)
         except Exception as error:
             log.exception("a step could not be begun")
-            self._fail(schedule, error)
+            self._fail(schedule.rows, error)
             return None
-        return Running(schedule, schedule.plan, trees, scores, since, timer)
+        return Running(schedule.rows, schedule.plan, trees, scores, since, timer)
 
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
@@ -154,7 +154,7 @@ class EngineCore:
         except Exception as error:
             log.exception("a step failed")
             self._overlap.drop()  # It carried on from what is not there.
-            self._fail(running.schedule, error)
+            self._fail(running.rows, error)
             self._release()
             return
         self._failures = 0
@@ -172,11 +172,11 @@ class EngineCore:
         trees = self._overlap.trees(running)
         return finish(running.plan, trees, running.scores, self._parts, running.timer)
 
-    def _fail(self, schedule: Schedule, error: Exception) -> None:
+    def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
         self._failures += 1
-        for sequence in schedule.rows:
+        for sequence in rows:
             self.end(sequence.request.id, _failed(error))
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
@@ -190,11 +190,7 @@ class EngineCore:
 
     def _process_outputs(self, running: Running, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = running.schedule.rows, running.plan
-        for slot, message in self._grammars.errors().items():
-            for sequence in rows:
-                if sequence.slot == slot:
-                    self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+        rows, plan = running.rows, running.plan
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
         for row, sequence in enumerate(rows):
             if sequence.over:
@@ -230,9 +226,15 @@ class EngineCore:
         """Push decided tokens through the grammar, if there is one, and the stop conditions."""
         if sequence.request.grammar is None or sequence.slot is None:
             return keep(sequence, tokens, self._eos_ids)
-        whole = self._grammars.commit(sequence.slot, tokens)
-        kept = keep(sequence, tokens[:whole], self._eos_ids)
-        return kept if whole is None or kept.ending else complete(sequence, kept)
+        committed = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[: committed.count], self._eos_ids)
+        if kept.ending is not None:
+            return kept
+        if committed.complete:
+            return ended(sequence, kept, Ending(Finish.STOP))
+        if committed.error:
+            return ended(sequence, kept, limit_reached(sequence, committed.error))
+        return kept
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()

@@ -36,8 +36,9 @@ def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Score
     """Draft and verify. A device that works by itself may still be at it afterwards."""
     timer.resume()
     trees = batch(plan.known, draft(plan, parts))
+    next_draft = parts.drafter.draft_request(plan)
     timer.lap("draft")
-    scores = parts.executor.verify(plan, trees)
+    scores = parts.executor.verify(plan, trees, next_draft)
     timer.lap("verify")
     return trees, scores
 

@@ -388,10 +388,10 @@ class Fragile(ToyExecutor):
         super().close(slot)
         self.bad.discard(slot)
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         if self.how == "verify" and self.bad & set(plan.slots.tolist()):
             raise RuntimeError("the device is on fire")
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
 
     def accept(self, plan, trees, scores, masks):
         def logits_of(node):

@@ -9,9 +9,8 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.guarded import GuardedDrafter
-from forerun.engine.overlap import completed
 from forerun.engine.request import Finish
-from forerun.interface.plan import Outcome, Plan
+from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
 
@@ -267,20 +266,23 @@ def test_adaptive_guessing_sees_every_step():
 
 
 def test_a_plan_is_completed_by_the_outcome_before():
-    def plan(slots, kv_len, **changes):
-        many = np.ones(len(slots), np.int32)
-        known = tuple(np.array([7], np.int32) for _ in slots)
-        facts = (many == 1, many, many, np.zeros((len(slots), 2), np.int32), many == 0)
-        return Plan(np.array(slots), np.array(kv_len), known, *facts, **changes)
-
-    before = plan([4, 2, 9], [10, 20, 30])
+    many, pages = np.ones(3, np.int32), np.zeros((3, 2), np.int32)
+    known = tuple(np.array([7], np.int32) for _ in range(3))
+    before = Plan(
+        np.array([4, 2, 9]), np.array([10, 20, 30]), known, many == 1, many, many, pages, many == 0
+    )
+    most, ends = np.array([32, 12, 22]), np.full(3, 99)
+    carried = CarriedPlan(np.array([9, 4, 2]), most, ends, 2 * many, 3 * many, pages + 5)
     outcome = Outcome(
         n_tokens=np.array([2, 0, 1], np.int32),
         tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
         n_draft_tokens=np.array([1, 1, 0], np.int32),
         finite=np.array([True, False, True]),
     )
-    made = completed(plan([9, 4, 2], [32, 12, 22], ends=np.full(3, 99)), before, outcome)
+    made = carried.completed(before, outcome)
+    assert made.slots.tolist() == [9, 4, 2]
     assert made.kv_len.tolist() == [31, 12, 20]
     assert [known.tolist() for known in made.known] == [[8], [6], [7]]
-    assert made.ends is None
+    assert made.samples.all() and not made.constrained.any()
+    assert (made.max_nodes.tolist(), made.max_depth.tolist()) == ([2] * 3, [3] * 3)
+    assert (made.page_table == 5).all()
