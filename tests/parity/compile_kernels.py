@@ -60,15 +60,15 @@ def attention(dtype, gqa_group, size, tile, parts, pages=None, special=False):
         **dict.fromkeys(("table_stride", "scratch", "count", "window"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
-    narrow = dtype != "fp32"
+    short = dtype != "fp32" and size <= 128
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
         **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
         "LINES": max(16, triton.next_power_of_2(tile * gqa_group)),
-        "KEYS": triton_attention.KEYS if narrow else triton_attention.KEYS // 2,
+        "KEYS": triton_attention.KEYS if short else triton_attention.KEYS // 2,
     }
     kernel = triton_attention._attend
-    return compiled(kernel, signature, constants, 4, 3 if narrow else 2)
+    return compiled(kernel, signature, constants, 4, 3 if short else 2)
 
 
 def merge(dtype):
@@ -135,6 +135,7 @@ def main():
         "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
         "attend 8b, float8 pages": lambda: attention("bf16", 4, 128, 1, 32, "fp8e4nv"),
         "attend 8b, tree, window and cap": lambda: attention("bf16", 4, 128, 16, 1, special=True),
+        "attend gemma": lambda: attention("bf16", 4, 256, 16, 1, special=True),
         "gelu gate": lambda: gate(gelu=True),
         "write float8": lambda: write("fp8e4nv"),
         "merge": lambda: merge("bf16"),

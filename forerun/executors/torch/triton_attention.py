@@ -204,6 +204,8 @@ def attend(
     count, heads, size = queries.shape
     spec = spec or AttentionSpec(size**-0.5)
     windowed, cap = spec.window is not None, spec.softcap
+    # Wider keys: fewer of them at once, or registers spill (tests/parity/test_triton_compiles.py).
+    short = queries.itemsize == 2 and size <= 128
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
     queries = queries.contiguous()
@@ -236,13 +238,13 @@ def attend(
         PAGE=geometry.page_size,
         TILE=geometry.tile,
         LINES=max(16, triton.next_power_of_2(geometry.tile * gqa_group)),
-        KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
+        KEYS=KEYS if short else KEYS // 2,
         PARTS=parts,
         NARROW=isinstance(keys, Narrow),
         WINDOWED=windowed,
         CAPPED=cap is not None,
         num_warps=4,
-        num_stages=3 if queries.itemsize == 2 else 2,
+        num_stages=3 if short else 2,
     )
     if parts > 1:
         _merge[(count * heads,)](found, sums, out, count * heads, E=size, PARTS=parts, num_warps=2)
