@@ -59,8 +59,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     # Scores large enough for the cap to bend them.
     "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "sliding_window": 24},
-    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3}
-    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
 
@@ -87,7 +86,12 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         local = {"rope_type": "default", "rope_theta": 3000.0}
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
-    return _CLASSES[family][0](**numbers | _OF_FAMILY.get(family, {}) | changes)
+    numbers |= _OF_FAMILY.get(family, {})
+    if family == "gemma3_text":
+        count = changes.get("num_hidden_layers", numbers["num_hidden_layers"])
+        kinds = ("sliding_attention", "full_attention")
+        numbers["layer_types"] = [kinds[layer % 2] for layer in range(count)]
+    return _CLASSES[family][0](**numbers | changes)
 
 
 def model(family: str, seed: int = 0, **changes: Any) -> Any:
