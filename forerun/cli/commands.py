@@ -286,6 +286,11 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 def _models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("list", "show", "rm", "pull"), help="what to do")
     parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="show: write the tokenizer there as Hugging Face libraries read it",
+    )
 
 
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
