@@ -4,11 +4,14 @@ Every option is declared once, here, with its help text and bounds. The command 
 the validation and the printed configuration all derive from these fields.
 """
 
+import re
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any
 
 from forerun.errors import ConfigError
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
@@ -185,6 +188,12 @@ class ServeSettings:
         (), "require this key (may be repeated); without one the server is open", flag="api-key"
     )
     served_name: str = option("", "the model's name in the API (default: the model's own)")
+    ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "let pages from this origin, such as https://chat.example.org, use the server (may be "
+        "repeated; * is any; none by default)",
+    )
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
@@ -217,6 +226,12 @@ class ServeSettings:
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
         if not all(key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key holds characters that no header can carry.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed-origins has {origin!r}, which no browser sends: an origin is * or "
+                    "scheme, host and port without a path, such as https://chat.example.org."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +18,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
+from forerun.serve.static_files import ui_routes
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
@@ -34,14 +36,34 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
         await service.close()
 
     app = Starlette(
-        routes=ROUTES,
-        middleware=[Middleware(RequestMiddleware, keys=settings.api_keys)],
+        routes=[*ROUTES, *(ui_routes() if settings.ui else ())],
+        middleware=[
+            *_cross_origin(settings.allowed_origins),
+            Middleware(RequestMiddleware, keys=settings.api_keys),
+        ],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
+    """What answers browsers that ask for pages of other origins; without origins, nothing does.
+
+    Outermost: a preflight carries no API key, and errors must be readable too.
+    """
+    if not origins:
+        return []
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
+    return [cors]
 
 
 async def _refused(request: Request, error: Exception) -> Response:
