@@ -17,7 +17,7 @@ from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, leg
 from forerun.control.grammar_budget import LIKELY
 from forerun.errors import EngineError
 from forerun.models.ngram_table import NgramTable
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import Ints
 
 
@@ -88,10 +88,10 @@ def guide(state: GrammarState, draft: Draft, depth: int) -> "Growth":
     growth = Growth()
     # By number of what lies ahead: its node, and how deep that is; -1 = the root.
     hung = {-1: (-1, 0)}
-    for number, (token, parent, score) in enumerate(state.predicted()):
+    for number, (token, parent, score, source) in enumerate(state.predicted()):
         above, level = hung.get(parent, (-1, depth))
         if level < depth:
-            hung[number] = growth.hang(token, above, score, -1), level + 1
+            hung[number] = growth.hang(token, above, score, -1, source), level + 1
     if len(draft):
         _check(state, draft, depth, growth)
     return growth
@@ -109,6 +109,7 @@ def _check(state: GrammarState, draft: Draft, depth: int, growth: "Growth") -> N
     """Hang into `growth` what is legal of a draft, and what is forced below it."""
     matcher = state.matcher
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
+    sources = draft.sources()
     path: list[int] = []
     # What is still to hang: draft tokens of the draft and the node above them.
     todo, end = [(below[-1], -1)], thread_time() + PATIENCE
@@ -121,12 +122,13 @@ def _check(state: GrammarState, draft: Draft, depth: int, growth: "Growth") -> N
         node = parent
         forced = matcher.forced()
         for token in forced[: depth - len(above)]:
-            node = growth.hang(token, node, 1.0, growth.rank[parent])
+            node = growth.hang(token, node, 1.0, growth.rank[parent], DraftSource.GRAMMAR)
         mask = state.mask(tuple(above)) if draft_tokens and not forced else None
         for draft_token in draft_tokens:
             token = tokens[draft_token]
             if legal(mask, token) if not forced else token == forced[0]:
-                hung = growth.hang(token, parent, float(draft.score[draft_token]), draft_token)
+                score, source = float(draft.score[draft_token]), sources[draft_token]
+                hung = growth.hang(token, parent, score, draft_token, source)
                 todo.append((below.get(draft_token, []), hung))
     matcher.back(len(path))
 
@@ -143,11 +145,12 @@ class Growth:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._score: list[float] = []
+        self._source: list[int] = []
         self._place: dict[tuple[int, int], int] = {}
 
-    def hang(self, token: int, parent: int, score: float, rank: int) -> int:
+    def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
         """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
-        its beginning.
+        its beginning. Its source is whoever named it first.
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)
@@ -155,6 +158,7 @@ class Growth:
             self._tokens.append(token)
             self._parents.append(parent)
             self._score.append(score)
+            self._source.append(source)
             self.rank[node] = rank
         self._score[node] = max(score, self._score[node])
         return node
@@ -183,4 +187,5 @@ class Growth:
             np.array([self._tokens[node] for node in kept], np.int32),
             np.array([place.get(self._parents[node], -1) for node in kept], np.int32),
             np.array([self._score[node] for node in kept], np.float32),
+            np.array([self._source[node] for node in kept], np.int32),
         )

@@ -19,7 +19,7 @@ from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
-from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 from forerun.types import Ints
 
 ORDERS = (4, 1)
@@ -144,17 +144,19 @@ class _Growth:
 
     def __init__(self, text: list[int], min_prob: float, table: NgramTable | None) -> None:
         self._text, self._min_prob, self._table = text, min_prob, table
-        # (-score, order, token, draft token above, path, voters)
-        self._heap: list[tuple[float, int, int, int, tuple[int, ...], Voters]] = []
+        # (-score, order, token, draft token above, path, voters, source)
+        self._heap: list[tuple[float, int, int, int, tuple[int, ...], Voters, int]] = []
 
     def draft(self, places: Voters, nodes: int, depth: int) -> Draft:
         """The best `nodes` draft tokens, best first, at most `depth` deep."""
         tokens: list[int] = []
         parents: list[int] = []
         scores: list[float] = []
+        sources: list[int] = []
         self._offer(places, _Place())
         while self._heap and len(tokens) < nodes:
-            minus_score, _, token, parent, path, agreeing = heappop(self._heap)
+            minus_score, _, token, parent, path, agreeing, source = heappop(self._heap)
+            sources.append(source)
             tokens.append(token)
             parents.append(parent)
             scores.append(-minus_score)
@@ -162,7 +164,10 @@ class _Growth:
                 place = _Place(-minus_score, len(tokens) - 1, len(path) + 1, path)
                 self._offer(agreeing, place)
         return Draft(
-            np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+            np.array(tokens, np.int32),
+            np.array(parents, np.int32),
+            np.array(scores, np.float32),
+            np.array(sources, np.int32),
         )
 
     def _offer(self, voters: Voters, where: _Place) -> None:
@@ -181,14 +186,16 @@ class _Growth:
             agreeing = votes.get(token, [])
             weight = sum(pair[1] for pair in agreeing)
             heard = SURE * where.score * weight / (2 * total)
-            probability = heard + where.score * DOUBT * usual.get(token, 0.0) / total
+            expected = where.score * DOUBT * usual.get(token, 0.0) / total
+            probability = heard + expected
             if probability >= self._min_prob:
                 # Equal scores: what was found first, nearer the root first.
                 order = (where.level << 8) + number
                 path = (*where.path, token)
-                heappush(
-                    self._heap, (-probability, order, token, where.draft_token, path, agreeing)
-                )
+                # Whichever of the two counts for more.
+                source = DraftSource.NGRAM if heard >= expected else DraftSource.TABLE
+                entry = (-probability, order, token, where.draft_token, path, agreeing, source)
+                heappush(self._heap, entry)
 
 
 def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
 from forerun.engine.step import begin, finish
 from forerun.engine.timing import TimedDrafter, TimedExecutor
+from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, DraftRow, StepTrace, bounded, draft_row
 from forerun.errors import EngineError
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
-from forerun.interface.plan import Outcome, Plan, TokenLogprobs
+from forerun.interface.plan import Outcome, TokenLogprobs
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
@@ -67,6 +68,8 @@ class EngineCore:
         self._ended = ended
         self._failures = 0
         self._finished = 0.0
+        # Output tokens of the longest choice that has ended, by request.
+        self._longest: dict[RequestId, int] = {}
         carrier = carrying(parts.executor) if overlap else None
         if overlap and carrier is None:
             log.warning(
@@ -82,7 +85,10 @@ class EngineCore:
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
-        self.live[sequences[0].request.id] = list(sequences)
+        request = sequences[0].request
+        self.metrics.choices.add(request.n)
+        self.metrics.max_tokens.add(request.stopping.max_tokens)
+        self.live[request.id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -146,6 +152,7 @@ class EngineCore:
         for sequence in schedule.opened:
             if sequence.slot is None:  # Ended with a sibling that could not be opened.
                 continue
+            sequence.admitted = sequence.admitted or monotonic()
             try:
                 self._registry.open(sequence)
             except Exception as error:
@@ -176,15 +183,17 @@ class EngineCore:
             return
         self._failures = 0
         self._overlap.complete(running, outcome)
+        begun = max(running.since, self._finished)
+        running.ms = 1000.0 * (monotonic() - begun)
         self._process_outputs(running, outcome)
         self._release()
         nodes = sum(map(len, running.plan.known)) + sum(outcome.n_draft_tokens.tolist())
-        begun, self._finished = max(running.since, self._finished), monotonic()
+        self._finished = monotonic()
         self.metrics.step(nodes, self._finished - begun)
 
     def _wait(self, running: Running) -> Outcome:
-        trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
-        return finish(running.plan, trees, running.scores, self._executor, *others)
+        running.trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
+        return finish(running.plan, running.trees, running.scores, self._executor, *others)
 
     def _fail(self, schedule: Schedule, error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
@@ -222,15 +231,17 @@ class EngineCore:
             sequence.append(output_tokens[row])
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
-                self._settle(sequence, plan, row, outcome, output_tokens[row])
+                self._settle(sequence, running, row, outcome)
 
-    def _settle(
-        self, sequence: Sequence, plan: Plan, row: int, outcome: Outcome, tokens: list[int]
-    ) -> None:
-        """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
+    def _settle(self, sequence: Sequence, running: Running, row: int, outcome: Outcome) -> None:
+        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
         sequence.table.rollback(self._overlap.growing(sequence))
+        plan, tokens = running.plan, outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
-        self.metrics.row(draft_tokens, accepted)
+        drafted = NO_DRAFT_ROW
+        if draft_tokens and running.trees is not None:
+            drafted = draft_row(running.trees, row, tokens[:-1])
+        self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
         if plan.max_nodes[row]:
             self._policy.observe(int(plan.slots[row]), draft_tokens, accepted)
@@ -240,6 +251,8 @@ class EngineCore:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, _failed(error))
             return
+        if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
+            sequence.unsent_trace.append(_trace(sequence, kept, drafted, running, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
 
     def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
@@ -255,7 +268,8 @@ class EngineCore:
     ) -> None:
         """Tell what was kept; if that ends the sequence, give back first what it holds."""
         if sequence.reported == len(kept.tokens) > 0:
-            self.metrics.first_token.add(monotonic() - sequence.submitted)
+            sequence.first_decided = monotonic()
+            self.metrics.first_token.add(sequence.first_decided - sequence.submitted)
         self.metrics.output_tokens += len(kept.tokens)
         if kept.ending is not None:
             self._remove(sequence, kept.ending.finish)
@@ -275,11 +289,10 @@ class EngineCore:
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
         """Give back all that a sequence holds, and forget it."""
-        metrics, request = self.metrics, sequence.request.id
-        metrics.finished[finish] += 1
-        metrics.duration.add(monotonic() - sequence.submitted)
-        metrics.prompt_tokens += sequence.prompt_len
-        metrics.cached_tokens += sequence.cached_tokens or 0
+        request = sequence.request.id
+        self.metrics.ended(sequence, finish)
+        longest = max(self._longest.get(request, 0), sequence.reported)
+        self._longest[request] = longest
         sequence.over = True
         slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
         self.live[request].remove(sequence)
@@ -287,6 +300,24 @@ class EngineCore:
             self._registry.close(slot)
         if not self.live[request]:
             del self.live[request]
+            self.metrics.longest_output.add(self._longest.pop(request))
+
+
+def _trace(
+    sequence: Sequence, kept: Kept, drafted: DraftRow, running: Running, row: int
+) -> StepTrace:
+    """What the step that was just counted did for a sequence."""
+    nodes = bounded(drafted)
+    return StepTrace(
+        number=sequence.tally.steps - 1,
+        position=sequence.reported - len(kept.tokens),
+        tokens=kept.tokens,
+        nodes=nodes,
+        left_out=len(drafted.tokens) - len(nodes.tokens),
+        allowed=int(running.plan.max_nodes[row]),
+        reason=sequence.tally.reason,
+        ms=running.ms,
+    )
 
 
 def _failed(error: Exception) -> Ending:

@@ -82,8 +82,9 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         return None
     first, sequence.news_sent = not sequence.news_sent, True
     tokens, reports = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
-    sequence.unsent.clear()
-    sequence.unsent_logprobs.clear()
+    trace = tuple(sequence.unsent_trace)
+    for unsent in (sequence.unsent, sequence.unsent_logprobs, sequence.unsent_trace):
+        unsent.clear()
     return Delta(
         request=sequence.request.id,
         index=sequence.index,
@@ -96,4 +97,5 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         stats=sequence.tally.stats() if ending else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else 0,
         error=ending.error if ending else None,
+        trace=trace,
     )

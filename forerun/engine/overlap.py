@@ -39,6 +39,7 @@ class Running:
     plan   the schedule's; of a carried step, completed as soon as the step before is known
     trees  None: a carried step's, which only the device knows yet
     since  when it was begun (monotonic)
+    ms     how long it took, once it is over
     """
 
     schedule: Schedule
@@ -46,6 +47,7 @@ class Running:
     trees: TreeBatch | None
     scores: Scores
     since: float
+    ms: float = 0.0
 
 
 class Overlap:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import AnyArray, Floats, Ints
 
 Expand = Callable[["Growth", Ints], tuple[Ints, Floats]]
@@ -82,7 +82,7 @@ class Growth:
         place = np.full(len(self.tokens) + 1, -1, np.int32)
         place[keep] = np.arange(len(keep))
         score = np.exp(self.value[keep])
-        return Draft(self.tokens[keep], place[self.parents[keep]], score)
+        return Draft(self.tokens[keep], place[self.parents[keep]], score, DraftSource.DRAFT_MODEL)
 
 
 def full_size(width: int, levels: int) -> int:
@@ -98,7 +98,8 @@ def full_draft(
         return Growth.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
     count = int(np.count_nonzero(value > -np.inf))
-    return Draft(tokens[:count], np.arange(-1, count - 1, dtype=np.int32), np.exp(value[:count]))
+    parents = np.arange(-1, count - 1, dtype=np.int32)
+    return Draft(tokens[:count], parents, np.exp(value[:count]), DraftSource.DRAFT_MODEL)
 
 
 def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:

@@ -15,6 +15,7 @@ def samples(page):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "toy"
+            assert labels.pop("engine") == "0"
             found[sample.name, *labels.values()] = sample.value
     return found
 
