@@ -100,6 +100,7 @@ export class Chat {
     this.panel.show(this.current.options);
     this.#views.clear();
     this.messages.replaceChildren(...this.current.messages.map((message) => this.#view(message).element));
+    this.#markCut();
     this.#showTitle();
     this.#showState();
     this.root.classList.remove("side-open");
@@ -126,6 +127,7 @@ export class Chat {
       regenerate: (old) => this.#regenerate(old),
       remove: (old) => this.#remove(old),
       result: (call) => this.#result(call),
+      shorten: (old) => this.#shorten(old),
     });
     this.#views.set(message, view);
     return view;
@@ -200,7 +202,7 @@ export class Chat {
   async #ask() {
     let body;
     try {
-      body = requestOf(this.current.messages, this.current.options);
+      body = requestOf(this.current.messages.slice(this.#sentFrom()), this.current.options);
     } catch (error) {
       this.#fail(this.#add({ role: "assistant", content: "" }), error);
       return;
@@ -208,6 +210,7 @@ export class Chat {
     const message = this.#add({ role: "assistant", content: "" });
     const running = { stop: new AbortController(), message, conversation: this.current };
     this.#running = running;
+    this.#views.get(message).show(true);
     this.#showState();
     this.#toEnd();
     announce("The model answers.");
@@ -233,8 +236,34 @@ export class Chat {
     } else if (error instanceof ServerError || error instanceof SyntaxError) message.problem = error.message;
     else throw error;
     message.failed = !message.content && !message.tool_calls;
+    message.tooLong = error.code === "context_length_exceeded" && this.#questions().length > 1;
     if (error.name !== "AbortError") announce(message.problem);
     this.#views.get(message)?.show();
+    this.#toEnd();
+  }
+
+  /** The first message that the server is told of; those before no longer fit. */
+  #sentFrom() {
+    return Math.max(0, this.current.messages.findIndex((message) => message.id === this.current.from));
+  }
+
+  /** The user's messages that are still sent. */
+  #questions() {
+    return this.current.messages.slice(this.#sentFrom()).filter((message) => message.role === "user");
+  }
+
+  /** Leave out the older half of what is sent, and ask again. */
+  #shorten(message) {
+    const questions = this.#questions();
+    this.current.from = questions[Math.ceil(questions.length / 2)].id;
+    this.#markCut();
+    this.#regenerate(message);
+  }
+
+  #markCut() {
+    this.messages.querySelector(".cut")?.classList.remove("cut");
+    const first = this.current.messages[this.#sentFrom()];
+    if (first && this.current.from) this.#views.get(first).element.classList.add("cut");
   }
 
   stop() {

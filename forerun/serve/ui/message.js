@@ -14,7 +14,7 @@ export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.body = h("div.md");
+    this.body = h("div.md.said");
     this.reasoning = h("details.reasoning", { hidden: true }, h("summary", {}, h("span", { text: "Reasoning" })), h("div.md"));
     this.calls = h("div.calls");
     this.note = h("p.note", { hidden: true });
@@ -38,7 +38,11 @@ export class MessageView {
     this.#showReasoning(running);
     if (!running || message.tool_calls) this.#showCalls(running);
     this.note.hidden = !message.problem;
-    this.note.textContent = message.problem ?? "";
+    this.note.replaceChildren(message.problem ?? "");
+    if (message.tooLong) {
+      const text = "Answer without the oldest messages";
+      this.note.append(" ", h("button.small", { type: "button", text, onclick: () => this.actions.shorten(message) }));
+    }
     if (!running) this.#showFoot();
   }
 
