@@ -4,7 +4,7 @@ import { h, number, percent } from "./dom.js";
 import { sourceName } from "./trace.js";
 
 /** A token's text with its blanks to be seen. */
-export const shownToken = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ | $/g, "·") || "∅";
+export const shownToken = (text) => text.replace(/^ +| +$| {2,}/g, (blanks) => "·".repeat(blanks.length)).replace(/\n/g, "⏎").replace(/\t/g, "⇥") || "∅";
 
 /** What there is to say of a step, as an element. `before` is the text of the token above its root. */
 export function stepView(step, before) {
