@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
     # n-gram lookup shapes its own trees: one shape says all.
-    headed = target.head is not None
+    headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
     try:
         if target.config.speculation == "off":
@@ -84,7 +84,7 @@ def _simulation(target: Target) -> Simulate:
     """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
     torch.
     """
-    if target.head is None:
+    if target.draft is None:
         raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
     try:
         simulation = import_module("forerun.train.simulate").Simulation
@@ -94,7 +94,7 @@ def _simulation(target: Target) -> Simulate:
         checkpoint = open_model(target.config.model, report).checkpoint
     config = target.config
     core = config.executor == "cpu"
-    found: Simulate = simulation(checkpoint, target.head[0], core, config.threads).length
+    found: Simulate = simulation(checkpoint, target.draft, core, config.threads).length
     return found
 
 

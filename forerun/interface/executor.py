@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import Ints
 
 Scores = Any
 """Opaque: an executor's node scores, between `verify` and `commit` of one step."""
@@ -51,9 +53,14 @@ class Executor(Protocol):
         """Forget a slot's sequence; its pages now belong to the engine alone."""
         ...
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
         """Score every node of every tree in one forward pass. Writes no page, except where known
         tokens belong: they become permanent whatever is accepted.
+
+        draft_request  what the step shall do for the draft model; `Outcome.drafts` says what of it
+                       was done, which may be nothing
         """
         ...
 
@@ -98,9 +105,13 @@ class OverlapExecutor(Executor, Protocol):
         """
         ...
 
-    def carry(self, plan: Plan) -> Scores | None:
-        """Begin a plan with `ends` (see Plan). None, and nothing has changed, where it must be
-        planned anew when the running step has been looked at.
+    def drafting(self, scores: Scores) -> Ints:
+        """int32[.] slots for which a step does what its draft request asks. Waits for nothing."""
+        ...
+
+    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
+        """Begin a carried plan. None, and nothing has changed, where it must be planned anew when
+        the running step has been looked at.
         """
         ...
 

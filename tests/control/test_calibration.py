@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,16 +12,17 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.next_draft import NextDrafts
 from tests.cli.toys import toy_target
 
 
 class PricedToy(ToyExecutor):
     """A toy whose step takes a known time: one millisecond, and half of one per node."""
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         cached = int(plan.kv_len.max()) * len(trees.tokens)
         time.sleep(0.001 + 0.0005 * len(trees.tokens) + 2e-5 * cached)
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
 
 
 def test_measured_costs_are_those_of_the_executor():
@@ -36,35 +38,28 @@ def test_measured_costs_are_those_of_the_executor():
     assert 0.0 < costs.draft_ms < 1.0
 
 
-class InnerHead:
-    """A head that a toy's steps run themselves: 4 ms to follow, 2 for every further level."""
-
-    def __init__(self):
-        self.levels = 0
-
-    def draft_request(self, draft_request):
-        self.levels = draft_request.levels
-
-    def grown(self):
-        return self
+DRAFTS = NextDrafts(np.ones(1, np.bool_), 1, 1, *(np.zeros((1, 1)) for _ in range(3)))
 
 
 class DraftingToy(PricedToy):
-    def __init__(self, limits, head):
-        super().__init__(limits)
-        self.head = head
+    """Steps that do the draft model's work: 4 ms to follow, 2 for every further level."""
 
-    def verify(self, plan, trees):
-        levels, self.head.levels = self.head.levels, 0
+    levels = 0
+
+    def verify(self, plan, trees, draft_request=None):
+        self.levels = levels = draft_request.levels if draft_request else 0
         time.sleep(0.004 + 0.002 * (levels - 1) if levels else 0.0)
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
+
+    def commit(self, plan, trees, scores, accepted):
+        outcome = super().commit(plan, trees, scores, accepted)
+        return replace(outcome, drafts=DRAFTS) if self.levels else outcome
 
 
 def test_drafting_within_a_step_is_a_part_of_its_cost():
-    head = InnerHead()
-    executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), head)
+    executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259))
     alone = measure_costs(executor, NgramDrafter(8))
-    costs = with_draft_model(alone, head, executor, 16)
+    costs = with_draft_model(alone, None, executor, 16)
     assert costs.draft_ms == costs.follow_ms == 0.0
     extra = dict(zip(costs.nodes, np.subtract(costs.verify_ms, alone.verify_ms), strict=True))
     assert extra[1] == 0.0

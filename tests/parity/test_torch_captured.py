@@ -129,8 +129,8 @@ def test_features_are_those_of_an_eager_step(pair):
             driver.step([Row(0), Row(1)])
             tree = as_draft([5, 6, 7], [-1, -1, 0])
             for _ in range(3):
-                driver.step([Row(0, draft=tree), Row(1)])
-            found.append(made.aux_hidden_states)
+                done = driver.step([Row(0, draft=tree), Row(1)])
+            found.append(done.outcome.features.tensor().clone())
     assert found[0].shape == (5, 2 * 64)
     assert (found[0] - found[1]).abs().max() < 1e-5
 

@@ -9,8 +9,8 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters.eagle import EagleDrafter
-from forerun.executors.torch import TorchDraftModel, executor
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.executors.torch import TorchEagleModel, executor
 from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured import runner
 from forerun.executors.torch.captured.buffers import Size
@@ -21,7 +21,7 @@ from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import write
-from tests.parity.test_torch_draft_model import SWITCHES, Target, Twin, learn, opened, serve
+from tests.parity.test_torch_eagle_model import SWITCHES, Target, Twin, learn, opened, serve
 
 KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
 
@@ -70,7 +70,7 @@ def few_captures(monkeypatch):
 def seen(monkeypatch):
     """What head drafters propose, and how many passes they ask for."""
     found = {"drafts": [], "passes": 0}
-    propose = EagleDrafter.propose
+    propose = ModelDrafter.propose
 
     def proposed(self, plan):
         drafts = propose(self, plan)
@@ -78,15 +78,15 @@ def seen(monkeypatch):
         found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
         return drafts
 
-    monkeypatch.setattr(EagleDrafter, "propose", proposed)
+    monkeypatch.setattr(ModelDrafter, "propose", proposed)
     for name in ("extend", "expand"):
-        asked = getattr(TorchDraftModel, name)
+        asked = getattr(TorchEagleModel, name)
 
-        def counted(self, work, asked=asked):
+        def counted(self, *work, asked=asked):
             found["passes"] += 1
-            return asked(self, work)
+            return asked(self, *work)
 
-        monkeypatch.setattr(TorchDraftModel, name, counted)
+        monkeypatch.setattr(TorchEagleModel, name, counted)
     return found
 
 

@@ -13,15 +13,15 @@ import torch
 from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
 from forerun.executors.torch.captured import future_map, runner
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_draft_model import Target, learn, opened
 from tests.parity.test_torch_drafting import KERNELS, Uneven
+from tests.parity.test_torch_eagle_model import Target, learn, opened
 
 OFF = {"speculation": "off"}
 SHAPES = [OFF] + [
@@ -70,7 +70,7 @@ def eager(folder, learned):
 def trees(monkeypatch):
     """What every slot ran, in order: (kv_len, tokens, parents), as drafters are told."""
     seen = {}
-    observe = EagleDrafter.observe
+    observe = ModelDrafter.observe
 
     def observed(self, plan, trees, outcome):
         for row, slot in enumerate(plan.slots.tolist()):
@@ -81,7 +81,7 @@ def trees(monkeypatch):
             seen.setdefault(slot, []).append(ran)
         observe(self, plan, trees, outcome)
 
-    monkeypatch.setattr(EagleDrafter, "observe", observed)
+    monkeypatch.setattr(ModelDrafter, "observe", observed)
     return seen
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,9 +11,25 @@ from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kv import CacheTensor
 from forerun.executors.torch.layers import Elementwise
+from forerun.models.layer_spec import AttentionSpec
 
-Attend = Callable[[Tensor, CacheTensor, CacheTensor, Geometry], Tensor]
-"""(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
+
+class Attend(Protocol):
+    """Attention over pages and trees, launched."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: CacheTensor,
+        values: CacheTensor,
+        geometry: Geometry,
+        spec: AttentionSpec | None = None,
+    ) -> Tensor:
+        """Context [M,A,E] of queries [M,A,E] over keys and values of a layer, whose scores are
+        made as `spec` says; None: scaled by 1/sqrt(E), no window.
+        """
+        ...
+
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""

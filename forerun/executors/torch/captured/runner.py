@@ -11,8 +11,8 @@ row has been found and its keys and values moved into pages.
 Nothing waits until the record is wanted (flight.py). Where rounds keep state (carry.py), another
 one may be launched before that: it takes up on the device what this one leaves there.
 
-Where a draft head wished for it (drafting.py), the same program extends the head by what was
-accepted and grows the next trees, which come back in the same copy.
+Where a draft request comes with the step (drafting.py), the same program extends the draft model
+by what was accepted and grows the next trees, which come back in the same copy.
 
 Rows that the device cannot decide (a grammar, penalties) run along: it walks no path for them, and
 the host decides and commits them from the logits, as in an eager step. A row that does not
@@ -35,6 +35,7 @@ from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.prepare_inputs import (
     check_pages,
+    check_pages_carried,
     prepare_inputs,
     prepare_inputs_carried,
 )
@@ -42,9 +43,9 @@ from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
-from forerun.interface.draft_model import DraftRequest
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import TreeBatch
@@ -114,12 +115,8 @@ class CudaGraphRunner:
         self._warm = False
 
     def draft_extend(self, drafting: Drafting) -> None:
-        """Do this at the end of rounds that a wish came before."""
+        """Do this at the end of rounds that a draft request comes with."""
         self.drafting = drafting
-
-    def take(self) -> DraftRequest | None:
-        """What a draft head wishes for the step that begins now."""
-        return self.drafting.take() if self.drafting is not None else None
 
     def keep_state(self) -> None:
         """Let rounds leave what the next one needs; what was captured is forgotten."""
@@ -150,21 +147,21 @@ class CudaGraphRunner:
     ) -> Size | None:
         """The smallest size that holds the step; None where it cannot be run as a round.
 
-        What is wished for is part of it, where it fits.
+        What is requested is part of it, where it fits.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        return self._size(plan, int(np.diff(trees.start).max()), draft_request)
+        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request)
 
-    def _size(self, plan: Plan, nodes: int, draft_request: DraftRequest | None) -> Size | None:
-        """The smallest size for rows of so many nodes."""
-        size = Size(_power(plan.rows), _power(nodes))
+    def _size(self, slots: Ints, nodes: int, draft_request: DraftRequest | None) -> Size | None:
+        """The smallest size for rows, in these slots, of so many nodes."""
+        size = Size(_power(len(slots)), _power(nodes))
         if size.nodes > MOST_NODES or not self._fits(size):
             return None
         if (
             draft_request is None
             or self.drafting is None
-            or not np.isin(plan.slots, draft_request.slots).any()
+            or not np.isin(slots, draft_request.slots).any()
         ):
             return size
         larger = size._replace(levels=draft_request.levels, width=draft_request.width)
@@ -183,14 +180,14 @@ class CudaGraphRunner:
         self._prepare(size)
         staging = self._of(size).staging()
         place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
-        return self._begin(size, staging, plan, (decided, place), draft_request)
+        return self._begin(size, staging, plan.slots, (decided, place), draft_request)
 
     def carry_on(
-        self, plan: Plan, choosing: Choosing, draft_request: DraftRequest | None
+        self, plan: CarriedPlan, choosing: Choosing, draft_request: DraftRequest | None
     ) -> InFlightStep | None:
         """Begin a carried plan: see forerun.interface.plan. None where no round can."""
         before = self.last
-        if self._future is None or before is None or plan.ends is None:
+        if self._future is None or before is None:
             return None
         grown = before.size.levels, before.size.width
         depth = np.minimum(plan.max_depth, grown[0]).tolist()
@@ -198,7 +195,7 @@ class CudaGraphRunner:
             min(nodes, full_size(grown[1], levels))
             for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
         ]
-        size = self._size(plan, 1 + max(most), draft_request)
+        size = self._size(plan.slots, 1 + max(most), draft_request)
         # Room for deeper trees would be another's room.
         if (
             size is None
@@ -206,11 +203,12 @@ class CudaGraphRunner:
             or self._future.lacks(size)
         ):
             return None
-        check_pages(plan, None, self._limits.page_size)
+        check_pages_carried(plan, self._limits.page_size)
         self._prepare(size)
         staging = self._of(size).staging()
         prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
-        return self._begin(size, staging, plan, (np.ones(plan.rows, np.bool_), None), draft_request)
+        known = np.ones(plan.rows, np.bool_), None
+        return self._begin(size, staging, plan.slots, known, draft_request)
 
     def _prepare(self, size: Size) -> None:
         """Have everything that a round of this size writes, and what is likely to come captured."""
@@ -223,34 +221,31 @@ class CudaGraphRunner:
         self,
         size: Size,
         staging: StagingBuffer,
-        plan: Plan,
+        slots: Ints,
         known: tuple[Bools, Ints | None],
         draft_request: DraftRequest | None,
     ) -> InFlightStep:
         """Launch what `staging` is filled with. known: decided rows; places, if they are known."""
         decided, place = known
-        count = plan.rows
-        staging.buffers["slot"][:count] = plan.slots
-        extended = np.zeros(count, np.bool_)
+        count = len(slots)
+        staging.buffers["slot"][:count] = slots
+        extends = np.zeros(count, np.bool_)
         if draft_request is not None and size.levels:
-            extended = decided & np.isin(plan.slots, draft_request.slots)
-            staging.buffers["draft_slot"][:count][extended] = plan.slots[extended]
-        if self.drafting is not None:
-            self.drafting.extending = plan.slots[extended]
+            extends = decided & np.isin(slots, draft_request.slots)
+            staging.buffers["draft_slot"][:count][extends] = slots[extends]
         begun = perf_counter()
 
-        def over(record: Ints) -> None:
+        def over() -> None:
             now = perf_counter()
             self.count += 1
             self.seconds += now - max(begun, self._read)
             self._read = now
-            if self.drafting is not None and size.levels:
-                self.drafting.done(size, extended, Record.of(size, record).grown)
 
         self.last = InFlightStep(
             size=size,
-            slots=plan.slots,
+            slots=slots,
             decided=decided,
+            extends=extends,
             place=place,
             result=staging.result,
             wait=self._go(size, staging),
@@ -288,6 +283,7 @@ class CudaGraphRunner:
         buffers, total = sized.there, size.total
         if self._future is not None:
             buffers = self._future.enter(size, buffers)
+        position = buffers["kv_len"][sized.row] + buffers["depth"]
         geometry = Geometry(
             start=sized.start,
             kv_len=buffers["kv_len"],
@@ -297,14 +293,15 @@ class CudaGraphRunner:
             tile=sized.tile,
             page_size=cache.page_size,
             scratch=cache.scratch_begin,
+            position=position,
         )
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             held = cache.of_layer(layer)
             self._kernels.write(keys, values, held, cache.scratch_begin)
-            return self._kernels.attend(queries, *held, geometry)
+            spec = decoder.arch.layer_specs[layer].attention
+            return self._kernels.attend(queries, *held, geometry, spec)
 
-        position = buffers["kv_len"][sized.row] + buffers["depth"]
         last, streams = decoder.forward(
             buffers["tokens"].long(), position.long(), attend, self.aux_layers
         )
