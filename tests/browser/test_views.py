@@ -99,6 +99,30 @@ def test_the_dashboard_shows_what_the_server_did(page, server):
     assert own <= {"/", "/metrics", "/server_info", "/health", "/v1/models"}
 
 
+def test_the_dashboard_says_why_speculation_rests(page, server):
+    """The toy's policy is fixed and gives no reasons: here it is told some."""
+    speculation = {
+        "reasons": {"off: it did not pay": 30, "on: it pays": 10},
+        "speed_over_plain": 1.04,
+        "disabled": True,
+        "times_disabled": 2,
+    }
+
+    def answer(route):
+        told = route.fetch().json() | {"speculation": speculation}
+        route.fulfill(json=told)
+
+    page.route("**/server_info", answer)
+    page.open("dashboard")
+    card = page.locator("section[aria-label^='Why so many']")
+    card.locator("tbody tr").first.wait_for()
+    assert [row.split() for row in card.locator("tbody tr").all_inner_texts()] == [
+        ["off:", "it", "did", "not", "pay", "30"],
+        ["on:", "it", "pays", "10"],
+    ]
+    assert "Disabled now" in card.inner_text() and "1.04 times" in card.inner_text()
+
+
 def findings(page):
     """Serious and critical findings of axe, in words."""
     # It colours while it fades; there is nothing to wait for but the next frame.

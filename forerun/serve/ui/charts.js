@@ -39,7 +39,11 @@ export function stacked(parts, word, label) {
     h("ul.chart-key", {}, parts.map((part) => h("li", {}, h("i", { class: part.color }), `${part.name} `, h("strong", { text: word(part.value) }), ` ${percent(part.value / total)}`))));
 }
 
-/** A row with a bar for a table: a share from 0 to 1. */
-export function share(value, color) {
-  return h("div.share", {}, h("span.share-bar", { "aria-hidden": "true" }, h("i", { class: color, vars: { share: Math.min(1, value || 0) } })), h("span", { text: percent(value) }));
+/** A bar for a table's cell, `part` of its length filled, and what it stands for. */
+export function bar(part, text, color) {
+  const filled = h("i", { class: color, vars: { share: Math.min(1, part || 0) } });
+  return h("div.share", {}, h("span.share-bar", { "aria-hidden": "true" }, filled), h("span", { text }));
 }
+
+/** The same of a share from 0 to 1. */
+export const share = (value, color) => bar(value, percent(value), color);

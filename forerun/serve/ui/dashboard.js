@@ -1,7 +1,7 @@
 /** The dashboard: what /metrics and /server_info say, every two seconds while it is looked at. */
 
 import { json, text } from "./api.js";
-import { lines, share, stacked } from "./charts.js";
+import { bar, lines, share, stacked } from "./charts.js";
 import { duration, h, number, percent } from "./dom.js";
 import { Metrics } from "./prom.js";
 import { sourceName } from "./trace.js";
@@ -106,14 +106,17 @@ export class Dashboard {
 
   #reasons(now, info) {
     const fault = now.all("forerun:speculation_fault").find(({ value }) => value > 0);
-    const counts = Object.entries(countsOf(info.drafter));
-    const total = counts.reduce((sum, [, count]) => sum + count, 0);
+    const { speculation } = info;
+    const counts = Object.entries(speculation?.reasons ?? {}).sort((one, other) => other[1] - one[1]);
+    const most = counts[0]?.[1] || 1;
     const granted = info.stats.load.granted;
     return card("Why so many draft tokens, or none", "",
       fault && h("p.problem", { text: fault.labels.reason }),
-      total > 0 && table(["Reason", "Share of rows"], counts.sort((one, other) => other[1] - one[1]).map(([reason, count]) => [reason, share(count / total, "c1")]), "Reasons"),
+      speculation?.speed_over_plain > 0 && h("p", {}, h("strong", { text: speculation.disabled ? "Disabled now. " : "On. " }),
+        `Steps were ${number(speculation.speed_over_plain)} times as fast as plain ones would have been, by the engine's own account; disabled ${number(speculation.times_disabled)} times so far.`),
+      counts.length > 0 && table(["Reason", "Rows"], counts.map(([reason, count]) => [reason, bar(count / most, number(count), "c1")]), "Reasons"),
       granted.length > 0 && h("p.hint", {}, h("strong", { text: "Last step: " }), [...new Set(granted.map(({ nodes, reason }) => `${nodes} allowed (${reason})`))].slice(0, 4).join("; ")),
-      !total && !granted.length && !fault && h("p.hint", { text: "No step yet." }));
+      !counts.length && !granted.length && !fault && h("p.hint", { text: "No step yet." }));
   }
 
   #stages(now, since) {
@@ -159,7 +162,7 @@ export class Dashboard {
   }
 
   #facts(info) {
-    const facts = { Version: info.version, Model: info.model, Context: number(info.context, "tokens"), ...flat(info.executor), ...flat(info.drafter), ...flat(info.costs ?? {}) };
+    const facts = { Version: info.version, Model: info.model, Context: number(info.context, "tokens"), ...flat(info.executor), ...flat(info.drafter), ...flat(info.speculation ?? {}), ...flat(info.costs ?? {}) };
     return h("section.card.wide", { "aria-label": "About the server" }, h("details", { id: "facts" }, h("summary", {}, h("h2", { text: "About the server" })),
       h("dl.facts-list", {}, Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", { text: name }), h("dd", { text: value }))))));
   }
@@ -185,17 +188,10 @@ function rate(now, before, name, labels) {
   return before && now.time > before.time ? (now.value(name, labels) - before.value(name, labels)) / (now.time - before.time) : NaN;
 }
 
-/** The counts of reasons in a drafter's description: {reason: count} under `chosen`, wherever that stands. */
-function countsOf(facts) {
-  if (typeof facts !== "object" || facts === null) return {};
-  if (facts.chosen) return facts.chosen;
-  return Object.values(facts).map(countsOf).find((found) => Object.keys(found).length) ?? {};
-}
-
 function flat(facts, prefix = "") {
   const found = {};
   for (const [name, value] of Object.entries(facts)) {
-    if (name === "chosen" || value === null) continue;
+    if (name === "reasons" || value === null) continue;
     if (Array.isArray(value)) found[prefix + name] = value.map((one) => (typeof one === "number" ? number(one) : one)).join(", ");
     else if (typeof value === "object") Object.assign(found, flat(value, `${prefix}${name} `));
     else found[prefix + name] = typeof value === "number" ? number(value) : String(value);
