@@ -70,12 +70,12 @@ class Fuzzer:
 
     def __init__(self, config: EngineConfig, prompts: tuple[Prompt, ...], seed: int) -> None:
         self._config = config
-        self._reference_target = open_target(replace(config, speculation="off"))
+        self._reference_target = open_target(replace(config, speculative_algorithm="OFF"))
         tokenizer = self._reference_target.tokenizer
         self._source = CaseSource(
             [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
             self._reference_target.memory.limits.vocab,
-            config.device != "cpu",
+            self._reference_target.config.device != "cpu",
             seed,
         )
         self._target: tuple[dict[str, Any], Target] | None = None

@@ -10,19 +10,22 @@ The executors are imported by the functions that choose them: neither is needed 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
-    chosen_speculation,
     excused,
     model_drafter,
     open_drafts,
     policy_for,
+    resolved_drafting,
     with_draft,
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.build.prepare import prepare
 from forerun.config import EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
@@ -67,6 +70,7 @@ class Target:
     draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    device    where it runs, and why; None of the toy
     """
 
     executor: Executor
@@ -81,6 +85,7 @@ class Target:
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    device: DeviceChoice | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -148,7 +153,7 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars)
     policy = policy_for(config, target.costs, drafter, grammars)
-    fault = target.fault if config.speculation == "off" else None
+    fault = target.fault if not config.speculates else None
     guarded = GuardedDrafter(drafter, fault, policy.disable)
     if fault is not None:
         policy.disable(fault)
@@ -194,11 +199,12 @@ def _facts(target: Target) -> dict[str, Any]:
 
 def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
     """What proposes draft tokens."""
-    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
+    shape = config.draft_shape
+    if not config.speculates or shape.nodes == 0 or shape.steps == 0:
         return NoDrafter()
     lookup = _lookup(target.memory.limits.slots, target.table)
     model = target.draft_model
-    if model is not None and config.speculation in ("auto", "head", "both"):
+    if model is not None and config.algorithm.model:
         return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
     return lookup
 
@@ -215,7 +221,7 @@ def _costs(
     config: EngineConfig, executor: Executor, table: NgramTable | None = None
 ) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
-    if config.policy != "adaptive" or config.speculation == "off":
+    if config.policy != "adaptive" or not config.speculates:
         return None
     return measure_costs(executor, _lookup(executor.limits.slots, table))
 
@@ -224,19 +230,19 @@ def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
     config = with_shipped(config)
-    if config.draft is not None:
-        raise ConfigError("the toy model takes no draft; leave --draft out.")
+    if config.speculative_draft_model_path is not None:
+        raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = chosen_speculation(config, head=False, fault=None)
-    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = resolved_drafting(config, head=False, fault=None)
+    config = replace(config, executor="toy", dtype="float32", device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        chat=_chat(_template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
@@ -249,7 +255,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
+    model = open_model(config.model, progress, revision=config.revision)
+    device = choose_device(config)
     arch = model.architecture
     config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
@@ -272,7 +279,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         draft_model, fault = excused(
             config, lambda: _draft_model(executor, model.checkpoint, draft)
         )
-    config = replace(config, speculation=chosen_speculation(config, draft_model is not None, fault))
+    config = resolved_drafting(config, draft_model is not None, fault)
+    prepare(config, executor, draft_model is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and draft_model is not None:
         costs = with_draft_model(costs, draft_model, executor, config.page_size)
@@ -281,9 +289,10 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         draft_model=draft_model,
         table=table,
         fault=fault,
+        device=device,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(model.chat_template, model.tokenizer),
+        chat=_chat(_template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
@@ -304,14 +313,16 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
 
 def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing or cannot
-    run the model.
+    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing or
+    cannot run the model.
     """
     from forerun.executors import cpu
 
+    config = replace(config, device=choose_device(config).device)
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
+        wanted = wanted and not config.enable_torch_compile
         missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
@@ -366,6 +377,19 @@ def _resolved(
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )
+
+
+def _template_source(config: EngineConfig, own: str | None) -> str | None:
+    """The chat template that was named, else the model's own. Raises ConfigError."""
+    if config.chat_template is None:
+        return own
+    try:
+        return Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat-template names a file with a Jinja template, but {config.chat_template} cannot "
+            f"be read ({error})."
+        ) from error
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

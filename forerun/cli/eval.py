@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 
 from rich.table import Table
@@ -32,7 +31,7 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
-    if config.speculation == "off":
+    if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
@@ -47,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
     try:
-        if target.config.speculation == "off":
+        if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
         simulate = _simulation(target) if arguments.simulate else None
         with bars() as progress:
@@ -59,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
                     found += ask(target, target.config, question, shapes, progress, simulate)
     finally:
         target.close()
-    promised = _promised(target.config.draft)
+    promised = _promised(target.config.speculative_draft_model_path)
     if arguments.json:
         facts = [asdict(finding) for finding in found]
         tried = [asdict(attempt) for attempt in attempts]
@@ -87,15 +86,14 @@ def _simulation(target: Target) -> Simulate:
     if target.draft is None:
         raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
     try:
-        simulation = import_module("forerun.train.simulate").Simulation
+        from forerun.train.simulate import Simulation
     except ImportError as error:
         raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
     with bars() as report:
         checkpoint = open_model(target.config.model, report).checkpoint
     config = target.config
     core = config.executor == "cpu"
-    found: Simulate = simulation(checkpoint, target.draft, core, config.threads).length
-    return found
+    return Simulation(checkpoint, target.draft, core, config.threads).length
 
 
 def _promised(draft: str | None) -> float | None:

@@ -2,13 +2,13 @@
 
 import argparse
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import strftime
 
 from rich.table import Table
 
+from forerun.bench.frontier import draw
 from forerun.bench.tune import OFF, Sweep, Tuning, as_dict, settings_for, tune
 from forerun.bench.workload import read_prompts
 from forerun.build.tuned import save
@@ -22,7 +22,7 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
-    if config.speculation == "off":
+    if not config.speculates:
         raise ConfigError("there is nothing to tune with speculation off; choose a drafter.")
     if arguments.out:
         _check_picture(Path(arguments.out))
@@ -30,9 +30,9 @@ def main(arguments: argparse.Namespace) -> int:
     prompts, batches = tuple(read_prompts(path)), arguments.batches
     target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
     try:
-        if target.config.speculation == "off":
+        if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
-        settings = settings_for(target.config.speculation)
+        settings = settings_for(target.config)
         sweep = Sweep(prompts, settings, batches, arguments.tokens)
         with bars() as progress:
             tuning = tune(target, sweep, progress)
@@ -84,5 +84,5 @@ def _draw(path: Path, tuning: Tuning, title: str) -> None:
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")
         return
-    import_module("forerun.bench.frontier").draw(path, tuning, title)
+    draw(path, tuning, title)
     say(f"wrote {path}")

@@ -14,7 +14,7 @@ import numpy as np
 from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
-from forerun.control.constants import MIN_PROB
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.errors import EngineError
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
@@ -50,7 +50,7 @@ class GrammarState:
                 self.failed[path] = f"the grammar's matcher gave up: {self.matcher.error}"
         return found
 
-    def predicted(self, min_prob: float = MIN_PROB) -> list[PredictedToken]:
+    def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
         """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
         more. They are looked for once per step.
         """

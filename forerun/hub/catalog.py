@@ -27,7 +27,8 @@ BUILT_IN = {
 }
 """Names that work without an account, and what they stand for."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""organisation/name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,17 @@ class Model:
 
 
 def open_model(
-    reference: str, progress: Progress | None = None, cache_dir: Path | None = None
+    reference: str,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    revision: str | None = None,
 ) -> Model:
     """Find, fetch where needed, and open a model.
 
     reference  a built-in name; a folder of config.json and safetensors; a .gguf file; or a hub
                id `organisation/name`. A path that exists goes before a hub id.
     cache_dir  where fetched models are kept instead of the user's cache directory
+    revision   branch, tag or commit on the hub; None = main
 
     Raises ModelError; DownloadError where it could not be fetched.
     """
@@ -69,10 +74,9 @@ def open_model(
         return _open_gguf(path.stem, path)
     if path.exists():
         raise ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(reference):
-        return _open_folder(
-            reference, huggingface.fetched(reference, cache_dir and cache_dir / "hub")
-        )
+    if path.suffix != ".gguf" and HUB_ID.fullmatch(reference):
+        kept = cache_dir and cache_dir / "hub"
+        return _open_folder(reference, huggingface.fetched(reference, kept, revision))
     raise _unknown(reference)
 
 

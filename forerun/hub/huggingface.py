@@ -8,6 +8,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from forerun.errors import DownloadError
@@ -18,6 +19,7 @@ _PATTERNS = [
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*.safetensors",
+    "ngrams.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -25,15 +27,16 @@ _PATTERNS = [
 """Data only: no code and no pickle is ever fetched."""
 
 
-def fetched(repository: str, cache: Path | None = None) -> Path:
+def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
     """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet.
 
-    cache  where to keep it; None = where huggingface_hub's own settings say
+    cache     where to keep it; None = where huggingface_hub's own settings say
+    revision  branch, tag or commit; None = main
     Raises DownloadError.
     """
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, allow_patterns=_PATTERNS, cache_dir=cache
+            repository, revision=revision, allow_patterns=_PATTERNS, cache_dir=cache
         )
     except GatedRepoError as error:
         raise DownloadError(
@@ -41,6 +44,8 @@ def fetched(repository: str, cache: Path | None = None) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise DownloadError(f"the hub has no model {repository}, or it is private") from error
+    except RevisionNotFoundError as error:
+        raise DownloadError(f"{repository} has no revision {revision!r} on the hub") from error
     except (LocalEntryNotFoundError, EntryNotFoundError) as error:
         raise DownloadError(
             f"{repository} is not on this machine and the hub cannot be reached; connect to the "

@@ -1,5 +1,6 @@
 """The executor's handful of verbs. The engine owns time, the executor owns arrays."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +34,20 @@ class ExecutorLimits:
     max_nodes: int
     context: int
     vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The largest drafts that steps will verify.
+
+    nodes   draft tokens of a row
+    width   children per node, and
+    levels  depth, of what a draft head grows within steps; 0 where none does
+    """
+
+    nodes: int = 0
+    width: int = 0
+    levels: int = 0
 
 
 class Executor(Protocol):
@@ -82,6 +97,23 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release threads and memory. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class PreparedExecutor(Executor, Protocol):
+    """An executor that is slow until it has compiled and captured what steps will run, and that
+    pads steps to the sizes it captured.
+    """
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Compile and capture before the first request, when nothing more is asked of the executor
+        that would void it (features, overlap). All slots are closed. progress(done, total).
+        """
+        ...
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
         ...
 
 

@@ -37,10 +37,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
 
     app = Starlette(
         routes=[*ROUTES, *(ui_routes() if settings.ui else ())],
-        middleware=[
-            *_cross_origin(settings.allowed_origins),
-            Middleware(RequestMiddleware, keys=settings.api_keys),
-        ],
+        middleware=[*_browsers(settings), Middleware(RequestMiddleware, keys=settings.api_keys)],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
@@ -49,21 +46,21 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     return app
 
 
-def _cross_origin(origins: tuple[str, ...]) -> list[Middleware]:
-    """What answers browsers that ask for pages of other origins; without origins, nothing does.
-
-    Outermost: a preflight carries no API key, and errors must be readable too.
+def _browsers(settings: ServeSettings) -> list[Middleware]:
+    """Lets pages of the allowed origins ask: before keys are looked at, since a preflight has
+    none.
     """
-    if not origins:
+    if not settings.allowed_origins:
         return []
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=origins,
-        allow_methods=("GET", "POST"),
-        allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
-    )
-    return [cors]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -195,7 +195,7 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
 def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
     """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
-        ids = loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
+        ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
     if len(ids) > loaded.context:

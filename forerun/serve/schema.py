@@ -37,6 +37,7 @@ MAX_STOP_TEXT = 1024
 _NO_MEDIA = "this server reads and writes text only"
 _NO_STORE = "nothing is stored on this server"
 _USE_TOOLS = "use tools and tool_choice"
+_SAFE = "what a message says never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 
 
@@ -211,6 +212,8 @@ class ChatBody(SampledBody):
     parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
     prompt_cache_key: str = accept(text(MAX_TEXT), "")
+    parse_special: bool = accept(only(False, why=_SAFE), False)
+    add_special_tokens: bool = accept(only(False, why="the template writes them"), False)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
@@ -264,7 +267,7 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
-    """POST /v1/completions."""
+    """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
 
     prompt: tuple[Prompt, ...] = need(_prompts)
     max_tokens: int = accept(integer(0, MAX_TOKENS), 16)
@@ -272,6 +275,7 @@ class CompletionBody(SampledBody):
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
@@ -281,12 +285,13 @@ class CompletionBody(SampledBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody:
-    """POST /tokenize: of a plain text or of a conversation."""
+    """POST /tokenize: of a plain text or of a conversation. parse_special: as in CompletionBody."""
 
     model: str | None = accept(text(256, 1))
     prompt: str | None = accept(_plain_text)
     messages: tuple[dict[str, Any], ...] | None = accept(_messages)
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
     add_generation_prompt: bool = accept(boolean, True)
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
     return_token_strs: bool = accept(boolean, False)

@@ -186,13 +186,15 @@ class DenseAuthor:
     def _copied(self) -> _Look:
         parts = (self._done, self._count, self._output)
         if self._device.type != "cuda":
-            return _Look(*(part.clone() for part in parts), ready=None)
+            done, count, output = (part.clone() for part in parts)
+            return _Look(done, count, output, ready=None)
         copies = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
         for copy, part in zip(copies, parts, strict=True):
             copy.copy_(part, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
-        return _Look(*copies, ready=ready)
+        ready.record(torch.cuda.current_stream(self._device))
+        done, count, output = copies
+        return _Look(done, count, output, ready=ready)
 
     def _collect(self, attend: _Look) -> list[tuple[int, Ints]]:
         """Free the rows that `attend` shows done. It is one run old: what it shows of rows begun

@@ -8,6 +8,7 @@ import pytest
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.errors import EngineError, RequestError
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
@@ -236,7 +237,7 @@ def test_only_constrained_rows_pay():
     assert grammars.guide(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
-    assert grammars.room(slots) == [0, 0]
+    assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], []]
 
 
 class Counted:
@@ -270,7 +271,7 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
         state.matcher._automaton = Counted(state.matcher._automaton)
         counts.append(state.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
-    assert grammars.room(slots) == [0, 0, 0]
+    assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], [], []]
     drafts = grammars.guide(
         slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
     )

@@ -1,4 +1,4 @@
-"""The web UI's files: what is served, with which headers, within which size; other origins."""
+"""The web UI's files: what is served, with which headers, within which size."""
 
 import re
 
@@ -114,42 +114,6 @@ def test_licences_lie_beside_the_code_of_others():
             "Licen" in licence.read_text() or "Permission is hereby granted" in licence.read_text()
         )
         assert path.name in (FOLDER / "vendor" / "README.md").read_text()
-
-
-PREFLIGHT = {
-    "access-control-request-method": "POST",
-    "access-control-request-headers": "authorization,content-type",
-}
-
-
-@pytest.mark.anyio
-async def test_other_origins_get_nothing_by_default():
-    async with client() as http:
-        asked = {"origin": "https://a.example", **PREFLIGHT}
-        answer = await http.options("/v1/chat/completions", headers=asked)
-        plain = await http.get("/version", headers={"origin": "https://a.example"})
-    assert answer.status_code == 405
-    for one in (answer, plain):
-        assert not [name for name in one.headers if name.startswith("access-control")]
-
-
-@pytest.mark.anyio
-async def test_a_preflight_is_answered_without_a_key_for_the_origins_that_are_allowed():
-    origins = ("https://a.example", "http://localhost:3000")
-    async with client(allowed_origins=origins, api_keys=("secret",)) as http:
-        for origin, allowed in (
-            *((origin, True) for origin in origins),
-            ("https://b.example", False),
-        ):
-            headers = {"origin": origin, **PREFLIGHT}
-            preflight = await http.options("/v1/chat/completions", headers=headers)
-            refused = await http.get("/v1/models", headers={"origin": origin})
-            assert preflight.status_code == (200 if allowed else 400)
-            shown = origin if allowed else None
-            assert preflight.headers.get("access-control-allow-origin") == shown
-            # An error must be readable too.
-            assert refused.status_code == 401
-            assert refused.headers.get("access-control-allow-origin") == shown
 
 
 @pytest.mark.parametrize(

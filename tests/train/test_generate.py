@@ -53,7 +53,11 @@ def test_greedy_text_is_the_engines(folder, target):
     asks = [Ask(p, 0.0, 0, 5 + 7 * i % 50) for i, p in enumerate(prompts(11))]
     dense = outputs(DenseAuthor(target, [2], width=3, context=512, longest=60), asks)
     config = EngineConfig(
-        model=str(folder), executor="torch", speculation="off", policy="fixed", max_sequences=4
+        model=str(folder),
+        executor="torch",
+        speculative_algorithm="OFF",
+        policy="fixed",
+        max_sequences=4,
     )
     loaded = load(config)
     try:

@@ -30,7 +30,7 @@ from forerun.executors.torch.layers import (
     compiled,
     padded_rows,
 )
-from forerun.interface.executor import ExecutorLimits
+from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.machine import memory_available
@@ -158,6 +158,16 @@ class TorchExecutor:
             self._graphs.draft_extend(drafting)
         return self._graphs is not None
 
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the rounds that such drafts will need. Nothing where there are no rounds."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up(draft, progress)
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
+        return rows * nodes if self._graphs is None else self._graphs.padded_nodes(rows, nodes)
+
     def keep_state(self) -> bool:
         """Let rounds carry on from each other. False where there are none."""
         if self._graphs is not None:
@@ -254,7 +264,7 @@ class TorchExecutor:
         )
 
     def _captured_rounds(self) -> CudaGraphRunner | None:
-        """None where nothing captures. The first round captures the common ones."""
+        """None where nothing captures."""
         records = recorder(self.device)
         decoder, cache = self._alive()
         if records is None or self.kernels is None or not decoder.capturable:

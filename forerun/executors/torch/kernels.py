@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class Attend(Protocol):
         ...
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
@@ -52,6 +56,17 @@ class Kernels:
     parts: Elementwise
 
 
+def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
+    """`launch` with `device` as the current one: Triton launches there, whatever it is given."""
+
+    @wraps(launch)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(device):
+            return launch(*args, **kwargs)
+
+    return inside
+
+
 def kernels_for(device: torch.device) -> Kernels | None:
     """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
     if device.type != "cuda":
@@ -63,9 +78,14 @@ def kernels_for(device: torch.device) -> Kernels | None:
     )
 
     return Kernels(
-        attend=triton_attention.attend,
-        choose=triton_choice.choose,
-        pick=triton_choice.pick,
-        write=triton_layers.write,
-        parts=triton_layers.PARTS,
+        attend=guarded(device, triton_attention.attend),
+        choose=guarded(device, triton_choice.choose),
+        pick=guarded(device, triton_choice.pick),
+        write=guarded(device, triton_layers.write),
+        parts=Elementwise(
+            norm=guarded(device, triton_layers.norm),
+            gate=guarded(device, triton_layers.gate),
+            gelu_gate=guarded(device, triton_layers.gelu_gate),
+            rotate=guarded(device, triton_layers.rotate),
+        ),
     )

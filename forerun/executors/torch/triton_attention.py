@@ -88,37 +88,13 @@ def _see(
 
 @triton.jit(do_not_specialize=["table_stride", "scratch", "count", "window"])
 def _attend(
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    out,
-    sums,
-    tiles,
-    start,
-    kv_len,
-    table,
-    tree_intervals,
-    position,
-    group_stride,
-    table_stride,
-    scratch,
-    count,
-    window,
-    scale,
-    cap,
-    GQA_GROUP: tl.constexpr,
-    E: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    LINES: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NARROW: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    queries, keys, values, key_scales, value_scales, out, sums,
+    tiles, start, kv_len, table, tree_intervals, position,
+    group_stride, table_stride, scratch, count, window, scale, cap,
+    GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    LINES: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr,
+    NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
     score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
     """

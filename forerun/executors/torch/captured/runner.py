@@ -19,6 +19,7 @@ the host decides and commits them from the logits, as in an eager step. A row th
 begin with exactly one known token, which is a prompt's, makes the whole step an eager one.
 """
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 
@@ -39,11 +40,12 @@ from forerun.executors.torch.captured.prepare_inputs import (
     prepare_inputs,
     prepare_inputs_carried,
 )
+from forerun.executors.torch.captured.sizes import declared, padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
-from forerun.interface.executor import ExecutorLimits
+from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.accept import NOTHING
@@ -51,14 +53,10 @@ from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Ints
 
-MOST_NODES = 64
-"""Nodes of a row, at most, in a captured round."""
+log = logging.getLogger("forerun.executors.torch")
 
-COMMON = (1, 2, 4, 8)
-"""Nodes per row that are captured before the first round; others when they first come up."""
-
-CAPTURE_SECONDS = 20.0
-"""No further one is begun then after this long."""
+CAPTURE_SECONDS = 60.0
+"""No further size is captured before the first request after this long."""
 
 
 class CudaGraphRunner:
@@ -93,12 +91,15 @@ class CudaGraphRunner:
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self._features: Tensor | None = None
-        self.capture_seconds = 0.0
         self.count, self.seconds = 0, 0.0
         self._read = 0.0
-        self._warm = False
         self._future: FutureMap | None = None
         self.last: InFlightStep | None = None
+
+    @property
+    def capture_seconds(self) -> float:
+        """Spent on first calls and captures."""
+        return self._programs.seconds
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -112,7 +113,6 @@ class CudaGraphRunner:
         shape = self._limits.max_nodes, width
         self._features = torch.zeros(shape, dtype=dtype, device=self._device)
         self._programs.forget()
-        self._warm = False
 
     def draft_extend(self, drafting: Drafting) -> None:
         """Do this at the end of rounds that a draft request comes with."""
@@ -123,24 +123,26 @@ class CudaGraphRunner:
         if self._future is None:
             self._future = FutureMap(self._limits.slots, self._device)
             self._programs.forget()
-            self._warm = False
 
-    def _capture_common(self, first: Size) -> None:
-        """Capture the sizes that are likely to come up, the first round's and the smallest first,
-        within CAPTURE_SECONDS.
-        """
-        self._warm, began = True, perf_counter()
-        rows = [1 << power for power in range(self._limits.slots.bit_length())]
-        likely = [first, *(first._replace(rows=r) for r in rows)] if first.levels else []
-        for size in (*likely, *(Size(r, n) for r in rows for n in COMMON)):
-            if perf_counter() - began > CAPTURE_SECONDS:
-                break
-            if self._fits(size) and size not in self.captured:
-                for _ in range(2):
-                    self._go(size, self._of(size).staging())()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.capture_seconds = perf_counter() - began
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the sizes that are declared for such drafts, within CAPTURE_SECONDS."""
+        sizes = [size for size in declared(self._limits, draft) if self._fits(size)]
+        if self._future is not None and draft.levels:
+            self._future.grow(Size(1, 1, draft.levels, draft.width))
+        begun = perf_counter()
+        for done, size in enumerate(sizes):
+            if perf_counter() - begun > CAPTURE_SECONDS:
+                log.warning("captured %d of %d sizes in %.0f s", done, len(sizes), CAPTURE_SECONDS)
+                return
+            progress(done, len(sizes))
+            for _ in range(2):
+                self._go(size, self._of(size).staging())()
+        progress(len(sizes), len(sizes))
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a round of such a step runs; those of the step itself where none does."""
+        size = padded_size(rows, nodes, self._limits.max_nodes)
+        return rows * nodes if size is None else size.total
 
     def size_of(
         self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
@@ -155,8 +157,8 @@ class CudaGraphRunner:
 
     def _size(self, slots: Ints, nodes: int, draft_request: DraftRequest | None) -> Size | None:
         """The smallest size for rows, in these slots, of so many nodes."""
-        size = Size(_power(len(slots)), _power(nodes))
-        if size.nodes > MOST_NODES or not self._fits(size):
+        size = padded_size(len(slots), nodes, self._limits.max_nodes)
+        if size is None:
             return None
         if (
             draft_request is None
@@ -211,11 +213,9 @@ class CudaGraphRunner:
         return self._begin(size, staging, plan.slots, known, draft_request)
 
     def _prepare(self, size: Size) -> None:
-        """Have everything that a round of this size writes, and what is likely to come captured."""
+        """Have everything that a round of this size writes."""
         if self._future is not None and self._future.grow(size):
             self._programs.forget()
-        if not self._warm:
-            self._capture_common(size)
 
     def _begin(
         self,
@@ -351,8 +351,3 @@ def walk(choices: Tensor, buffers: dict[str, Tensor], size: Size) -> Tensor:
     right &= (order < buffers["count"][:, None]) & (buffers["decided"][:, None] > 0)
     above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     return ~(above & ~right[:, None]).any(-1)
-
-
-def _power(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
-    return 1 << (count - 1).bit_length()
