@@ -6,9 +6,8 @@ the validation and the printed configuration all derive from these fields.
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from math import isfinite
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from forerun.algorithms import (
@@ -21,56 +20,21 @@ from forerun.algorithms import (
     draft_shape,
 )
 from forerun.errors import ConfigError
+from forerun.options import option, spell, validate
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling that takes the model's distribution as it is."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
-
-
-def option(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    high: float | None = None,
-    flag: str | None = None,
-    spellings: Callable[[str], Any] = str,
-) -> Any:
-    """A dataclass field that knows its help text, its bounds (inclusive) and its flag.
-
-    `choices` lists the allowed strings; `flag` overrides the flag's name, which is otherwise
-    the field's; `spellings` makes a choice of the other ways to write it.
-    """
-    facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
-    return field(default=default, metadata=facts | {"spellings": spellings})
-
-
-def spell(config: Any) -> None:
-    """Bring every choice of a new configuration into its usual spelling. Raises ConfigError."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if item.metadata["choices"] and isinstance(value, str):
-            object.__setattr__(config, item.name, item.metadata["spellings"](value))
-
-
-def validate(config: Any) -> None:
-    """Hold every field of a configuration to its declared bounds. Raises ConfigError."""
-    for item in fields(config):
-        value, facts = getattr(config, item.name), item.metadata
-        name = item.name.replace("_", "-")
-        if facts.get("choices") and value not in facts["choices"]:
-            allowed = ", ".join(facts["choices"])
-            raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
-        if value is None or isinstance(value, str | bool | tuple):
-            continue
-        if isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"{name} is {value}, but must be a finite number.")
-        low, high = facts.get("low"), facts.get("high")
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            span = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ConfigError(f"{name} is {value}, but must be {span}.")
 
 
 def _origins(text: str) -> tuple[str, ...]:
@@ -101,6 +65,13 @@ class EngineConfig:
     )
     chat_template: str | None = option(
         None, "file with a Jinja chat template, instead of the model's own"
+    )
+    sampling_defaults: str = option(
+        "model",
+        "what holds of temperature, top_p, top_k, min_p and repetition_penalty where nobody says: "
+        "what the model recommends (generation_config.json), or nothing (1, 1, 0, 0, 1)",
+        choices=("model", "none"),
+        spellings=lambda name: {"openai": "none", "vllm": "none", "auto": "model"}.get(name, name),
     )
     executor: str = option(
         "auto",
@@ -252,7 +223,8 @@ class EngineConfig:
 
     def _check_batches(self) -> None:
         """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
-        captured = self.device != "cpu" and not self.disable_cuda_graph
+        # "auto" is checked when it was resolved.
+        captured = self.device not in ("cpu", "auto") and not self.disable_cuda_graph
         for name, limit, used in (
             ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
             ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
@@ -377,14 +349,35 @@ class AskConfig:
     """How `run`, `chat` and `bench` ask for text. Names are those of the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
-    temperature: float = option(0.0, "0 is greedy; higher is more varied", low=0.0, high=100.0)
-    top_p: float = option(
-        1.0, "sample from the most likely tokens that reach this share", low=0, high=1
+    temperature: float | None = option(
+        None,
+        "0 is greedy; higher is more varied (default: what the model recommends, else 1)",
+        low=0.0,
+        high=100.0,
     )
-    top_k: int = option(0, "sample from this many most likely tokens; 0 is all", low=0)
-    min_p: float = option(0.0, "drop tokens below this share of the most likely", low=0.0, high=1.0)
-    seed: int = option(0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1)
-    repetition_penalty: float = option(1.0, "divide the logits of what was said", low=0.01)
+    top_p: float | None = option(
+        None,
+        "sample from the most likely tokens that reach this share (default: the model's, else 1)",
+        low=0,
+        high=1,
+    )
+    top_k: int | None = option(
+        None,
+        "sample from this many most likely tokens; 0 is all (default: the model's, else 0)",
+        low=0,
+    )
+    min_p: float | None = option(
+        None,
+        "drop tokens below this share of the most likely (default: the model's, else 0)",
+        low=0.0,
+        high=1.0,
+    )
+    seed: int | None = option(
+        0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1
+    )
+    repetition_penalty: float | None = option(
+        None, "divide the logits of what was said (default: the model's, else 1)", low=0.01
+    )
     stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
 
@@ -393,3 +386,11 @@ class AskConfig:
         validate(self)
         if not all(self.stop):
             raise ConfigError("a stop text is empty; leave stop out to have none.")
+
+    def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """Every field with a value: what was asked, else what the model recommends, else what
+        changes nothing.
+        """
+        asked = {item.name: getattr(self, item.name) for item in fields(self)}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**NEUTRAL, **recommended, **given}

@@ -16,7 +16,8 @@ from forerun.drafters.guarded import off
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
-from forerun.hub.catalog import HUB_ID, shipped_draft
+from forerun.hub.catalog import shipped_draft
+from forerun.hub.reference import hub_reference
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -129,8 +130,9 @@ def _folder(named: str, revision: str | None) -> Path:
     folder = Path(named)
     if named and folder.is_dir():
         return folder
-    if HUB_ID.fullmatch(named):
-        return huggingface.fetched(named, revision=revision)
+    hub = hub_reference(named)
+    if hub is not None:
+        return huggingface.fetched(hub.repository, revision=revision)
     raise ModelError(
         f"--speculative-draft-model-path {named!r} is no folder; name the one that holds the draft"
     )

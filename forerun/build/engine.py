@@ -8,12 +8,12 @@ The executors are imported by the functions that choose them: neither is needed 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     excused,
@@ -26,7 +26,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
 from forerun.build.prepare import prepare
-from forerun.config import EngineConfig
+from forerun.config import NEUTRAL, EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -71,6 +71,8 @@ class Target:
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
     device    where it runs, and why; None of the toy
+    sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
+              repetition_penalty; what is not there is neutral
     """
 
     executor: Executor
@@ -86,6 +88,7 @@ class Target:
     table: NgramTable | None = None
     fault: str | None = None
     device: DeviceChoice | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -190,6 +193,7 @@ def _facts(target: Target) -> dict[str, Any]:
     return {
         "model": target.name,
         "config": asdict(target.config),
+        "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
         "costs": asdict(target.costs) if target.costs else None,
@@ -242,12 +246,13 @@ def _open_toy(config: EngineConfig) -> Target:
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=_chat(_template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
+        chat=_chat(template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
         costs=_costs(config, executor),
         compiler=open_compiler(config.grammar_backend, tokenizer),
+        sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
 
 
@@ -292,12 +297,13 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         device=device,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(_template_source(config, model.chat_template), model.tokenizer),
+        chat=_chat(template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
+        sampling=model.sampling if config.sampling_defaults == "model" else {},
     )
 
 
@@ -377,19 +383,6 @@ def _resolved(
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )
-
-
-def _template_source(config: EngineConfig, own: str | None) -> str | None:
-    """The chat template that was named, else the model's own. Raises ConfigError."""
-    if config.chat_template is None:
-        return own
-    try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat-template names a file with a Jinja template, but {config.chat_template} cannot "
-            f"be read ({error})."
-        ) from error
 
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

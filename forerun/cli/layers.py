@@ -4,12 +4,14 @@ something holds, then the profile that `forerun tune` left, then the defaults.
 
 import argparse
 import difflib
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from forerun.alias_kinds import FIELDS
 from forerun.aliases import OPTIONS
@@ -33,6 +35,9 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
         return
     file = arguments.config or environment.get(PREFIX + "CONFIG")
     given = list(arguments.given)
+    if "words" in vars(arguments):
+        model_given = any(one.option.fields == ("model",) for one in given)
+        arguments.model_word, arguments.prompt = parted(arguments.words, model_given)
     if vars(arguments).get("model_word"):
         first = replace(options["model"], flag="MODEL")
         given.insert(0, Given(first, arguments.model_word, "the first argument"))
@@ -44,6 +49,22 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     arguments.values = dict(arguments.defaults)
     for layer in layers:
         arguments.values |= gather(layer)
+
+
+def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | None]:
+    """(model, prompt) of the words of `forerun run`. One word is a prompt, unless no other option
+    names the model and it can only mean one. Raises ConfigError for more than two.
+    """
+    if len(words) > 2:
+        raise ConfigError("put the prompt between quotes: forerun run [MODEL] 'PROMPT'")
+    if len(words) == 2:
+        return words[0], words[1]
+    if not words:
+        return None, None
+    from forerun.hub.catalog import is_reference  # `--help` needs no catalog.
+
+    alone = not model_given and is_reference(words[0])
+    return (words[0], None) if alone else (None, words[0])
 
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
@@ -67,7 +88,6 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
     """What a YAML file of names and values says. Raises ConfigError naming file and name."""
-    yaml = import_module("yaml")
     try:
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -99,6 +119,5 @@ def written(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        dumped: str = import_module("json").dumps(value)
-        return dumped
+        return json.dumps(value)
     return str(value)

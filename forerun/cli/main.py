@@ -114,7 +114,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="what to ask; '-' or nothing reads stdin")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [PROMPT]",
+        help="what to ask, and before it whom; '-' or nothing reads stdin; a model alone opens a "
+        "chat, or reads stdin",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     parser.add_argument(
@@ -164,7 +170,7 @@ def _model_word(parser: argparse.ArgumentParser) -> None:
 def _chat_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    flags_of(AskConfig, parser, "answers", temperature=0.7)
+    flags_of(AskConfig, parser, "answers", seed=None)
     flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
 
 
@@ -269,7 +275,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         "as-is, which sends nothing that is not OpenAI's)",
     )
     parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
-    flags_of(AskConfig, parser, "requests", max_tokens=128)
+    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
     flags_of(EngineConfig, parser, title, draft_on_error="stop")
 
@@ -347,6 +353,11 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (it is slow)")
 
 
+def _models_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "show", "rm", "pull"), help="what to do")
+    parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
+
+
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="built-in name or hub id")
 
@@ -381,5 +392,6 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
+    "models": ("List, describe, remove or download models.", _models_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
 }

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
+from forerun.cli import chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
 from forerun.cli.probing import probed
@@ -54,6 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
     if not (arguments.raw or arguments.parse_special):
         raise ConfigError("--no-parse-special is for --raw: chats never hold control tokens.")
+    if arguments.model_word and arguments.prompt is None and interactive():
+        return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(probed(config, arguments.probe)[0])
     try:
@@ -61,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
             grammar=None if grammar is None else loaded.target.compile(grammar),
-            **asdict(ask),
+            **ask.options(loaded.target.sampling),
         )
         answer = answered(loaded, request, show=not arguments.json)
         twins = compared(loaded, request) if arguments.compare else []

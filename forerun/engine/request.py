@@ -10,6 +10,9 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
+GRAMMAR_LIMIT = "grammar_limit"
+"""Code of the error that ends a sequence whose grammar is too expensive to follow further."""
+
 
 class Finish(StrEnum):
     """Why a sequence ended. Values are OpenAI's `finish_reason` where one exists."""
@@ -104,6 +107,7 @@ class Delta:
     cached_tokens    prompt tokens that the prefix index supplied (first delta)
     error            message, with finish == ERROR
     trace            the steps that decided `tokens`, where asked; none beyond trace.MAX_STEPS
+    code             what kind of error, where it is one that the request itself brought about
     """
 
     request: RequestId
@@ -118,6 +122,7 @@ class Delta:
     cached_tokens: int = 0
     error: str | None = None
     trace: tuple[StepTrace, ...] = ()
+    code: str | None = None
 
 
 Sink = Callable[[Delta], None]

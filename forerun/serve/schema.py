@@ -86,21 +86,23 @@ def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(ConstrainedBody):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
+    what the model recommends.
+    """
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
     n: int = accept(integer(1, MAX_TOKENS), 1)
-    temperature: float = accept(number(0.0, 2.0), 1.0)
-    top_p: float = accept(number(0.0, 1.0), 1.0)
-    top_k: int = accept(integer(-1, MAX_TOKENS), 0)
-    min_p: float = accept(number(0.0, 1.0), 0.0)
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    repetition_penalty: float = accept(number(0.0, 2.0, above_low=True), 1.0)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
     logit_bias: tuple[tuple[int, float], ...] = accept(_token_biases, ())
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())

@@ -225,7 +225,7 @@ def test_a_template_is_grown_and_nothing_else(target, models, plain, monkeypatch
     monkeypatch.setattr(drafting, "TreeShape", lambda *_: shape)
     for name in ("self", "small", "block"):
         seen.clear()
-        done, _ = served(target, models[name], nodes=4, depth=2)
+        done, _ = served(target, models[name], nodes=4, depth=2, width=2)
         accepted, _ = exact(done, plain[0.0])
         assert {tuple(parents) for parents in seen} <= {(-1, -1, 0, 0), (-1, -1)}
         assert (-1, -1, 0, 0) in {tuple(parents) for parents in seen}

@@ -12,6 +12,7 @@ from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
+from forerun.models.shapes import shape_named
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.tape import Tape
@@ -146,7 +147,8 @@ def test_the_memory_plan_knows_float8_pages(tmp_path):
 
 
 def test_float8_pages_belong_to_torch():
-    assert choose_executor(EngineConfig(kv_dtype="float8")).executor == "torch"
+    arch = shape_named("tiny")
+    assert choose_executor(EngineConfig(kv_dtype="float8"), arch).executor == "torch"
     for changes in ({"executor": "cpu"}, {"model": "toy"}):
         with pytest.raises(ConfigError, match="kv-dtype float8 needs the torch executor"):
             EngineConfig(kv_dtype="float8", **changes)

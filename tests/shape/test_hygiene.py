@@ -15,6 +15,7 @@ LAZY = {
     "forerun/build/engine.py",
     "forerun/cli/doctor.py",
     "forerun/cli/eval.py",
+    "forerun/cli/layers.py",
     "forerun/cli/main.py",
     "forerun/constrain/backends.py",
     "forerun/executors/torch/kernels.py",
