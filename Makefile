@@ -1,5 +1,8 @@
 # Every verb sets up first when needed. `make demo` and `make test` are all a newcomer needs.
-PYTHON ?= python3.11
+# The first Python from 3.11 on that is there; say PYTHON=... for another.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
+	&& echo $$name && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -16,6 +19,9 @@ tools: $(TOOLS)
 
 # Without a compiler there is no CPU core, and torch has to do its work.
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "Forerun needs Python 3.11 or newer, \
+	and none is on the PATH. Install one, or say where it is: make setup PYTHON=/path/to/python3"; \
+	exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[plots]"
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch

@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.build import tuned
 from forerun.build.chat_template import template_source
-from forerun.build.device import DeviceChoice, choose_device
+from forerun.build.device import DeviceChoice, choose_device, device_memory
 from forerun.build.drafting import (
     excused,
     model_drafter,
@@ -274,7 +274,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
         needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
-    available = _device_memory(config.device) if on_device else memory_available()
+    available = device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
@@ -353,7 +353,7 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
-            "Install it with: pip install 'forerun[torch]'"
+            "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
         ) from error
     if config.threads:
         import torch
@@ -361,14 +361,6 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         torch.set_num_threads(config.threads)
     how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
     return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
-
-
-def _device_memory(device: str) -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _resolved(

@@ -114,7 +114,8 @@ class AdaptivePolicy:
         return widened(budgets, np.bincount([owners[i] for i in bought], minlength=len(slots)))
 
     def price(self, kv_len: Ints) -> float:
-        """What a draft token costs at least, in tokens of average speed, beside these rows.
+        """What a draft token costs at least, in tokens of plain decoding, beside these rows:
+        one that promises less is not worth looking for.
 
         Times grow in straight lines between the measured counts of nodes, so one of these, or the
         first or the last draft token, is where a draft token is cheapest.
@@ -130,7 +131,7 @@ class AdaptivePolicy:
             )
             drafting = costs.measured.draft_ms / plain if self._free else 0.0
             self._price, self._priced, self._age = rows * (cheapest + drafting), rows, 0
-        return self._price * max(1.0, self.guard.speed)
+        return self._price
 
     def _asked(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """What the drafter is asked for."""

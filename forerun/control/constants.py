@@ -70,5 +70,5 @@ LOSS_SHARE = 0.015
 of a drafter that costs time take no more of it either."""
 MAX_CREDIT = 8.0
 """Credit at most: what was won long ago must not be lost at leisure."""
-INITIAL_SPEED = 1.1
+INITIAL_SPEED = 1.2
 """What speculation is believed to be worth before it was tried: times the speed of plain steps."""

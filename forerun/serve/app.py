@@ -57,7 +57,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id",),
+            expose_headers=("x-request-id", "x-forerun-ignored"),
         )
     ]
 

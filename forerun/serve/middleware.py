@@ -26,18 +26,25 @@ OPEN_PATHS = ("/health",)
 QUIET_PATHS = ("/health", "/metrics")
 """Paths that are asked every few seconds: their lines are for debugging only."""
 
+IGNORED = b"x-forerun-ignored"
+"""Header that names the fields of a request that changed nothing."""
+
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
 class Record:
-    """What the log says of one request. Never a prompt or an answer."""
+    """What the log says of one request. Never a prompt or an answer.
+
+    ignored  fields of it that change nothing
+    """
 
     id: str
     began: float = field(default_factory=monotonic)
     status: int | None = None
     note: str = ""
     session: GenerationSession | None = None
+    ignored: tuple[str, ...] = ()
 
     def line(self, method: str, path: str) -> str:
         """One line: id, status, times, and for generations tokens and acceptance length."""
@@ -77,6 +84,7 @@ class RequestMiddleware:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", record.id.encode()),
+                    *([(IGNORED, ", ".join(record.ignored).encode())] if record.ignored else []),
                 ]
             await send(message)
 

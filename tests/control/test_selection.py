@@ -272,7 +272,7 @@ def test_reasons_are_told_and_counted():
     assert sum(facts["reasons"].values()) >= 100 and facts["reasons"][WRONG] > 20
     assert facts["trust_in_scores"] < 0.6 and facts["first_draft_token_right"] < 0.7
     (budget,) = opened(MIDDLE, 1).budgets(*arrays(1))
-    assert budget.reason == f"{ON} (those right in 9 % or more)"
+    assert budget.reason == f"{ON} (those right in 8 % or more)"
 
 
 def guard_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):

@@ -17,6 +17,7 @@ LAZY = {
     "forerun/cli/eval.py",
     "forerun/cli/layers.py",
     "forerun/cli/main.py",
+    "forerun/cli/terminal.py",
     "forerun/constrain/backends.py",
     "forerun/executors/torch/kernels.py",
 }
