@@ -319,9 +319,7 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
 
 def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
-    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing or
-    cannot run the model.
-    """
+    """Replace "auto" in device, executor and dtype; warns where the core cannot run `arch`."""
     from forerun.executors import cpu
 
     config = replace(config, device=choose_device(config).device)

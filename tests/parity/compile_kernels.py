@@ -93,7 +93,7 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("table_stride", "scratch", "count", "nodes", "window"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
-    shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2)
+    shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
         **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
@@ -188,7 +188,7 @@ def model(name, dtype, hidden, group, size, pages=None):
 
 def matrix():
     """All binaries, by name: an 8B shape (its draft head has the same), the default model, float32,
-    float8 pages, windows with a softcap; and what the choice needs.
+    float8 pages, windows with a softcap, Gemma's wide heads; and what the choice needs.
     """
     return {
         **model("8b", "bf16", 4096, 4, 128),
@@ -199,6 +199,10 @@ def matrix():
             f"attend 8b with window and cap, {lines} lines": attention(
                 "bf16", 4, 128, lines, special=True
             )
+            for lines in attention_lines(4)
+        },
+        **{
+            f"attend gemma, {lines} lines": attention("bf16", 4, 256, lines, special=True)
             for lines in attention_lines(4)
         },
         "gelu gate": gate("bf16", gelu=True),

@@ -66,4 +66,5 @@ def test_attention_fetches_ahead_and_multiplies_on_tensor_cores(usage):
     assert len(found) >= 12
     for name, line in found.items():
         assert line["tensor_cores"] and line["programs"] >= 2, name
-        assert line["async_copies"] >= (20 if "float32" in name else 70), name
+        few_keys = "float32" in name or "gemma" in name
+        assert line["async_copies"] >= (20 if few_keys else 70), name

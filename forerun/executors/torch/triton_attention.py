@@ -219,10 +219,13 @@ class Shape(NamedTuple):
     stages: int
 
 
-def shape_for(lines: int, itemsize: int) -> Shape:
+def shape_for(lines: int, itemsize: int, size: int) -> Shape:
     """Chosen so that no register is spilt and two programs fit on a multiprocessor, on compute
-    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number.
+    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number, of which a
+    head has `size`.
     """
+    if size > 128:
+        return Shape(KEYS // 4 if itemsize == 4 or lines == 64 else KEYS // 2, 2)
     if itemsize == 4:
         return Shape(KEYS // 4 if lines == 64 else KEYS // 2, 2)
     return Shape(KEYS, 2 if lines == 64 else 3)
@@ -250,7 +253,7 @@ def attend(
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
     lines = lines_for(geometry.tile * gqa_group)
-    shape = shape_for(lines, queries.itemsize)
+    shape = shape_for(lines, queries.itemsize, size)
     queries = queries.contiguous()
     out = torch.empty_like(queries)
     held = parts if parts > 1 else 0  # One part writes neither.
