@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow check prove bench bench-peers gpu-test gpu-bench clean
+.PHONY: setup tools demo serve test test-slow test-browser check prove bench bench-peers gpu-test gpu-bench clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -40,10 +40,14 @@ serve: setup
 	$(BIN)/forerun serve
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser"
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+# The web UI in headless Chromium (Debian: apt-get install chromium); skipped where there is none.
+test-browser: tools
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu
@@ -64,7 +68,7 @@ bench: setup
 	$(BIN)/forerun bench --launch --out bench/out
 
 bench-peers: setup
-	$(BIN)/python bench/peers/run.py --out bench/out/peers.json
+	$(BIN)/python bench/peers/over_http.py --out bench/out/peers-http.json
 
 clean:
 	rm -rf $(VENV) build dist

@@ -5,6 +5,7 @@ the validation and the printed configuration all derive from these fields.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,8 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
 }
 """Sampling that takes the model's distribution as it is."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
@@ -76,7 +79,9 @@ class EngineConfig:
         choices=("auto", "cpu", "torch", "toy"),
     )
     device: str = option(
-        "cpu", "torch device: cpu, cuda or cuda:N; cuda implies the torch executor"
+        "auto",
+        "cpu, or a torch device: cuda or cuda:N, which imply the torch executor; auto is cuda "
+        "where torch can use a GPU and the executor leaves it open, else cpu",
     )
     dtype: str = option(
         "auto",
@@ -191,9 +196,9 @@ class EngineConfig:
         spell(self)
         validate(self)
         self._check_speculation()
-        if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
-            raise ConfigError(f"device is {self.device!r}, but must be cpu, cuda or cuda:N.")
-        if self.device != "cpu" and self.executor not in ("auto", "torch"):
+        if not (self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda"):
+            raise ConfigError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
+        if self.device not in ("auto", "cpu") and self.executor not in ("auto", "torch"):
             raise ConfigError(
                 f"device {self.device} needs the torch executor, but executor is {self.executor}."
             )
@@ -218,7 +223,8 @@ class EngineConfig:
 
     def _check_batches(self) -> None:
         """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
-        captured = self.device != "cpu" and not self.disable_cuda_graph
+        # "auto" is checked when it was resolved.
+        captured = self.device not in ("cpu", "auto") and not self.disable_cuda_graph
         for name, limit, used in (
             ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
             ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
@@ -294,6 +300,7 @@ class ServeSettings:
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )
     served_name: str = option("", "the model's name in the API (default: the model's own)")
+    ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
@@ -335,6 +342,12 @@ class ServeSettings:
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
         if not all(key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key holds characters that no header can carry.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed-origins has {origin!r}, which no browser sends: an origin is * or "
+                    "scheme, host and port without a path, such as https://chat.example.org."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

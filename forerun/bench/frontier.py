@@ -3,16 +3,17 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 from forerun.bench.tune import OFF, Tuning
 
 
 def draw(path: Path, tuning: Tuning, title: str) -> None:
     """Speed over plain decoding by batch size, one line per setting, the best one thick."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

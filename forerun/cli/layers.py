@@ -4,12 +4,14 @@ something holds, then the profile that `forerun tune` left, then the defaults.
 
 import argparse
 import difflib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from forerun.alias_kinds import FIELDS
 from forerun.aliases import OPTIONS
@@ -59,7 +61,9 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
         return words[0], words[1]
     if not words:
         return None, None
-    alone = not model_given and import_module("forerun.hub.catalog").is_reference(words[0])
+    from forerun.hub.catalog import is_reference  # `--help` needs no catalog.
+
+    alone = not model_given and is_reference(words[0])
     return (words[0], None) if alone else (None, words[0])
 
 
@@ -84,7 +88,6 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
     """What a YAML file of names and values says. Raises ConfigError naming file and name."""
-    yaml = import_module("yaml")
     try:
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -116,6 +119,5 @@ def written(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):
-        dumped: str = import_module("json").dumps(value)
-        return dumped
+        return json.dumps(value)
     return str(value)

@@ -30,22 +30,27 @@ def main(arguments: argparse.Namespace) -> int:
     run(
         partial(_load, config, arguments.probe),
         settings,
-        partial(_announce, as_json=arguments.json),
+        partial(_announce, as_json=arguments.json, ui=settings.ui),
     )
     return 0
 
 
 def _load(config: EngineConfig, probe: bool) -> Loaded:
     loaded = load_shown(probed(config, probe)[0])
+    device = loaded.target.device
+    if device is not None and not device.gpu:  # Of a GPU `load_shown` has told.
+        say(device.sentence())
     say(f"{loaded.name}: {loaded.target.memory.sentence()}")
     return loaded
 
 
-def _announce(url: str, as_json: bool) -> None:
+def _announce(url: str, as_json: bool, ui: bool) -> None:
     if as_json:
         emit_json({"url": url})
     else:
         say(f"listening on {url}")
+        if ui:
+            say(f"web UI at {url.removesuffix('v1')}")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

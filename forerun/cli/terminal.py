@@ -3,7 +3,6 @@
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,8 +45,9 @@ def _piped(_: str) -> str | None:
 
 
 def _typed(history: Path) -> Callable[[str], str | None]:
-    toolkit = import_module("prompt_toolkit")
-    session = toolkit.PromptSession(history=_history(history), key_bindings=keys())
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession(history=_history(history), key_bindings=keys())
 
     def read(prompt: str) -> str | None:
         try:
@@ -61,7 +61,9 @@ def _typed(history: Path) -> Callable[[str], str | None]:
 
 def keys() -> Any:
     """Ctrl-C clears what is half typed, and leaves where nothing is; Alt-Enter: a new line."""
-    bindings = import_module("prompt_toolkit.key_binding").KeyBindings()
+    from prompt_toolkit.key_binding import KeyBindings
+
+    bindings = KeyBindings()
 
     def clear(event: Any) -> None:
         if event.current_buffer.text:
@@ -79,14 +81,15 @@ def keys() -> Any:
 
 def _history(path: Path) -> Any:
     """In the file, or in memory where it cannot be written."""
-    kinds = import_module("prompt_toolkit.history")
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
     except OSError as error:
         say(f"earlier messages cannot be kept: {error}")
-        return kinds.InMemoryHistory()
-    return kinds.FileHistory(str(path))
+        return InMemoryHistory()
+    return FileHistory(str(path))
 
 
 class Wrapped:

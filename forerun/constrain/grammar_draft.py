@@ -6,18 +6,19 @@ itself says of the next tokens is a tree: tokens that alone can follow ("forced"
 between them those that habit makes likely (see JumpForward).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import thread_time
 
 import numpy as np
 
+from forerun.constrain.grammars import Committed
 from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
-from forerun.control.grammar_budget import LIKELY
-from forerun.errors import EngineError
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.models.ngram_table import NgramTable
-from forerun.speculative.tree import Draft
+from forerun.speculative.draft_tree import pruned
+from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import Ints
 
 
@@ -26,11 +27,14 @@ class GrammarState:
 
     A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
     the root moves on, so no state is asked twice.
+
+    failed  why the matcher failed at a path where it was asked for a mask
     """
 
     def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
         self.matcher = Matcher(compiled)
         self._masks: dict[tuple[int, ...], bytes] = {}
+        self.failed: dict[tuple[int, ...], str] = {}
         self._prior = TokenPrior(shared, table)
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
@@ -42,9 +46,11 @@ class GrammarState:
             found = self.matcher.mask()
             if found is not None:
                 self._masks[path] = found
+            if self.matcher.error:
+                self.failed[path] = self.matcher.error
         return found
 
-    def predicted(self, min_prob: float = LIKELY) -> list[PredictedToken]:
+    def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
         """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
         more. They are looked for once per step.
         """
@@ -52,27 +58,30 @@ class GrammarState:
             self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
         return self._predicted
 
-    def commit(self, tokens: Iterable[int]) -> int | None:
-        """Move the root over `tokens`. How many there were when the text was complete, or None.
-
-        Raises EngineError when a token does not fit.
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """Move the root over `tokens`, up to where the text is complete, a token does not fit, or
+        one follows where no mask could be computed.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
-        for count, token in enumerate(tokens, 1):
-            if not matcher.advance(token):
-                reason = matcher.error or f"token {token} does not fit"
-                raise EngineError(f"the grammar's matcher gave up: {reason}")
+        whole = matcher.complete
+        if whole:
+            return Committed(0, complete=True)
+        for count, token in enumerate(tokens):
+            if path in self.failed:
+                return Committed(count, error=self.failed[path])
+            if not matcher.commit(token):
+                return Committed(count, error=matcher.error or f"token {token} does not fit")
             if masks:  # None where the output of a resumed sequence is read again.
                 if path in masks:
                     self._prior.learn(masks[path], last_of(self._tail), token)
                 path = (*path, token)
             self._tail = [*self._tail[1 - TAIL :], token]
-            if matcher.complete:
-                return count
-        matcher.settle()
-        self._masks, self._predicted = {}, None
-        return None
+            whole = matcher.complete
+            if whole:
+                return Committed(count + 1, complete=True)
+        self._masks, self.failed, self._predicted = {}, {}, None
+        return Committed(len(tokens))
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         """The likeliest tokens at the end of `path`, where the matcher stands."""
@@ -80,21 +89,21 @@ class GrammarState:
         return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
 
 
-def guide(state: GrammarState, draft: Draft, depth: int) -> "Growth":
+def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
     """What lies ahead, what is legal of `draft`, and what is forced below that.
 
     No path is longer than `depth`.
     """
-    growth = Growth()
+    guided = GuidedDraft()
     # By number of what lies ahead: its node, and how deep that is; -1 = the root.
     hung = {-1: (-1, 0)}
-    for number, (token, parent, score) in enumerate(state.predicted()):
+    for number, (token, parent, score, source) in enumerate(state.predicted()):
         above, level = hung.get(parent, (-1, depth))
         if level < depth:
-            hung[number] = growth.hang(token, above, score, -1), level + 1
+            hung[number] = guided.hang(token, above, score, -1, source), level + 1
     if len(draft):
-        _check(state, draft, depth, growth)
-    return growth
+        _check(state, draft, depth, guided)
+    return guided
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
@@ -105,33 +114,35 @@ def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
     return below
 
 
-def _check(state: GrammarState, draft: Draft, depth: int, growth: "Growth") -> None:
-    """Hang into `growth` what is legal of a draft, and what is forced below it."""
+def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft") -> None:
+    """Hang into `guided` what is legal of a draft, and what is forced below it."""
     matcher = state.matcher
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
+    sources = draft.sources()
     path: list[int] = []
     # What is still to hang: draft tokens of the draft and the node above them.
     todo, end = [(below[-1], -1)], thread_time() + PATIENCE
     while todo and thread_time() < end and not matcher.error:
         draft_tokens, parent = todo.pop()
-        above = growth.path(parent)
+        above = guided.path(parent)
         move(matcher, path, above)
         if matcher.complete or len(above) >= depth:
             continue
         node = parent
         forced = matcher.forced()
         for token in forced[: depth - len(above)]:
-            node = growth.hang(token, node, 1.0, growth.rank[parent])
+            node = guided.hang(token, node, 1.0, guided.rank[parent], DraftSource.GRAMMAR)
         mask = state.mask(tuple(above)) if draft_tokens and not forced else None
         for draft_token in draft_tokens:
             token = tokens[draft_token]
             if legal(mask, token) if not forced else token == forced[0]:
-                hung = growth.hang(token, parent, float(draft.score[draft_token]), draft_token)
+                score, source = float(draft.score[draft_token]), sources[draft_token]
+                hung = guided.hang(token, parent, score, draft_token, source)
                 todo.append((below.get(draft_token, []), hung))
     matcher.back(len(path))
 
 
-class Growth:
+class GuidedDraft:
     """The guided draft of one row while it grows, parents before children.
 
     rank  place in the drafter's own order: a forced token takes its parent's, what the grammar
@@ -143,11 +154,12 @@ class Growth:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._score: list[float] = []
+        self._source: list[int] = []
         self._place: dict[tuple[int, int], int] = {}
 
-    def hang(self, token: int, parent: int, score: float, rank: int) -> int:
+    def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
         """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
-        its beginning.
+        its beginning. Its source is whoever named it first.
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)
@@ -155,6 +167,7 @@ class Growth:
             self._tokens.append(token)
             self._parents.append(parent)
             self._score.append(score)
+            self._source.append(source)
             self.rank[node] = rank
         self._score[node] = max(score, self._score[node])
         return node
@@ -168,19 +181,15 @@ class Growth:
         tokens.reverse()
         return tokens
 
-    def scores(self, nodes: int) -> list[float]:
-        """Those of the `nodes` likeliest, best first."""
-        return sorted(self._score, reverse=True)[:nodes]
-
     def best(self, nodes: int) -> Draft:
         """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""
         order = sorted(
             range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)
         )
-        kept = sorted(order[:nodes])
-        place = {node: index for index, node in enumerate(kept)}
-        return Draft(
-            np.array([self._tokens[node] for node in kept], np.int32),
-            np.array([place.get(self._parents[node], -1) for node in kept], np.int32),
-            np.array([self._score[node] for node in kept], np.float32),
+        return pruned(
+            np.array(self._tokens, np.int32),
+            np.array(self._parents, np.int32),
+            np.array(self._score, np.float32),
+            np.array(sorted(order[:nodes]), np.int64),
+            np.array(self._source, np.int32),
         )

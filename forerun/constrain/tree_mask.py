@@ -1,20 +1,19 @@
 """Grammars over trees: one mask per node, and drafts that know the grammar.
 
-A matcher walks each tree from the root with advance and rollback. Speculation cannot stall a
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
 target's best legal token, whatever was drafted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from forerun.constrain.grammar_draft import GrammarState, Growth, children, guide
+from forerun.constrain.grammar_draft import GrammarState, children, guide
+from forerun.constrain.grammars import Committed
 from forerun.constrain.matcher import Compiled, words
 from forerun.constrain.token_prior import shared_places
-from forerun.control.cost_model import StepCosts
-from forerun.control.grammar_budget import GrammarBudget
-from forerun.errors import RequestError
+from forerun.errors import EngineError, RequestError
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
@@ -24,18 +23,14 @@ class TreeGrammars:
     """The Grammars of an engine with structured output. Used on the engine's thread only.
 
     vocab  V of the target: masks have a bit for each of its ids, also for those that pad it
-    costs  what steps cost on this machine; None = a node costs next to nothing
     table  what the target usually says; None = nobody counted
     """
 
-    def __init__(
-        self, vocab: int, costs: StepCosts | None = None, table: NgramTable | None = None
-    ) -> None:
-        self._budget, self._table = GrammarBudget(costs), table
+    def __init__(self, vocab: int, table: NgramTable | None = None) -> None:
+        self._table = table
         self._words = -(-vocab // 32)
         self._states: dict[int, GrammarState] = {}
         self._places = shared_places()
-        self._failed: dict[int, str] = {}
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
         """Start a fresh matcher in `slot` and advance it over the output so far.
@@ -46,12 +41,13 @@ class TreeGrammars:
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
         self._states[slot] = GrammarState(grammar, self._places, self._table)
-        self._states[slot].commit(output)
+        error = self._states[slot].commit([*output]).error
+        if error:
+            raise EngineError(f"the grammar's matcher cannot read the output again: {error}")
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
         self._states.pop(slot, None)
-        self._failed.pop(slot, None)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
         """Drafts without illegal draft tokens, with forced and likely tokens; others pass
@@ -59,18 +55,11 @@ class TreeGrammars:
         """
         if not self._states:
             return drafts
-        grown: dict[int, Growth] = {}
+        guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
             state = self._states.get(slot)
             if state is not None and nodes[row] > 0:
-                grown[row] = guide(state, drafts[row], int(depth[row]))
-        others = sum(len(draft) for row, draft in enumerate(drafts) if row not in grown)
-        scores = [growth.scores(int(nodes[row])) for row, growth in grown.items()]
-        counts = self._budget.of(len(slots), others, scores) if scores else []
-        guided = list(drafts)
-        for (row, growth), count in zip(grown.items(), counts, strict=True):
-            guided[row] = growth.best(count)
-        self._budget.made(len(slots), others + sum(counts))
+                guided[row] = guide(state, drafts[row], int(depth[row])).best(int(nodes[row]))
         return guided
 
     @property
@@ -83,17 +72,13 @@ class TreeGrammars:
         state = self._states.get(slot)
         return state.mask(()) if state is not None else None
 
-    def room(self, slots: Ints) -> list[int]:
-        """How many nodes are worth giving to each row for what is certain to follow there or
-        likely; none where no grammar holds the slot.
-        """
+    def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
+        """See control.policy.Lookahead."""
         states = [self._states.get(slot) for slot in slots.tolist()]
-        min_prob = self._budget.min_prob(len(states))
-        scores = [
+        return [
             [draft_token.score for draft_token in state.predicted(min_prob)] if state else []
             for state in states
         ]
-        return self._budget.of(len(states), 0, scores)
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
@@ -102,25 +87,12 @@ class TreeGrammars:
             return None
         table = _MaskTable(self._words, len(trees.tokens))
         for row, slot in rows:
-            state = self._states[slot]
-            _mask_row(state, trees, row, table)
-            if state.matcher.error:
-                self._failed[slot] = f"the grammar's matcher gave up: {state.matcher.error}"
+            _mask_row(self._states[slot], trees, row, table)
         return table.masks()
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
-        """Advance over emitted tokens. See Grammars.commit.
-
-        Raises EngineError for this slot alone when a token does not fit.
-        """
-        tokens = list(tokens)
-        self._budget.brought(len(tokens))
+    def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
+        """See Grammars.commit."""
         return self._states[slot].commit(tokens)
-
-    def errors(self) -> dict[int, str]:
-        """Slots whose matcher failed since the last call, with the message; clears them."""
-        failed, self._failed = self._failed, {}
-        return failed
 
 
 class _MaskTable:
@@ -144,14 +116,15 @@ class _MaskTable:
 def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
     """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
 
-    Behind a complete text, nothing that a node emits is kept: no mask either.
+    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
+    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
     """
     root, matcher = trees.root(row), state.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
     table.add(root, state.mask(()))
     path: list[int] = []
     todo = [(node, 0) for node in reversed(below.get(root, []))]
-    while todo and not matcher.error:
+    while todo and () not in state.failed:
         node, depth = todo.pop()
         matcher.back(len(path) - depth)
         del path[depth:]
@@ -161,5 +134,6 @@ def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable
         path.append(token)
         if not matcher.complete:
             table.add(node, state.mask(tuple(path)))
-            todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
+            if not matcher.error:
+                todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
     matcher.back(len(path))

@@ -3,38 +3,35 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, perf_counter
 
-from forerun.constrain.grammars import Grammars
-from forerun.control.policy import Policy
+from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.output import Ending, Kept, complete, delta, keep
+from forerun.engine.output import Ending, Kept, delta, ended, keep, limit_reached
 from forerun.engine.overlap import Overlap, Running, carrying
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import begin, finish
-from forerun.engine.timing import TimedDrafter, TimedExecutor
+from forerun.engine.step import Parts, begin, finish
+from forerun.engine.timing import StageTimer
+from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, DraftRow, StepTrace, bounded, draft_row
 from forerun.errors import EngineError
-from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor
 from forerun.interface.plan import Outcome, Plan, TokenLogprobs
-from forerun.text.tokenizer import Tokenizer
+from forerun.speculative.tree import TreeBatch
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is put together from."""
+class StepOver:
+    """A step whose outcome is known: its sequences in row order, what it ran, milliseconds."""
 
-    executor: Executor
-    drafter: Drafter
-    policy: Policy
-    tokenizer: Tokenizer
-    grammars: Grammars
+    rows: tuple[Sequence, ...]
+    plan: Plan
+    trees: TreeBatch
+    ms: float
 
 
 class EngineCore:
@@ -57,23 +54,23 @@ class EngineCore:
             parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
         )
         self.live: dict[RequestId, list[Sequence]] = {}
-        self._executor = TimedExecutor(parts.executor, self.metrics.seconds)
-        self._drafter = TimedDrafter(parts.drafter, self.metrics.seconds)
-        self._policy = parts.policy
+        self._parts = parts
         self._grammars = parts.grammars
         self._eos_ids = parts.tokenizer.eos_ids
-        self._registry = SlotRegistry(self._executor, self._drafter, parts.policy, parts.grammars)
+        self._registry = SlotRegistry(parts)
         self._max_failures = max_failures
         self._ended = ended
         self._failures = 0
         self._finished = 0.0
+        # Output tokens of the longest choice that has ended, by request.
+        self._longest: dict[RequestId, int] = {}
         carrier = carrying(parts.executor) if overlap else None
         if overlap and carrier is None:
             log.warning(
                 "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
                 parts.executor.name,
             )
-        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics)
+        self._overlap = Overlap(carrier, parts.drafter, self.scheduler, self.metrics)
 
     @property
     def busy(self) -> bool:
@@ -82,7 +79,10 @@ class EngineCore:
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
-        self.live[sequences[0].request.id] = list(sequences)
+        request = sequences[0].request
+        self.metrics.choices.add(request.n)
+        self.metrics.max_tokens.add(request.stopping.max_tokens)
+        self.live[request.id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -94,7 +94,7 @@ class EngineCore:
         if self._overlap.running is not None:
             self._finish(self._overlap.advance())
             return True
-        start = monotonic()
+        start = perf_counter()
         schedule = self.scheduler.plan()
         if schedule is None:
             return False
@@ -146,6 +146,7 @@ class EngineCore:
         for sequence in schedule.opened:
             if sequence.slot is None:  # Ended with a sibling that could not be opened.
                 continue
+            sequence.admitted = sequence.admitted or monotonic()
             try:
                 self._registry.open(sequence)
             except Exception as error:
@@ -156,41 +157,44 @@ class EngineCore:
 
     def _begin(self, schedule: Schedule, since: float) -> Running | None:
         """Begin the planned step; where that fails, end the requests it was for, and no others."""
+        timer = StageTimer()
         try:
-            trees, scores = begin(schedule.plan, self._executor, self._drafter, self._grammars)
+            trees, scores = begin(schedule.plan, self._parts, timer)
         except Exception as error:
             log.exception("a step could not be begun")
-            self._fail(schedule, error)
+            self._fail(schedule.rows, error)
             return None
-        return Running(schedule, schedule.plan, trees, scores, since)
+        return Running(schedule.rows, schedule.plan, trees, scores, since, timer)
 
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
         try:
-            outcome = self._wait(running)
+            trees = self._overlap.trees(running)
+            outcome = finish(running.plan, trees, running.scores, self._parts, running.timer)
         except Exception as error:
             log.exception("a step failed")
             self._overlap.drop()  # It carried on from what is not there.
-            self._fail(running.schedule, error)
+            self._fail(running.rows, error)
             self._release()
             return
         self._failures = 0
         self._overlap.complete(running, outcome)
-        self._process_outputs(running, outcome)
+        # A step that went on from the one before has what is left of the time since that ended.
+        begun = max(running.since, self._finished)
+        over = StepOver(running.rows, running.plan, trees, 1000.0 * (perf_counter() - begun))
+        self._process_outputs(over, outcome)
         self._release()
-        nodes = sum(map(len, running.plan.known)) + sum(outcome.n_draft_tokens.tolist())
-        begun, self._finished = max(running.since, self._finished), monotonic()
-        self.metrics.step(nodes, self._finished - begun)
+        self._finished = perf_counter()
+        carried, total = running.trees is None, 1000.0 * (self._finished - begun)
+        report = step_report(running.plan, outcome, carried, running.timer.ms, total)
+        self._parts.policy.observe(report)
+        self.metrics.step(report)
 
-    def _wait(self, running: Running) -> Outcome:
-        trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
-        return finish(running.plan, trees, running.scores, self._executor, *others)
-
-    def _fail(self, schedule: Schedule, error: Exception) -> None:
+    def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
         self._failures += 1
-        for sequence in schedule.rows:
+        for sequence in rows:
             self.end(sequence.request.id, _failed(error))
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
@@ -202,13 +206,9 @@ class EngineCore:
             if not self._overlap.growing(sequence):
                 self._registry.close(self.scheduler.release(sequence))
 
-    def _process_outputs(self, running: Running, outcome: Outcome) -> None:
+    def _process_outputs(self, over: StepOver, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = running.schedule.rows, running.plan
-        for slot, message in self._grammars.errors().items():
-            for sequence in rows:
-                if sequence.slot == slot:
-                    self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
+        rows, plan = over.rows, over.plan
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
         for row, sequence in enumerate(rows):
             if sequence.over:
@@ -222,40 +222,49 @@ class EngineCore:
             sequence.append(output_tokens[row])
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
-                self._settle(sequence, plan, row, outcome, output_tokens[row])
+                self._settle(sequence, over, row, outcome)
 
-    def _settle(
-        self, sequence: Sequence, plan: Plan, row: int, outcome: Outcome, tokens: list[int]
-    ) -> None:
-        """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
+    def _settle(self, sequence: Sequence, over: StepOver, row: int, outcome: Outcome) -> None:
+        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
         sequence.table.rollback(self._overlap.growing(sequence))
+        tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
-        self.metrics.row(draft_tokens, accepted)
+        drafted = NO_DRAFT_ROW
+        if draft_tokens:
+            drafted = draft_row(over.trees, row, tokens[:-1])
+        self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
-        if plan.max_nodes[row]:
-            self._policy.observe(int(plan.slots[row]), draft_tokens, accepted)
         try:
             kept = self._keep(sequence, tokens)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, _failed(error))
             return
+        if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
+            sequence.unsent_trace.append(_trace(sequence, kept, drafted, over, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
 
     def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
         """Push decided tokens through the grammar, if there is one, and the stop conditions."""
         if sequence.request.grammar is None or sequence.slot is None:
             return keep(sequence, tokens, self._eos_ids)
-        whole = self._grammars.commit(sequence.slot, tokens)
-        kept = keep(sequence, tokens[:whole], self._eos_ids)
-        return kept if whole is None or kept.ending else complete(sequence, kept)
+        committed = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[: committed.count], self._eos_ids)
+        if kept.ending is not None:
+            return kept
+        if committed.complete:
+            return ended(sequence, kept, Ending(Finish.STOP))
+        if committed.error:
+            return ended(sequence, kept, limit_reached(sequence, committed.error))
+        return kept
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> None:
         """Tell what was kept; if that ends the sequence, give back first what it holds."""
         if sequence.reported == len(kept.tokens) > 0:
-            self.metrics.first_token.add(monotonic() - sequence.submitted)
+            sequence.first_decided = monotonic()
+            self.metrics.first_token.add(sequence.first_decided - sequence.submitted)
         self.metrics.output_tokens += len(kept.tokens)
         if kept.ending is not None:
             self._remove(sequence, kept.ending.finish)
@@ -275,11 +284,10 @@ class EngineCore:
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
         """Give back all that a sequence holds, and forget it."""
-        metrics, request = self.metrics, sequence.request.id
-        metrics.finished[finish] += 1
-        metrics.duration.add(monotonic() - sequence.submitted)
-        metrics.prompt_tokens += sequence.prompt_len
-        metrics.cached_tokens += sequence.cached_tokens or 0
+        request = sequence.request.id
+        self.metrics.ended(sequence, finish)
+        longest = max(self._longest.get(request, 0), sequence.reported)
+        self._longest[request] = longest
         sequence.over = True
         slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
         self.live[request].remove(sequence)
@@ -287,6 +295,24 @@ class EngineCore:
             self._registry.close(slot)
         if not self.live[request]:
             del self.live[request]
+            self.metrics.longest_output.add(self._longest.pop(request))
+
+
+def _trace(
+    sequence: Sequence, kept: Kept, drafted: DraftRow, over: StepOver, row: int
+) -> StepTrace:
+    """What the step that was just counted did for a sequence."""
+    nodes = bounded(drafted)
+    return StepTrace(
+        number=sequence.tally.steps - 1,
+        position=sequence.reported - len(kept.tokens),
+        tokens=kept.tokens,
+        nodes=nodes,
+        left_out=len(drafted.tokens) - len(nodes.tokens),
+        allowed=int(over.plan.max_nodes[row]),
+        reason=sequence.tally.reason,
+        ms=over.ms,
+    )
 
 
 def _failed(error: Exception) -> Ending:

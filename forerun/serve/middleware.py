@@ -21,9 +21,11 @@ log = logging.getLogger("forerun.serve")
 
 CLIENT_GONE = 499
 """Logged as the status where nobody was left to answer, as nginx does."""
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/")
 """Paths that need no key."""
-QUIET_PATHS = ("/health", "/metrics")
+OPEN_PREFIX = "/ui/"
+"""The page's files need none either: they are the same everywhere, and ask for the key."""
+QUIET_PATHS = ("/health", "/metrics", "/server_info")
 """Paths that are asked every few seconds: their lines are for debugging only."""
 
 IGNORED = b"x-forerun-ignored"
@@ -91,7 +93,8 @@ class RequestMiddleware:
         try:
             await self._pass(scope, receive, stamped, record)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            quiet = scope["path"] in QUIET_PATHS or scope["path"].startswith(OPEN_PREFIX)
+            level = logging.DEBUG if quiet else logging.INFO
             log.log(level, record.line(scope["method"], scope["path"]))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
@@ -113,7 +116,8 @@ class RequestMiddleware:
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError (401) where a key is wanted and not given. Takes as long for any key."""
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         told = given.strip().encode("latin-1", "replace")

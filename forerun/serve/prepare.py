@@ -32,6 +32,9 @@ MAX_SEQUENCES = 256
 MAX_REPORTED = 1 << 19
 """Log-probabilities that one request may have reported: some 100 MB of answer."""
 
+MAX_TRACED = 8
+"""Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -124,7 +127,9 @@ def _generation(
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
     asked = body.speculative
-    speculation = Speculation(asked.enabled, asked.max_nodes, asked.max_depth, asked.stats)
+    speculation = Speculation(
+        asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
+    )
     name = shape.prefix + uuid.uuid4().hex
     requests = tuple(
         Request(
@@ -253,6 +258,9 @@ def _check_limits(
     if len(body.stop) > settings.max_stop:
         message = f"stop has {len(body.stop)} strings, but this server allows {settings.max_stop}."
         raise RequestError(message, "stop")
+    if body.speculative.trace and body.n * len(prompts) > MAX_TRACED:
+        message = f"speculative.trace shows {MAX_TRACED} texts at most; lower n."
+        raise RequestError(message, "speculative.trace")
     if sampling.logprobs is None:
         return
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"

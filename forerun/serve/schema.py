@@ -61,13 +61,15 @@ class SpeculativeOptions:
     """`speculative`: control and statistics of speculation, Forerun's own field.
 
     max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
-    server's own bounds hold beside them. None of it changes the text.
+    server's own bounds hold beside them. stats: counts at the end; trace: what every step did, as
+    it happens (docs/trace.md). None of it changes the text.
     """
 
     enabled: bool = accept(boolean, True)
     max_nodes: int | None = accept(integer(0, MAX_TOKENS))
     max_depth: int | None = accept(integer(0, MAX_TOKENS))
     stats: bool = accept(boolean, False)
+    trace: bool = accept(boolean, False)
 
 
 def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:

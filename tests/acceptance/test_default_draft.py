@@ -32,7 +32,7 @@ def target():
 
 def test_the_default_model_comes_with_a_draft(target):
     assert target.config.speculative_draft_model_path == str(shipped_draft("smollm2-135m"))
-    assert target.config.speculative_algorithm == "EAGLE" and target.head is not None
+    assert target.config.speculative_algorithm == "EAGLE" and target.draft_model is not None
 
 
 @pytest.mark.parametrize(

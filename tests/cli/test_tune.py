@@ -67,7 +67,7 @@ def test_a_broken_profile_is_no_profile():
 
 
 def test_a_profile_of_version_0_1_0_is_used():
-    config = EngineConfig(model="toy", speculative_algorithm="NGRAM")
+    config = EngineConfig(model="toy", device="cpu", speculative_algorithm="NGRAM")
     path = tuned.path_of(config)
     path.parent.mkdir(parents=True)
     old = {"speculation": "ngram", "draft_nodes": 4, "draft_depth": 4, "policy": "fixed"}

@@ -1,12 +1,16 @@
 """The torch executor's logits are those of transformers on the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.decoder import Decoder
+from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import Driver, Row, as_draft, limits
 
 VARIANTS = {
     "plain": {},
@@ -17,6 +21,54 @@ VARIANTS = {
     "wide heads": {"head_dim": 32},
     "one key head": {"num_key_value_heads": 1},
     "no sharing": {"num_key_value_heads": 4},
+}
+
+
+EXPERTS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "yarn": {"rope": tiny.YARN},
+    "wide heads": {"head_dim": 32},
+    "one expert each": {"num_experts_per_tok": 1},
+    "all experts": {"num_experts": 3, "num_experts_per_tok": 3},
+    "normalised": {"norm_topk_prob": True},
+    "not normalised": {"norm_topk_prob": False},
+    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "some layers dense": {"num_hidden_layers": 3, "mlp_only_layers": [0, 2]},
+    "no experts at all": {"num_experts": 0},
+}
+QWEN2_EXPERTS = {
+    "a wide shared expert": {"shared_expert_intermediate_size": 80},
+    "no biases": {"qkv_bias": False},
+    "windows": {"sliding_window": 20, "use_sliding_window": True}
+    | {"layer_types": ["sliding_attention", "full_attention"]},
+}
+QWEN3_EXPERTS = {
+    "biases": {"attention_bias": True},
+    "windows": {"sliding_window": 20, "use_sliding_window": True},
+}
+GEMMAS = {
+    "plain": {},
+    "own head": {"tie_word_embeddings": False},
+    "linear": {"rope": tiny.LINEAR},
+    "narrow heads": {"head_dim": 8},
+    "one key head": {"num_key_value_heads": 1},
+    "biases": {"attention_bias": True},
+    "window of one": {"sliding_window": 1},
+    "window of a block": {"sliding_window": 128},
+    "window over several blocks": {"sliding_window": 150},
+    "window longer than the text": {"sliding_window": 400},
+    "capped logits": {"final_logit_softcapping": 3.0},
+    "logits without a cap": {"final_logit_softcapping": None},
+}
+ONLY = {
+    "gemma2": {"scores without a cap": {"attn_logit_softcapping": None}},
+    "gemma3_text": {
+        "every third layer sees all": {
+            **{"layer_types": None, "sliding_window_pattern": 3},
+            "num_hidden_layers": 4,
+        },
+    },
 }
 
 
@@ -32,7 +84,7 @@ def forward(executor, tokens, chunks):
 
 CASES = [
     (family, variant)
-    for family in ("llama", "mistral", "qwen2", "qwen3")
+    for family in tiny.LLAMAS
     for variant in VARIANTS
     if (family, variant) != ("qwen2", "wide heads")  # Its heads are H/A wide by definition.
 ]
@@ -40,14 +92,111 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_every_family_equals_transformers(checkpoint, random, family, variant):
-    found = checkpoint(family, **VARIANTS[variant])
-    tokens = random.integers(0, tiny.VOCAB, 300)
+    equals_transformers(checkpoint(family, **VARIANTS[variant]), random)
+
+
+NEW_CASES = [
+    (family, name, changes)
+    for family, variants in (
+        ("qwen2_moe", EXPERTS | QWEN2_EXPERTS),
+        ("qwen3_moe", EXPERTS | QWEN3_EXPERTS),
+        ("gemma2", GEMMAS | ONLY["gemma2"]),
+        ("gemma3_text", GEMMAS | ONLY["gemma3_text"]),
+    )
+    for name, changes in variants.items()
+]
+
+
+@pytest.mark.parametrize(("family", "name", "changes"), NEW_CASES)
+def test_experts_and_gemma_equal_transformers(checkpoint, random, family, name, changes):
+    equals_transformers(checkpoint(family, **changes), random)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("window", [1, 16, 100, 128, 256])
+def test_contexts_longer_than_the_window(checkpoint, random, family, window):
+    changes = {"sliding_window": window}
+    if family != "mistral":
+        kinds = ["full_attention", "sliding_attention"]
+        changes |= {"use_sliding_window": True, "layer_types": kinds}
+    found = checkpoint(family, **changes)
+    assert found.architecture.windowless_context == window
+    equals_transformers(found, random)
+
+
+def equals_transformers(found, random, count=300):
+    """The logits of a text, in chunks and then token by token, are the oracle's."""
+    tokens = random.integers(0, tiny.VOCAB, count)
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
     executor = TorchExecutor(found, limits(tiny.VOCAB))
-    logits = forward(executor, tokens, [200, 100])
+    assert executor.describe()["batch_invariant"]
+    logits = forward(executor, tokens, [170, 10, 100, *[1] * (count - 280)])
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"])
+def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family, page_size):
+    """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
+    changes = {"sliding_window": 5} if family.startswith("gemma") else {}
+    found = checkpoint(family, **changes)
+    prompt = random.integers(0, tiny.VOCAB, 40)
+    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
+    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
+    executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
+    reference = tiny.reference(found)
+    with Driver(executor) as driver:
+        driver.open(0, prompt)
+        driver.step([Row(0, known=33)])
+        result = driver.step([Row(0, draft=draft)])
+    for leaf in (5, 8, 11):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        text = torch.from_numpy(np.concatenate([prompt, draft.tokens[path]])).long()
+        with torch.no_grad():
+            expected = reference(text[None]).logits[0]
+        for depth, node in enumerate(path):
+            logits = result.logits(0, len(prompt) - 33 + node)
+            assert (logits - expected[len(prompt) + depth]).abs().max() < 1e-4
+
+
+def test_norms_after_attention_and_feed_forward_alone():
+    """The order that no family here has: by hand, on one layer of random weights."""
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    arch = replace(arch, layer_specs=(replace(spec, norms="post"),))
+    source = RandomCheckpoint(arch)
+    decoder = Decoder(source, torch.device("cpu"), torch.float32)
+    tokens, positions = torch.arange(5, 9), torch.zeros(4, dtype=torch.int64)
+    found, _ = decoder.forward(tokens, positions, lambda layer, q, k, v: v.repeat(1, 2, 1))
+
+    def weight(name):
+        return torch.from_numpy(source.tensor(f"model.layers.0.{name}.weight"))
+
+    def normed(y, name):
+        return torch.nn.functional.rms_norm(y, (arch.hidden,), weight(name), arch.norm_eps)
+
+    x = torch.from_numpy(source.tensor("model.embed_tokens.weight"))[tokens]
+    values = (x @ weight("self_attn.v_proj").T).view(4, 2, 16).repeat(1, 2, 1).flatten(1)
+    x = x + normed(values @ weight("self_attn.o_proj").T, "post_attention_layernorm")
+    opened, up = (x @ weight(f"mlp.{part}_proj").T for part in ("gate", "up"))
+    fed = (torch.nn.functional.silu(opened) * up) @ weight("mlp.down_proj").T
+    x = x + normed(fed, "post_feedforward_layernorm")
+    torch.testing.assert_close(found, x, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, family):
+    found = checkpoint(family, hidden_size=96)  # sqrt(96) is no bfloat16.
+    decoder = Decoder(found, torch.device("cpu"), torch.bfloat16)
+    tokens = torch.from_numpy(random.integers(0, tiny.VOCAB, 20))
+    positions = torch.arange(20)
+    _, (entering,) = decoder.forward(tokens, positions, lambda layer, q, k, v: q, (0,))
+    expected = tiny.reference(found).bfloat16().model.embed_tokens(tokens)
+    assert torch.equal(entering, expected)
 
 
 def test_biases_everywhere(checkpoint, random):
@@ -71,8 +220,8 @@ def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
     with Driver(executor) as driver:
         driver.open(0, tokens)
         driver.step([Row(0, known=30)])
-        driver.step([Row(0)])
-        second, first = executor.aux_hidden_states.split(64, -1)
+        features = driver.step([Row(0)]).outcome.features
+        second, first = features.tensor().split(64, -1)
     for ours, theirs in ((first, 0), (second, 1)):
         assert ours.shape == (20, 64)
         assert (ours - output.hidden_states[theirs][0, 30:]).abs().max() < 1e-5

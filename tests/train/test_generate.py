@@ -18,7 +18,7 @@ from tests.models import tiny
 STOPS = (2, 17, 40)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gemma3_text", "qwen2_moe"])
 def folder(request, tmp_path_factory):
     hf = tiny.model(request.param, max_position_embeddings=512)
     return tiny.save_folder(hf, tmp_path_factory.mktemp(request.param))

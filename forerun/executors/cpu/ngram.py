@@ -13,9 +13,10 @@ from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.types import Ints
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
@@ -40,7 +41,7 @@ class CpuNgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._library = native.load_short()
         rules = native.NgramRules(
@@ -90,8 +91,8 @@ class CpuNgramDrafter:
         if not asked:
             return drafts
         rows = len(asked)
-        if len(self._out) < rows + 3 * most:
-            self._out = np.empty(2 * (rows + 3 * most), np.int32)
+        if len(self._out) < rows + 4 * most:
+            self._out = np.empty(2 * (rows + 4 * most), np.int32)
             self._out_at = self._out.ctypes.data
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
@@ -109,7 +110,7 @@ class CpuNgramDrafter:
         rows.
         """
         rows = len(asked)
-        found = self._out[rows : rows + 3 * total].copy()
+        found = self._out[rows : rows + 4 * total].copy()
         scores = found.view(np.float32)
         begin, end = 0, 0
         for row, count in zip(asked, self._out[:rows].tolist(), strict=True):
@@ -119,10 +120,14 @@ class CpuNgramDrafter:
                     found[begin:end],
                     found[total + begin : total + end],
                     scores[2 * total + begin : 2 * total + end],
+                    found[3 * total + begin : 3 * total + end],
                 )
                 begin = end
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+        """There is no draft model."""
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

@@ -12,25 +12,43 @@ Keys and values are read where they lie (kv.py): the prefix through the page tab
 from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32. Keys
 and values may be float8 with a scale for each head of a slot: multiplied into scores and weights,
 so that a scale costs one product per key and not one per number.
+
+A sliding window is a number at run time: a tile's loop begins at the first key that one of its
+nodes sees. Kernels without window or softcap are compiled without a trace of them.
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.geometry import Geometry, positions_of
 from forerun.executors.torch.kv import CacheTensor, Narrow
+from forerun.models.layer_spec import AttentionSpec
 
 KEYS = 64
-"""Keys of one turn of the loop."""
+"""Keys of one turn of the loop, at most."""
 
 MOST_PARTS = 32
 """Parts of a prefix, at most."""
 
 PROGRAMS = 264
 """Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
+
+VIEWS = (
+    "key_scales",
+    "value_scales",
+    "tiles",
+    "start",
+    "kv_len",
+    "table",
+    "tree_intervals",
+    "position",
+)
+"""Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
 
 _LOG2E = 1.4426950408889634
 
@@ -49,10 +67,15 @@ def _see(
     seen,
     there,
     scale,
+    cap,
     E: tl.constexpr,
     NARROW: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
-    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS]."""
+    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
+
+    Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
+    """
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
@@ -60,6 +83,9 @@ def _see(
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     if NARROW:
         scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
+    if CAPPED:
+        # tanh(x), without overflow at either end.
+        scores = cap * (1 - 2 / (tl.exp(2 * scores) + 1))
     scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))
     # A line that has seen nothing yet has no maximum to subtract.
@@ -74,44 +100,31 @@ def _see(
     return now, total, mixed
 
 
-@triton.jit(do_not_specialize=["table_stride", "scratch", "count"])
+@triton.jit(
+    do_not_specialize=["table_stride", "scratch", "count", "nodes", "window"],
+    do_not_specialize_on_alignment=VIEWS,
+)
 def _attend(
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    out,
-    sums,
-    tiles,
-    start,
-    kv_len,
-    table,
-    tree_intervals,
-    group_stride,
-    table_stride,
-    scratch,
-    count,
-    scale,
-    GQA_GROUP: tl.constexpr,
-    E: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    LINES: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NARROW: tl.constexpr,
-):
-    """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
-    score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
+    queries, keys, values, key_scales, value_scales, out, found, sums,
+    tiles, start, kv_len, table, tree_intervals, position,
+    group_stride, table_stride, scratch, count, nodes, window, scale, cap,
+    GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Fill `found` [parts,M,A,E] (float32, not yet divided) and `sums` [2,parts,M,A], the greatest
+    score and the sum of weights; or, for one part, just `out` [M,A,E]. nodes of a tile. The rest
+    as in Geometry.
+
+    Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
     tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(2)
     heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
-    mine = (line < TILE * GQA_GROUP) & (node < end)
+    mine = (line < nodes * GQA_GROUP) & (node < end)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place = (node * heads + head)[:, None] * E + e[None, :]
@@ -125,48 +138,62 @@ def _attend(
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
 
     cached = tl.load(kv_len + row)
-    length = tl.cdiv(tl.cdiv(cached, KEYS), PARTS) * KEYS
+    length = tl.cdiv(tl.cdiv(cached, KEYS), parts) * KEYS
     high = tl.minimum((part + 1) * length, cached)
-    for at in range(part * length, high, KEYS):
+    low = part * length
+    # The first position that each line sees; no window reaches above a node's own.
+    oldest = tl.zeros([LINES], tl.int32)
+    if WINDOWED:
+        oldest = tl.load(position + node, mask=mine, other=2147483647) - window + 1
+        low = tl.maximum(low, tl.min(oldest, 0) // KEYS * KEYS)
+    for at in range(low, high, KEYS):
         there = at + key < high
         page = tl.load(table + row * table_stride + (at + key) // PAGE, mask=there, other=0)
         slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
+        if WINDOWED:
+            seen = seen & ((at + key)[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
-        )
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
+            E, NARROW, CAPPED,
+        )  # fmt: skip
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
-    last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
+    last = tl.where(part == parts - 1, tl.minimum(first + nodes, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
     for at in range(begin, last, KEYS):
         there = at + key < last
         enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
         leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
         slot, seen = scratch + at + key, there[None, :] & (enter <= step) & (step < leave)
+        if WINDOWED:
+            where = tl.load(position + at + key, mask=there, other=-1)
+            seen = seen & (where[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
-        )
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
+            E, NARROW, CAPPED,
+        )  # fmt: skip
 
-    if PARTS == 1:
+    if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
     else:
         where = (part * count + node) * heads + head
-        tl.store(out + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
+        tl.store(found + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
         tl.store(sums + where, most, mask=mine)
-        tl.store(sums + PARTS * count * heads + where, total, mask=mine)
+        tl.store(sums + parts * count * heads + where, total, mask=mine)
 
 
-@triton.jit(do_not_specialize=["lines"])
-def _merge(parts, sums, out, lines, E: tl.constexpr, PARTS: tl.constexpr):
-    """Fill `out` [M*A,E] from what the parts found."""
+@triton.jit(do_not_specialize=["lines", "parts"])
+def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr):
+    """Fill `out` [M*A,E] from what `parts` parts, PARTS at most, found."""
     line = tl.program_id(0)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     part, e = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    at = part * lines + line
-    level, total = tl.load(sums + at), tl.load(sums + PARTS * lines + at)
+    real, at = part < parts, part * lines + line
+    level = tl.load(sums + at, mask=real, other=float("-inf"))
+    total = tl.load(sums + parts * lines + at, mask=real, other=0.0)
     weight = tl.exp2(level - tl.max(level, 0))
     place = at.to(tl.int64)[:, None] * E + e[None, :]
-    mixed = tl.load(parts + place, mask=e[None, :] < E, other=0.0)
+    mixed = tl.load(found + place, mask=real[:, None] & (e[None, :] < E), other=0.0)
     summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
     tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
 
@@ -179,31 +206,62 @@ def parts_for(programs: int) -> int:
     return parts
 
 
+def lines_for(queries: int) -> int:
+    """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
+    lines: int = max(16, triton.next_power_of_2(queries))
+    return lines
+
+
+class Shape(NamedTuple):
+    """How a program is laid out: keys of a turn, and turns whose keys are fetched ahead."""
+
+    keys: int
+    stages: int
+
+
+def shape_for(lines: int, itemsize: int) -> Shape:
+    """Chosen so that no register is spilt and two programs fit on a multiprocessor, on compute
+    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number.
+    """
+    if itemsize == 4:
+        return Shape(KEYS // 4 if lines == 64 else KEYS // 2, 2)
+    return Shape(KEYS, 2 if lines == 64 else 3)
+
+
 def attend(
     queries: Tensor,
     keys: CacheTensor,
     values: CacheTensor,
     geometry: Geometry,
+    spec: AttentionSpec | None = None,
     parts: int | None = None,
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
-    The step's own keys and values must be in scratch. `parts`: a power of two; by default as
-    many as fill the device. Launches only: nothing here waits for the device.
+    The step's own keys and values must be in scratch. Launches only: nothing here waits for the
+    device.
+
+    spec   how scores are made; None: scaled by 1/sqrt(E), no window
+    parts  a power of two; by default as many as fill the device
     """
     count, heads, size = queries.shape
+    spec = spec or AttentionSpec(size**-0.5)
+    windowed, cap = spec.window is not None, spec.softcap
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
+    lines = lines_for(geometry.tile * gqa_group)
+    shape = shape_for(lines, queries.itemsize)
     queries = queries.contiguous()
-    out = found = sums = torch.empty_like(queries)
-    if parts > 1:
-        found = queries.new_empty((parts, count, heads, size), dtype=torch.float32)
-        sums = queries.new_empty((2, parts, count, heads), dtype=torch.float32)
+    out = torch.empty_like(queries)
+    held = parts if parts > 1 else 0  # One part writes neither.
+    found = queries.new_empty((held, count, heads, size), dtype=torch.float32)
+    sums = queries.new_empty((2, held, count, heads), dtype=torch.float32)
     numbers, scales = zip(*(_parts_of(cached) for cached in (keys, values)), strict=True)
     _attend[len(geometry.tiles), len(keys), parts](
         queries,
         *numbers,
         *scales,
+        out,
         found,
         sums,
         geometry.tiles,
@@ -211,24 +269,30 @@ def attend(
         geometry.kv_len,
         geometry.table,
         geometry.tree_intervals,
+        positions_of(geometry) if windowed else geometry.tree_intervals,
         numbers[0].stride(0),
         geometry.table.stride(0),
         geometry.scratch,
         count,
-        size**-0.5 * _LOG2E,
+        geometry.tile,
+        spec.window or 0,
+        spec.scale * _LOG2E if cap is None else spec.scale / cap,
+        (cap or 0.0) * _LOG2E,
         GQA_GROUP=gqa_group,
         E=size,
         PAGE=geometry.page_size,
-        TILE=geometry.tile,
-        LINES=max(16, triton.next_power_of_2(geometry.tile * gqa_group)),
-        KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
-        PARTS=parts,
+        LINES=lines,
+        KEYS=shape.keys,
         NARROW=isinstance(keys, Narrow),
+        WINDOWED=windowed,
+        CAPPED=cap is not None,
         num_warps=4,
-        num_stages=3 if queries.itemsize == 2 else 2,
+        num_stages=shape.stages,
     )
     if parts > 1:
-        _merge[(count * heads,)](found, sums, out, count * heads, E=size, PARTS=parts, num_warps=2)
+        _merge[(count * heads,)](
+            found, sums, out, count * heads, parts, E=size, PARTS=MOST_PARTS, num_warps=2
+        )
     return out
 
 

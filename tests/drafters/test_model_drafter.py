@@ -1,0 +1,219 @@
+"""What a draft model finds in its pages, whatever the engine does with them."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from forerun.constrain.grammars import NoGrammars
+from forerun.control.policy import Budget, FixedPolicy
+from forerun.drafters import model_drafter
+from forerun.drafters.model_drafter import PATIENCE, ModelDrafter, TreeShape
+from forerun.engine.thread import Engine, EngineOptions
+from forerun.executors.toy import ToyExecutor
+from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
+from forerun.interface.features import KeptFeatures
+from forerun.models.cache_layer import CacheLayer
+from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
+
+
+@dataclass(frozen=True)
+class ToyFeatures:
+    """The feature of a node is its token; of a step that is over, nobody may read it."""
+
+    executor: ToyExecutor
+    step: int
+    tokens: np.ndarray
+
+    def select(self, nodes):
+        return replace(self, tokens=self.tokens[nodes])
+
+    def values(self):
+        assert self.step == self.executor.steps, "features of a step that is over"
+        return self.tokens[:, None]
+
+    def keep(self):
+        return KeptFeatures(self.values().astype(np.float16))
+
+
+class FeaturedToy(ToyExecutor):
+    """A toy that hands out features."""
+
+    steps = 0
+
+    def verify(self, plan, trees, draft_request=None):
+        self.steps += 1
+        return super().verify(plan, trees, draft_request)
+
+    def commit(self, plan, trees, scores, accepted):
+        features = ToyFeatures(self, self.steps, trees.tokens)
+        return replace(super().commit(plan, trees, scores, accepted), features=features)
+
+
+class ToyHead:
+    """A head whose entry for position q is the token after it, and which looks at all of them.
+
+    It drafts what the toy will say when it is told the text.
+    """
+
+    def __init__(self, shape):
+        self.traits = DraftModelTraits(
+            name="toy head",
+            cache=(CacheLayer(1, 1),),
+            target_ids=np.arange(VOCAB, dtype=np.int32),
+            max_nodes=shape.max_nodes,
+            features=FeatureNeeds("aux", (0,)),
+        )
+        self.entries = np.full((shape.pages, shape.page_size), -1, np.int32)
+        self.texts: dict[int, list[int]] = {}
+        self.looked = self.late = 0
+
+    def extend(self, work, features):
+        kept = isinstance(features, KeptFeatures)
+        self.late += kept
+        assert (features.values if kept else features.values()).ravel().tolist() == (
+            work.tokens.tolist()
+        )
+        for row in range(len(work.slots)):
+            self._look(work, row)
+            own = slice(work.start[row], work.start[row + 1])
+            text = self.texts[int(work.slots[row])]
+            assert text[work.kv_len[row] :][: own.stop - own.start] == work.tokens[own].tolist()
+            for offset, token in enumerate(work.next_tokens[own]):
+                self.entries[self._place(work, row, work.kv_len[row] + offset)] = token
+        return self._candidates(work, work.scored)
+
+    def expand(self, work):
+        for row in range(len(work.slots)):
+            self._look(work, row)
+        return self._candidates(work, np.arange(len(work.tokens)))
+
+    def describe(self):
+        return {}
+
+    def _place(self, work, row, position):
+        size = self.entries.shape[1]
+        return work.pages[row, position // size], position % size
+
+    def _look(self, work, row):
+        text = self.texts[int(work.slots[row])]
+        for position in range(work.kv_len[row]):
+            found = self.entries[self._place(work, row, position)]
+            assert found == text[position + 1], f"position {position} of {bytes(text)}"
+            self.looked += 1
+
+    def _candidates(self, work, nodes):
+        """Two per node: what follows the row's text, right below the root, and a wrong one."""
+        rows = np.searchsorted(work.start, nodes, side="right") - 1
+        texts = [self.texts[int(work.slots[row])] for row in rows]
+        ids = np.array([[following(text, 1)[0], 5] for text in texts], np.int32).reshape(-1, 2)
+        return Candidates(ids, np.tile(np.log(np.float32([0.8, 0.1])), (len(ids), 1)))
+
+
+class Watched(ModelDrafter):
+    """Tells the toy head the texts, as the contract lets a drafter know them."""
+
+    def begin(self, slot_init):
+        self._model.texts[slot_init.slot] = slot_init.tokens.tolist()
+        super().begin(slot_init)
+
+    def observe(self, plan, trees, outcome):
+        for row, slot in enumerate(plan.slots.tolist()):
+            emitted = outcome.tokens[row, : outcome.n_tokens[row]].tolist()
+            self._model.texts[slot].extend(emitted)
+        super().observe(plan, trees, outcome)
+
+
+def engine_with_head(policy=None, **shape):
+    executor = FeaturedToy(limits(**shape))
+    device = ToyHead(executor.limits)
+    drafter = Watched(device, executor.limits, TreeShape(2, 3))
+    made = Engine(
+        executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
+    )  # fmt: skip
+    return made, device
+
+
+def asked(*prompts, max_tokens=12, **changes):
+    return [ask(str(index), prompt, max_tokens, **changes) for index, prompt in enumerate(prompts)]
+
+
+SHARED = "A page and then"
+FORKS = [f"{SHARED[: 4 * count]}{letter} it goes" for count in (1, 2, 3) for letter in "abba"]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("pages", [16, 200])
+def test_entries_fit_the_text_that_finds_them(page_size, pages):
+    """Texts that part right after a page, at the same time and one after the other."""
+    made, device = engine_with_head(page_size=page_size, pages=pages * 4 // page_size)
+    requests = asked(*FORKS)
+    ear = run(made, *requests)
+    for request in requests:
+        ear.expect(request)
+    run(made, *asked(*FORKS[::-1]))
+    for number, prompt in enumerate(FORKS):
+        run(made, ask(f"again {number}", prompt, 12))
+    stats = made.stats()
+    assert stats.failed_steps == 0 and stats.accepted > 0 and device.looked > 1000
+    assert stats.cached_tokens > 0
+
+
+def test_chunks_choices_and_preemption_keep_the_entries():
+    made, device = engine_with_head(page_size=2, pages=20, max_nodes=7)
+    requests = asked("A prompt of several chunks", "A prompt of", n=2, temperature=0.9, seed=3)
+    ear = run(made, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert made.stats().preemptions > 0 and made.stats().failed_steps == 0 and device.looked
+
+
+def test_a_page_is_found_again_up_to_the_last_token():
+    """What a head needs of a page is there as soon as the token after it matches."""
+    made, _ = engine_with_head(page_size=4, pages=64)
+    run(made, *asked("12345678abc"))
+    ear = run(made, ask("same", "12345678a", 4))
+    assert ear.of("same")[0].cached_tokens == 8
+    ear = run(made, ask("other", "12345678b", 4))
+    assert ear.of("other")[0].cached_tokens == 4
+    finish(made)
+
+
+class Moody(FixedPolicy):
+    """Wants draft tokens in some steps only."""
+
+    def __init__(self, wanted):
+        super().__init__(4, 3)
+        object.__setattr__(self, "wanted", wanted)
+        object.__setattr__(self, "steps", iter(range(10**6)))
+
+    def budgets(self, slots, kv_len):
+        if self.wanted(next(self.steps)):
+            return super().budgets(slots, kv_len)
+        return [Budget(0, 0, "not now")] * len(slots)
+
+
+@pytest.mark.parametrize("rest", [2, 10, 40])
+def test_a_head_catches_up_in_one_pass(rest):
+    """While nobody asks it does no work; afterwards its entries are what they always were."""
+    made, device = engine_with_head(
+        Moody(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
+    )
+    requests = asked("A prompt", "Another one", max_tokens=60)
+    ear = run(made, *requests)
+    for request in requests:
+        ear.expect(request)
+    stats = made.stats()
+    assert stats.accepted > 0 and stats.failed_steps == 0 and device.looked
+    assert (device.late > 0) == (rest > PATIENCE)
+
+
+def test_a_head_that_lags_too_far_is_left_behind(monkeypatch):
+    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 30)
+    made, device = engine_with_head(Moody(lambda step: step > 60), page_size=8)
+    request = ask("long", "A prompt", 100)
+    run(made, request).expect(request)
+    assert device.late == 0 and made.stats().draft_tokens == 0
+    later = ask("later", "A prompt too", 20)
+    run(made, later).expect(later)
+    assert made.stats().accepted > 0

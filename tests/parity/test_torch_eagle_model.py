@@ -1,0 +1,540 @@
+"""A draft head in torch, over pages and trees, against one token at a time."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from forerun.build.engine import load, make_engine, open_target
+from forerun.client.completion import complete, make_request
+from forerun.config import EngineConfig
+from forerun.errors import EngineError, ModelError
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.layers import rotation
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.models.draft_config import head_for
+from forerun.models.draft_folder import open_draft
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.export import export_head
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, limits
+
+SWITCHES = [
+    {},
+    {"normed_residual": True},
+    {"normed_feedback": True},
+    {"feature_norm": "joint"},
+    {"feature_norm": "each", "normed_residual": True, "normed_feedback": True},
+    {"algorithm": "eagle1", "fc_bias": True},
+    {"hidden": 48, "trained_head": True},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder):
+    return FolderCheckpoint(folder)
+
+
+class Target:
+    """The target in transformers."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.arch = checkpoint, checkpoint.architecture
+        self._model = tiny.reference(checkpoint)
+        self.embed = self._model.get_input_embeddings().weight.detach()
+        self.head = self._model.get_output_embeddings().weight.detach()
+
+    @torch.no_grad()
+    def run(self, tokens, layers):
+        """Hidden states [B,T,F*H] (L = after the final norm), and the choices int64[B,T]."""
+        output = self._model(tokens, output_hidden_states=True)
+        states = [output.hidden_states[layer] for layer in layers] or [tokens]
+        return torch.cat(states, -1), output.logits.argmax(-1)
+
+
+@pytest.fixture(scope="module")
+def dense(checkpoint):
+    return Target(checkpoint)
+
+
+class Twin:
+    """A random head with the given switches, on disk and run one token at a time."""
+
+    def __init__(self, dense, folder, changes, ids=range(0, tiny.VOCAB, 2)):
+        arch, self.dense = dense.arch, dense
+        self.ids = np.array(ids, np.int32)
+        if changes.get("algorithm") == "eagle1":
+            changes = {**changes, "features": (arch.layers,)}
+            self.ids = np.arange(arch.vocab, dtype=np.int32)
+        torch.manual_seed(0)
+        self.head = EagleHead(replace(head_for(arch, len(self.ids)), **changes))
+        for parameter in self.head.parameters():
+            noise = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15)
+            parameter.data.copy_((noise + (parameter.dim() == 1)).bfloat16())
+        self.embed = dense.embed
+        if self.head.head.hidden == arch.hidden:
+            self.head.lm_head.weight.data.copy_(dense.head[torch.from_numpy(self.ids).long()])
+        else:
+            self.embed = torch.randn(arch.vocab, self.head.head.hidden).bfloat16().float()
+        self.frequencies = torch.from_numpy(arch.rope.frequencies(arch.head_size))
+        self.folder = folder
+        self.export()
+
+    def export(self):
+        export_head(self.head, self.ids, self.folder)
+        if self.embed is not self.dense.embed:
+            file = self.folder / "model.safetensors"
+            save_file(load_file(file) | {"embed_tokens.weight": self.embed.bfloat16()}, file)
+        self.draft = open_draft(self.folder, self.dense.arch)
+
+    @torch.no_grad()
+    def log_probs(self, text, steps, only=None):
+        """float32[steps,T,Vd]: from true features up to q, what the draft says follows
+        text[q+s+1] after it has drafted text[q+2..q+s+1] itself; for q `only`, where given.
+        """
+        known = torch.from_numpy(np.array([text], np.int64))
+        hidden = self.head.fuse(self.dense.run(known, self.head.head.features)[0][0])
+        reads = torch.zeros(steps, len(text), self.head.head.hidden)
+        history = ([], [])
+        for row in range(len(text)):
+            past, state = history, hidden[row]
+            for step in range(steps if only in (None, row) else 1):
+                if step == 1:
+                    past = tuple(map(list, history))  # Draft tokens are not kept.
+                place = min(row + step + 1, len(text) - 1)
+                turn = rotation(torch.tensor(row + step), self.frequencies, 1.0)
+                attend = partial(_attend, past)
+                reads[step, row], state = self.head(
+                    self.embed[int(text[place])], state, *turn, attend
+                )
+        return self.head.logits(reads).log_softmax(-1)
+
+
+def _attend(past, query, key, value):
+    """One token's attention [A,E] to all that came before; it joins them."""
+    for kept, new in zip(past, (key, value), strict=True):
+        kept.append(new.repeat_interleave(len(query) // len(key), 0))
+    keys, values = (torch.stack(kept) for kept in past)
+    scores = torch.einsum("ae,tae->at", query, keys) * query.shape[-1] ** -0.5
+    return torch.einsum("at,tae->ae", scores.softmax(-1), values)
+
+
+def where(rows):
+    """What extensions and levels of driver sequences `rows` = [(slot, kv_len, pages)] share."""
+    width = max(len(pages) for _, _, pages in rows)
+    return {
+        "kv_len": ints([kv_len for _, kv_len, _ in rows]),
+        "slots": ints([slot for slot, _, _ in rows]),
+        "pages": ints([[*pages, *[-1] * (width - len(pages))] for _, _, pages in rows]),
+    }
+
+
+def ints(values):
+    return np.array(values, np.int32)
+
+
+def extension(tokens, next_tokens, start, rows, **changes):
+    """An extension; all candidates of all tokens wanted."""
+    values = {"scored": np.arange(len(tokens), dtype=np.int32), "candidates": 10**6}
+    tokens = ints(tokens), ints(next_tokens), ints(start)
+    return Extension(*tokens, **where(rows) | values | changes)
+
+
+def level(tokens, parents, start, rows, **changes):
+    """A level of draft tokens, all candidates wanted."""
+    tokens = ints(tokens), ints(parents), ints(start)
+    return DraftLevel(*tokens, **where(rows) | {"first": 0, "candidates": 10**6} | changes)
+
+
+def by_id(children):
+    """float32[s,Vd] from what a pass returned, and that it was sorted."""
+    assert (np.diff(children.log_probs) <= 0).all()
+    out = np.empty_like(children.log_probs)
+    np.put_along_axis(out, children.ids.astype(np.int64), children.log_probs, -1)
+    return out
+
+
+@pytest.mark.parametrize("changes", SWITCHES)
+def test_extensions_and_trees_are_the_unrolled_forward(dense, checkpoint, tmp_path, changes):
+    # Log-probabilities down to -50: float32 rounds them by some 1e-5 at best.
+    compare(Twin(dense, tmp_path, changes), TorchExecutor(checkpoint, limits(tiny.VOCAB)), 1e-5)
+
+
+def compare(twin, executor, error):
+    """Two rows of different length, across blocks and pages, in chunks; then a tree each."""
+    device = TorchEagleModel(executor, twin.dense.checkpoint, twin.draft)
+
+    def close(found, wanted):
+        assert np.abs(found - wanted).max() < error * np.abs(wanted).max()
+
+    random = np.random.default_rng(1)
+    texts = {2: random.integers(0, tiny.VOCAB, 150), 0: random.integers(0, tiny.VOCAB, 21)}
+    with Driver(executor) as driver:
+        found = {slot: [] for slot in texts}
+        for slot, text in texts.items():
+            driver.open(slot, text[:-1])
+        for chunks in ({2: 100, 0: 5}, {2: 49, 0: 15}):  # Together all tokens but the last.
+            before = {slot: driver.sequences[slot].kv_len for slot in texts}
+            done = driver.step([Row(slot, known=count) for slot, count in chunks.items()])
+            outcome = done.outcome
+            ends = np.cumsum([0, *chunks.values()])
+            ran = [t[before[s] : before[s] + chunks[s]] for s, t in texts.items()]
+            after = [t[before[s] + 1 : before[s] + chunks[s] + 1] for s, t in texts.items()]
+            rows = [(s, before[s], driver.sequences[s].pages) for s in texts]
+            tokens = np.concatenate(ran), np.concatenate(after)
+            logits = by_id(device.extend(extension(*tokens, ends, rows), outcome.features))
+            for index, slot in enumerate(texts):
+                found[slot].append(logits[ends[index] : ends[index + 1]])
+        # A tree per row: a, b below the root; c below a, d and e below b; f below d.
+        a, b, c, d, e, f = [5, 7, 9, 11, 13, 15]
+        rows = [(s, len(t) - 1, driver.sequences[s].pages) for s, t in texts.items()]
+        first = level([a, b, a, b], [-1] * 4, [0, 2, 4], rows)
+        levels = [by_id(device.expand(first))]
+        parents = [0, 1, 1, 2, 3, 3]
+        second = level([c, d, e] * 2, parents, [0, 3, 6], rows, first=4)
+        levels.append(by_id(device.expand(second)))
+        third = level([f, f], [5, 8], [0, 1, 2], rows, first=10)
+        levels.append(by_id(device.expand(third)))
+    for index, (slot, text) in enumerate(texts.items()):
+        expected = twin.log_probs(text, 1)[0, : len(text) - 1]
+        close(np.concatenate(found[slot]), expected.numpy())
+        for which, node, path in [
+            (0, 2 * index, [a]), (0, 2 * index + 1, [b]), (1, 3 * index, [a, c]),
+            (1, 3 * index + 1, [b, d]), (1, 3 * index + 2, [b, e]), (2, index, [b, d, f]),
+        ]:  # fmt: skip
+            # The features of a draft token do not exist yet: whatever stands there must not matter.
+            wanted = twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)
+            wanted = wanted[len(path), len(text) - 2].numpy()
+            close(levels[which][node], wanted)
+    executor.shutdown()
+
+
+def test_few_children_are_the_best_of_all(dense, checkpoint, tmp_path):
+    twin = Twin(dense, tmp_path, {})
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB), dtype="bfloat16")
+    device = TorchEagleModel(executor, checkpoint, twin.draft)
+    text = np.random.default_rng(3).integers(0, tiny.VOCAB, 40)
+    with Driver(executor) as driver:
+        driver.open(1, text[:-1])
+        features = driver.step([Row(1)]).outcome.features
+        rows = [(1, 0, driver.sequences[1].pages)]
+        whole = extension(text[:-1], text[1:], [0, 39], rows, scored=ints([4, 38]))
+        every = device.extend(whole, features)
+        few = device.extend(replace(whole, candidates=3), features)
+        assert few.ids.shape == (2, 3) and few.ids.dtype == np.int32
+        assert (few.log_probs == every.log_probs[:, :3]).all()
+        # In bfloat16 it is still the same head.
+        expected = twin.log_probs(text, 1)[0, [4, 38]].numpy()
+        for row in range(2):
+            assert np.corrcoef(by_id(every)[row], expected[row])[0, 1] > 0.99
+    assert device.describe()["draft_cache_bytes"] > 0
+
+
+def test_bad_passes_are_refused(dense, checkpoint, tmp_path):
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB))
+    device = TorchEagleModel(executor, checkpoint, Twin(dense, tmp_path, {}).draft)
+    with Driver(executor) as driver:
+        driver.open(0, [1, 2, 3])
+        features = driver.step([Row(0)]).outcome.features
+        rows = [(0, 2, driver.sequences[0].pages)]
+        good = level([5], [-1], [0, 1], rows)
+        device.expand(good)
+        one = np.ones(1, np.int32)
+        for name, value in {
+            "tokens": one * tiny.VOCAB,
+            "parents": one,
+            "kv_len": one * 1000,
+            "slots": one * 4,
+            "first": 384,
+        }.items():
+            with pytest.raises(EngineError, match=f"refused: {name}"):
+                device.expand(replace(good, **{name: value}))
+        last = features.select(one)
+        good = extension([5], [6], [0, 1], rows)
+        for name, value in {
+            "tokens": -one,
+            "next_tokens": one * tiny.VOCAB,
+            "kv_len": one * 1000,
+            "slots": one * 4,
+            "scored": one,
+        }.items():
+            with pytest.raises(EngineError, match=f"refused: {name}"):
+                device.extend(replace(good, **{name: value}), last)
+        with pytest.raises(EngineError, match="one row per token"):
+            device.extend(good, features)
+        with pytest.raises(EngineError, match="without the target's features"):
+            device.extend(good, None)
+        for node in (-one, one * 3):
+            with pytest.raises(EngineError, match=r"outside of 0\.\.2"):
+                features.select(node)
+        with pytest.raises(EngineError, match="no page"):
+            device.extend(replace(good, pages=-one[None]), last)
+        with pytest.raises(EngineError, match="level by level"):
+            device.block(DraftBlock(one, one, one, one[None], depth=1, candidates=1))
+
+
+def test_a_narrow_head_without_its_embedding_is_refused(dense, checkpoint, tmp_path):
+    twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, file)
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB))
+    with pytest.raises(ModelError, match="needs embed_tokens"):
+        TorchEagleModel(executor, checkpoint, open_draft(tmp_path, twin.dense.arch))
+
+
+# --- served ------------------------------------------------------------------------------
+
+
+def _unrolled(twin, features, texts, steps):
+    """Logits [B,T,Vd] of `steps` draft tokens after each token, as training computes them."""
+    length, keys, values = texts.shape[1], [], []
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def attend(*qkv):
+        heads, size = qkv[0].shape[2:]
+        q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in qkv)
+        keys.append(k)
+        values.append(v)
+        scores = [(q @ keys[0].mT).masked_fill(future, -torch.inf)]
+        scores += [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+        weights = (torch.cat(scores, -1) * size**-0.5).softmax(-1)
+        mixed = weights[..., :length] @ values[0]
+        for index, value in enumerate(values[1:]):
+            mixed = mixed + weights[..., length + index, None] * value
+        return mixed.transpose(1, 2)
+
+    hidden = twin.head.fuse(features)
+    for step in range(steps):
+        places = torch.arange(length)
+        turn = rotation(places + step, twin.frequencies, 1.0)
+        tokens = texts[:, (places + step + 1).clamp(max=length - 1)]
+        read, hidden = twin.head(twin.embed[tokens], hidden, *turn, attend)
+        yield twin.head.logits(read)
+
+
+@pytest.fixture(scope="module")
+def learned(dense, tmp_path_factory):
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
+def learn(dense, folder):
+    """A head that has read half of a few texts of the target, and the texts."""
+    random = np.random.default_rng(5)
+    texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)))
+    for _ in range(60):
+        _, choices = dense.run(texts, ())
+        texts = torch.cat([texts, choices[:, -1:]], 1)
+    ids = texts.unique()
+    twin = Twin(dense, folder, {}, ids.tolist())
+    texts_read = texts[::2]
+    features, choices = dense.run(texts_read, twin.head.head.features)
+    wanted = torch.bucketize(choices.contiguous(), ids)
+    for parameter in twin.head.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 0.4
+    twin.head.lm_head.weight.data.copy_(dense.head[ids])
+    twin.head.lm_head.weight.requires_grad_(False)
+    optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(120):
+        loss = sum(
+            F.cross_entropy(logits[:, : -step - 1].flatten(0, 1), wanted[:, step + 1 :].flatten())
+            for step, logits in enumerate(_unrolled(twin, features, texts_read, 3))
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    for parameter in twin.head.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+    twin.export()
+    return twin, texts.numpy().astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def target(folder, learned):
+    target = opened(folder, learned[0])
+    yield target
+    target.close()
+
+
+def opened(folder, twin, device="cpu", **changes):
+    """The target with the twin's head, in float32."""
+    return open_target(opened_config(folder, twin, device, **changes))
+
+
+def opened_config(folder, twin, device="cpu", **changes):
+    config = EngineConfig(
+        model=str(folder),
+        executor="torch",
+        device=device,
+        dtype="float32",
+        speculative_draft_model_path=str(twin.folder),
+        policy="fixed",
+        max_sequences=6,
+        max_step_nodes=64,
+        kv_tokens=2048,
+    )
+    return replace(config, **changes)
+
+
+def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **changes):
+    """Completions of the prompts on one fresh engine, all at once; with at_once=1, in turn."""
+    at_once = changes.pop("at_once", None)
+    chain = {"speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
+    config = replace(target.config, speculative_algorithm=speculation, **chain)
+    engine = make_engine(target, replace(config, **changes))
+    engine.start()
+    try:
+        requests = [
+            make_request(
+                prompt, max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
+        return [choices[0] for choices in complete(engine, requests, at_once)]
+    finally:
+        engine.shutdown()
+
+
+def simulated(twin, text, prompt_len, depth=3):
+    """Steps by number of accepted draft tokens of a greedy chain, from the unrolled forward."""
+    best = twin.ids[twin.log_probs(text, depth).argmax(-1).numpy()]
+    counts = [0] * (depth + 1)
+    decided = prompt_len + 1
+    counts[0] += 1  # The prompt's own step.
+    while decided < len(text):
+        row = decided - 2
+        allowed = min(depth, len(text) - decided - 1)
+        accepted = 0
+        while accepted < allowed and best[accepted, row] == text[row + accepted + 2]:
+            accepted += 1
+        counts[accepted] += 1
+        decided += accepted + 1
+    return counts
+
+
+def counted(completions, depth=3):
+    total = np.zeros(depth + 1, int)
+    for item in completions:
+        total[: len(item.stats.histogram)] += item.stats.histogram
+    return total.tolist()
+
+
+def test_served_is_what_the_unrolled_forward_says(target, learned):
+    """Text and every step's acceptance, for prompts it was trained on and others, in a batch."""
+    twin, texts = learned
+    prompts = list(texts[:, :12])
+    plain = serve(target, prompts, "OFF")
+    served = serve(target, prompts)
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+    assert min(expected[0], expected[3]) > 50 and expected.min() > 0, expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", [(3, 3, 1), (16, 5, 4)])
+def test_no_guess_changes_the_text(target, learned, temperature, shape):
+    prompts = list(learned[1][:, :12])
+    plain = serve(target, prompts, "OFF", 40, temperature)
+    nodes, depth, width = shape
+    served = serve(
+        target, prompts, "EAGLE", 40, temperature,
+        speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+        speculative_eagle_topk=width,
+    )  # fmt: skip
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    assert sum(item.stats.accepted for item in served) > 0
+
+
+def test_the_price_of_a_head_is_measured(folder, target, learned):
+    """With the adaptive policy, whatever it decides, the text is the same."""
+    adaptive = open_target(replace(target.config, policy="adaptive"))
+    try:
+        assert adaptive.costs.draft_ms > 0 and adaptive.costs.follow_ms > 0
+        prompts = list(learned[1][:4, :12])
+        served = serve(adaptive, prompts)
+        assert [item.tokens for item in served] == [
+            item.tokens for item in serve(target, prompts, "OFF")
+        ]
+    finally:
+        adaptive.close()
+
+
+def test_a_tree_accepts_more_than_a_chain(target, learned):
+    prompts = list(learned[1][1::2, :12])  # Not trained on.
+    chain = serve(target, prompts)
+    tree = serve(
+        target,
+        prompts,
+        speculative_num_draft_tokens=17,
+        speculative_num_steps=3,
+        speculative_eagle_topk=4,
+    )
+    assert sum(item.stats.steps for item in tree) < sum(item.stats.steps for item in chain)
+
+
+def test_a_reused_prefix_keeps_what_the_draft_needs(target, learned):
+    """Each text served alone, then continued from its middle: the pages found change nothing."""
+    twin, texts = learned
+    prompts = [text[:length] for text in texts[:4] for length in (12, 49, 50)]
+    served = serve(target, prompts, tokens=20, at_once=1)
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+
+
+def test_lookup_and_head_together(target, learned):
+    """The same text, in no more steps than the better of the two takes, but for a few."""
+    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1]]
+    plain = serve(target, prompts, "OFF")
+    steps = {}
+    for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):
+        served = serve(target, prompts, speculation)
+        assert [item.tokens for item in served] == [item.tokens for item in plain]
+        steps[speculation] = sum(item.stats.steps for item in served)
+    assert steps["EAGLE+NGRAM"] < 1.02 * min(steps.values()), steps
+
+
+@pytest.mark.parametrize("damage", ["gone", "too narrow"])
+def test_a_draft_that_cannot_be_used_disables_speculation(folder, dense, tmp_path, damage):
+    if damage == "too narrow":
+        twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["embed_tokens.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert twin.draft
+    config = EngineConfig(
+        model=str(folder),
+        executor="torch",
+        speculative_draft_model_path=str(tmp_path),
+        max_sequences=2,
+        kv_tokens=512,
+    )
+    with pytest.raises(ModelError):
+        open_target(replace(config, draft_on_error="stop"))
+    with pytest.warns(UserWarning, match="speculation is off: "):
+        loaded = load(config)
+    try:
+        assert loaded.config.speculative_algorithm == "OFF"
+        assert loaded.drafter.fault.startswith("speculation is off: ")
+        assert loaded.engine.describe()["drafter"]["fault"] == loaded.drafter.fault
+        request = make_request(np.array([5, 6, 7], np.int32), max_tokens=4, ignore_eos=True)
+        assert len(complete(loaded.engine, [request])[0][0].tokens) == 4
+    finally:
+        loaded.close()

@@ -1,0 +1,19 @@
+"""The drawing of the rooms is the one that the imports give, and no two rooms import each other."""
+
+import pytest
+
+from tests.shape.rooms import DRAWING, drawing, reduced, rooms
+
+
+def test_the_drawing_is_fresh():
+    message = "the rooms have changed; run: .venv/bin/python -m tests.shape.rooms"
+    assert DRAWING.read_text(encoding="utf-8") == drawing(), message
+
+
+def test_rooms_do_not_import_each_other():
+    assert reduced(rooms())["serve"]
+
+
+def test_a_cycle_is_seen():
+    with pytest.raises(ValueError, match="a -> b -> a"):
+        reduced({"a": {"b"}, "b": {"a"}})
