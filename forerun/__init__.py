@@ -1,3 +1,20 @@
-"""Forerun: an LLM inference server whose heart is speculative decoding."""
+"""Forerun: an LLM inference server whose heart is speculative decoding.
+
+    from forerun import LLM
+
+`LLM` and `AsyncLLM` are loaded when they are first asked for; types are in __init__.pyi.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What Python programs use, loaded late: the command line should answer at once."""
+    if name == "LLM":
+        return import_module("forerun.client.llm").LLM
+    if name == "AsyncLLM":
+        return import_module("forerun.client.async_llm").AsyncLLM
+    raise AttributeError(f"module 'forerun' has no attribute {name!r}")

@@ -311,6 +311,12 @@ class ServeSettings:
         "text that ends the model's reasoning, such as </think>; auto looks at its chat "
         "template, off takes all text for the answer",
     )
+    additional_properties: str = option(
+        "allow",
+        "keys that a JSON schema does not name: allow them, as JSON Schema does, or deny them "
+        "wherever the schema names keys and says nothing of others",
+        choices=("allow", "deny"),
+    )
     max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
     max_choices: int = option(16, "largest n of one request", low=1, high=MAX_CHOICES)
     max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)

@@ -19,6 +19,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
             'forerun run model.gguf "Say it in JSON." --schema answer.json',
             "forerun run smollm2-135m < question.txt",
             'forerun run "Count to 30." --compare',
+            "forerun run --batch requests.jsonl --out answers.jsonl",
         ),
     ),
     "chat": ("[MODEL] ", ("forerun chat", "forerun chat org/model:Q4_K_M --system 'Be brief.'")),
@@ -35,6 +36,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models list",)),
     "fetch": ("MODEL ", ()),
+    "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
 """How a command is called, and examples."""
 
@@ -64,6 +66,12 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         help="what to ask, and before it whom; '-' or nothing reads stdin; a model alone opens a "
         "chat, or reads stdin",
     )
+    parser.add_argument(
+        "--batch",
+        metavar="FILE",
+        help="answer requests in OpenAI's batch format, a line each; goes on where it was stopped",
+    )
+    parser.add_argument("--out", metavar="FILE", help="with --batch: the answers, a line each")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     parser.add_argument(
@@ -313,6 +321,10 @@ def _models_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _completion_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell it is for")
+
+
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="built-in name or hub id")
 
@@ -348,5 +360,6 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
     "models": ("List, describe, remove or download models.", _models_flags),
+    "completion": ("Print what makes a shell complete these options.", _completion_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
 }

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
-from forerun.cli import chat
+from forerun.cli import batch, chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
 from forerun.cli.probing import probed
@@ -54,6 +54,10 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
     if not (arguments.raw or arguments.parse_special):
         raise ConfigError("--no-parse-special is for --raw: chats never hold control tokens.")
+    if arguments.batch:
+        return batch.main(arguments)
+    if arguments.out:
+        raise ConfigError("--out is for --batch; an answer goes to stdout.")
     if arguments.model_word and arguments.prompt is None and interactive():
         return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from forerun.build.engine import encode_chat, load
 from forerun.client.completion import Completion, complete, make_request, stream
+from forerun.client.options import AskOptions, EngineOptions
 from forerun.config import EngineConfig
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
@@ -25,10 +26,11 @@ class LLM:
     Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
     are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
     include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar` that the text
-    must follow; unknown ones raise RequestError. Temperature is 0 unless given.
+    must follow; unknown ones raise RequestError. Temperature is 0 unless given. `options` has
+    them with their types.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
+    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineOptions]) -> None:
         self.loaded = load(EngineConfig(model=model, **config))
 
     def __enter__(self) -> Self:
@@ -44,30 +46,29 @@ class LLM:
         """Release the model."""
         self.close()
 
-    def generate(self, prompts: str | Sequence[str], **options: Any) -> list[Completion]:
+    def generate(
+        self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
+    ) -> list[Completion]:
         """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        requests = [self._request(self._tokens(text), options) for text in texts]
+        requests = [self.request(text, **options) for text in texts]
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
-    def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
+    def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`.
 
         One answer: with `n` above 1 it raises RequestError; `choices` returns all of them.
         """
-        if isinstance(messages, str):  # type: ignore[unreachable]
-            raise RequestError("chat takes messages; to continue a text use generate.", "messages")
-        if options.get("n", 1) != 1:
-            raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")
+        one_answer(messages, options)
         return self.choices(messages, **options)[0]
 
-    def choices(self, prompt: Prompt, **options: Any) -> list[Completion]:
+    def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
         """All n continuations of a text, or answers to a conversation, in order."""
-        return complete(self.loaded.engine, [self._request(self._tokens(prompt), options)])[0]
+        return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Iterator[Delta]:
         """Like `choices`, but delta by delta; `index` says of which choice."""
-        return stream(self.loaded.engine, self._request(self._tokens(prompt), options))
+        return stream(self.loaded.engine, self.request(prompt, **options))
 
     def close(self) -> None:
         """Release the model. Idempotent."""
@@ -78,7 +79,17 @@ class LLM:
             return self.loaded.tokenizer.encode(prompt, specials=True, bos=True)
         return encode_chat(self.loaded, prompt)
 
-    def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:
-        if options.get("grammar") is not None:
-            options = options | {"grammar": self.loaded.target.compile(options["grammar"])}
-        return make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
+    def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
+        """What the engine is asked. Raises RequestError naming an option that is wrong."""
+        given: dict[str, Any] = {**options}
+        if given.get("grammar") is not None:
+            given["grammar"] = self.loaded.target.compile(given["grammar"])
+        return make_request(self._tokens(prompt), self.loaded.tokenizer.eos_ids, **given)
+
+
+def one_answer(messages: Prompt, options: AskOptions) -> None:
+    """Raise RequestError where `chat` is asked for what only other methods give."""
+    if isinstance(messages, str):
+        raise RequestError("chat takes messages; to continue a text use generate.", "messages")
+    if options.get("n", 1) != 1:
+        raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")

@@ -9,7 +9,9 @@ import numpy as np
 from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.constrain.calls import Calling, Rules, tool_rules
+from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
+from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in
 from forerun.serve.output_parser import OutputParser
@@ -45,12 +47,15 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
     Raises RequestError naming the field, ApiError where the model has no chat template.
     """
     offered, choice = _offered(body)
+    if settings.additional_properties == "deny":
+        offered = tuple(_closed(tool) for tool in offered)
     prompt = chat_prompt(body, loaded, offered)
     template = _template(loaded)
     format = FORMATS.get(settings.tool_parser) or format_of(template.source)
-    rules, free = body.rules, False
+    rules, free = constraint(body, settings), False
     if offered:
-        rules = _tool_rules(body, loaded, format, offered, choice)
+        answer = rules.grammar if rules is not None else None
+        rules = _tool_rules(body, loaded, format, offered, choice, answer)
         free = choice.kind == "auto" and body.rules is None
     plain = [tool.plain for tool in offered]
 
@@ -71,6 +76,14 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
         parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()),
         control=any(_is_control(loaded, mark) for mark in heard),
     )
+
+
+def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
+    """What an answer without tools is constrained to."""
+    rules = body.rules
+    if rules is None or settings.additional_properties == "allow":
+        return rules
+    return closed_rules(rules)
 
 
 def chat_prompt(
@@ -113,6 +126,11 @@ def ignored_fields(body: SampledBody, loaded: Loaded) -> tuple[str, ...]:
     return found
 
 
+def _closed(tool: Tool) -> Tool:
+    arguments = closed_grammar(tool.signature.arguments)
+    return replace(tool, signature=replace(tool.signature, arguments=arguments))
+
+
 def _template(loaded: Loaded) -> ChatTemplate:
     if loaded.chat is None:
         raise ApiError(
@@ -147,10 +165,10 @@ def _tool_rules(
     format: ToolFormat,
     offered: tuple[Tool, ...],
     choice: ToolChoice,
+    answer: Grammar | None,
 ) -> Rules:
-    """The grammar of an answer with calls."""
+    """The grammar of an answer with calls; answer: of one without."""
     required = choice.kind != "auto"
-    answer = body.rules.grammar if body.rules is not None else None
     if required and answer is not None:
         raise RequestError(
             f"{answer.field} and tool_choice cannot be honoured at once: an answer has one "

@@ -13,7 +13,7 @@ from forerun.constrain.calls import Rules
 from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
-from forerun.serve.dialogue import dialogue
+from forerun.serve.dialogue import constraint, dialogue
 from forerun.serve.render import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from forerun.serve.schema import (
     UNLIMITED,
@@ -112,7 +112,7 @@ def completion_generation(
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
     made = _generation(body, prompts, stopping, sampling, shape, settings)
-    return replace(made, rules=body.rules)
+    return replace(made, rules=constraint(body, settings))
 
 
 def _generation(

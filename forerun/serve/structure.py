@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from forerun.constrain.calls import Rules, Tag, tag_rules
 from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
+from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.fields import accept, boolean, items, need, only, read, shown, text
 
 MAX_PARTS = 1 << 16
@@ -77,12 +78,13 @@ def structured_rules(value: Any, where: str) -> Rules:
     found = one_of(given, _KINDS, f"{where}.")
     if found is None:
         raise RequestError(f"{where} needs one of {', '.join(_KINDS)}.", where)
-    if given.disable_any_whitespace:
-        if given.json is None:
-            place = f"{where}.disable_any_whitespace"
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        if getattr(given, name) and given.json is None:
+            place = f"{where}.{name}"
             raise RequestError(f"{place} is for json only.", place)
-        return found.on_one_line()
-    return found
+    if given.disable_additional_properties:
+        found = closed_rules(found)
+    return found.on_one_line() if given.disable_any_whitespace else found
 
 
 def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
@@ -119,11 +121,11 @@ class _StructuredOutputs:
     grammar: Rules | None = accept(grammar_rules)
     structural_tag: Rules | None = accept(structural_rules)
     disable_any_whitespace: bool = accept(boolean, False)
+    disable_additional_properties: bool = accept(boolean, False)
 
     refused: ClassVar[dict[str, str]] = {
         "json_object": "use response_format with the type json_object",
         "whitespace_pattern": "white space in JSON is bounded already",
-        "disable_additional_properties": "say additionalProperties: false in the schema",
         "disable_fallback": "there is one back end",
     }
 
@@ -140,10 +142,12 @@ class _JsonObject:
 
 
 def _named_schema(value: Any, where: str) -> "_NamedSchema":
-    """OpenAI's wrapper. What is not strict may have keywords that are not honoured."""
+    """OpenAI's wrapper. What is strict has objects without further keys; what is not may have
+    keywords that are not honoured.
+    """
     given = read(_Wrapper, value, where)
     found = Grammar.json_schema(given.schema, not given.strict, f"{where}.schema")
-    return _NamedSchema(Rules(found))
+    return _NamedSchema(Rules(closed_grammar(found) if given.strict else found))
 
 
 @dataclass(frozen=True, slots=True)

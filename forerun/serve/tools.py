@@ -7,6 +7,7 @@ from typing import Any
 from forerun.constrain.calls import Signature
 from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
+from forerun.serve.closing import closed_grammar
 from forerun.serve.fields import accept, boolean, items, need, only, part, read, shown, text
 
 MAX_TOOLS = 128
@@ -39,6 +40,7 @@ def tool(value: Any, where: str) -> Tool:
     if function.parameters:
         schema = {"type": "object", **function.parameters}
     found = Grammar.json_schema(schema, not function.strict, f"{place}.parameters")
+    found = closed_grammar(found) if function.strict else found
     return Tool(Signature(function.name, found), value)
 
 

@@ -1,0 +1,97 @@
+"""Forerun for asyncio programs."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from forerun.client.completion import POLL_SECONDS, Completion
+from forerun.client.llm import LLM, Prompt, one_answer
+from forerun.client.options import AskOptions, EngineOptions
+from forerun.engine.request import Delta, Request
+from forerun.errors import EngineError
+
+
+class AsyncLLM:
+    """`LLM` for asyncio: the event loop goes on while the model loads and answers.
+
+        async with AsyncLLM("smollm2-135m") as llm:
+            answer = await llm.chat([{"role": "user", "content": "Why is the sky blue?"}])
+            async for delta in llm.stream("Once upon a time"):
+                print(delta.text, end="")
+
+    Options as in `LLM`. Calls at the same time share steps. A call that is cancelled ends its
+    request.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineOptions]) -> None:
+        self._model, self._config = model, config
+        self._llm: LLM | None = None
+
+    async def __aenter__(self) -> Self:
+        """Load the model. Raises what `forerun.build.engine.load` raises."""
+        self._llm = await asyncio.to_thread(lambda: LLM(self._model, **self._config))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the model."""
+        if self._llm is not None:
+            await asyncio.to_thread(self._llm.close)
+
+    async def generate(
+        self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
+    ) -> list[Completion]:
+        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        found = await asyncio.gather(*(self.choices(text, **options) for text in texts))
+        return [item for choices in found for item in choices]
+
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]
+    ) -> Completion:
+        """Answer a conversation, once: see `LLM.chat`."""
+        one_answer(messages, options)
+        return (await self.choices(messages, **options))[0]
+
+    async def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
+        """All n continuations of a text, or answers to a conversation, in order."""
+        found = [Completion(index) for index in range(options.get("n", 1))]
+        async with aclosing(self.stream(prompt, **options)) as deltas:
+            async for delta in deltas:
+                found[delta.index].add(delta)
+        return found
+
+    async def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> AsyncGenerator[Delta]:
+        """Delta by delta; `index` says of which choice. Abandoning the iterator aborts."""
+        llm = self._llm
+        if llm is None:
+            raise EngineError("the model is not loaded: use `async with AsyncLLM(...) as llm`")
+        request: Request = await asyncio.to_thread(lambda: llm.request(prompt, **options))
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Delta]()
+        engine, left = llm.loaded.engine, request.n
+
+        def take(delta: Delta) -> None:
+            # The loop may have ended without waiting for an aborted request.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(inbox.put_nowait, delta)
+
+        engine.submit(request, take)
+        try:
+            while left:
+                try:
+                    delta = await asyncio.wait_for(inbox.get(), POLL_SECONDS)
+                except TimeoutError:
+                    if engine.alive:
+                        continue
+                    raise EngineError("the engine's thread has died; see its log") from None
+                left -= delta.finish is not None
+                yield delta
+        finally:
+            if left:
+                engine.abort(request.id)

@@ -1,0 +1,71 @@
+"""Keyword options of LLM and AsyncLLM, for editors and type checkers.
+
+A test holds them to the fields of EngineConfig, Sampling and make_request.
+"""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from forerun.constrain.grammar import Grammar
+from forerun.engine.request import Speculation
+
+
+class EngineOptions(TypedDict, total=False):
+    """How to run a model: fields of `EngineConfig`, which explains and checks them."""
+
+    revision: str | None
+    chat_template: str | None
+    sampling_defaults: str
+    executor: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    disable_cuda_graph: bool
+    cuda_graph_max_bs: int | None
+    enable_torch_compile: bool
+    torch_compile_max_bs: int | None
+    overlap: bool
+    threads: int | None
+    context: int | None
+    page_size: int
+    kv_tokens: int | None
+    max_sequences: int
+    mem_fraction_static: float
+    max_step_nodes: int
+    max_waiting: int
+    speculative_algorithm: str
+    speculative_draft_model_path: str | None
+    speculative_draft_model_revision: str | None
+    speculative_num_steps: int | None
+    speculative_eagle_topk: int | None
+    speculative_num_draft_tokens: int | None
+    draft_reading: str | None
+    draft_on_error: str
+    grammar_backend: str
+    policy: str
+
+
+class AskOptions(TypedDict, total=False):
+    """How to ask for a text: fields of `Sampling`, and where it ends. Temperature is 0 unless
+    given.
+    """
+
+    max_tokens: int
+    n: int
+    stop: str | Sequence[str]
+    include_stop: bool
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    min_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    speculation: Speculation | None
+    grammar: Grammar | None

@@ -1,0 +1,98 @@
+"""`forerun run --batch`: OpenAI's batch format in and out."""
+
+import json
+
+import pytest
+
+from forerun.cli.main import main
+
+TOY = ["toy", "--kv-tokens", "8192"]
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+def line(name, url=CHAT, **body):
+    if url == CHAT:
+        body = {"messages": [{"role": "user", "content": name}], "max_tokens": 6} | body
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+@pytest.fixture
+def files(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def write(*lines):
+        source.write_text("\n".join(json.dumps(one) for one in lines) + "\n\n")
+
+    def run(*flags):
+        return main(["run", *TOY, "--batch", str(source), "--out", str(target), *flags])
+
+    def read():
+        return {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines())}
+
+    return write, run, read, source, target
+
+
+def test_every_request_is_answered_once(files, capsys):
+    write, run, read, _, _ = files
+    write(
+        line("a"), line("b", model="gpt-4", n=2),
+        line("c", PLAIN, prompt="Hi", max_tokens=3), line("d", temperature="hot"),
+    )  # fmt: skip
+    assert run("--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["answered"], report["failed"]) == (4, 3, 1)
+    found = read()
+    assert found.keys() == {"a", "b", "c", "d"} and len({x["id"] for x in found.values()}) == 4
+    answer = found["a"]["response"]
+    assert answer["status_code"] == 200 and answer["request_id"] and found["a"]["error"] is None
+    assert len(answer["body"]["choices"][0]["message"]["content"]) == 6
+    assert len(found["b"]["response"]["body"]["choices"]) == 2
+    assert found["c"]["response"]["body"]["choices"][0]["text"] == "dje"
+    assert found["d"]["response"]["status_code"] == 400
+    assert found["d"]["response"]["body"]["error"]["param"] == "temperature"
+
+
+def test_it_goes_on_where_it_was_stopped(files, capsys):
+    write, run, read, _, target = files
+    write(line("a"), line("b"), line("c"), line("d"))
+    assert run() == 0
+    before = target.read_text().splitlines()
+    broken = json.loads(before[3])
+    broken["response"]["status_code"] = 503
+    # One answer of a server that went down, one line cut short.
+    target.write_text("\n".join([before[0], before[1], json.dumps(broken), before[2][:40]]))
+    assert run() == 0
+    assert "2 of 4 were answered before" in capsys.readouterr().err
+    assert target.read_text().splitlines()[:2] == before[:2]
+    assert len(target.read_text().splitlines()) == 4 and len(read()) == 4
+    assert run() == 0 and len(target.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "holds no request"),
+        ("{", "line 1: it needs a custom_id"),
+        ('{"custom_id": "a", "url": "/v1/chat/completions"}', "line 1: it needs"),
+        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "a POST to one of /v1/chat"),
+        (json.dumps(line("a")) + "\n" + json.dumps(line("a")), "line 2: the custom_id 'a' was"),
+        (json.dumps(line("a", stream=True)), "stream has no place"),
+    ],
+)
+def test_a_file_that_cannot_be_asked(files, text, problem, capsys):
+    _, run, _, source, target = files
+    source.write_text(text)
+    assert run() == 2
+    assert problem in capsys.readouterr().err and not target.exists()
+
+
+def test_flags_that_do_not_go_together(files, capsys):
+    write, run, _, source, _ = files
+    write(line("a"))
+    assert main(["run", *TOY, "--batch", str(source)]) == 2
+    assert "--batch needs --out" in capsys.readouterr().err
+    assert main(["run", "Hi", "--model", "toy", "--out", "x"]) == 2
+    assert "--out is for --batch" in capsys.readouterr().err
+    assert run("--raw") == 2
+    assert main(["run", *TOY, "--batch", "/nowhere", "--out", "x"]) == 2
+    assert "/nowhere cannot be read" in capsys.readouterr().err

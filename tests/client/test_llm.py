@@ -1,0 +1,88 @@
+"""`from forerun import LLM, AsyncLLM`."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+
+import forerun
+from forerun import LLM, AsyncLLM
+from forerun.cli.main import main
+from forerun.client.completion import make_request
+from forerun.client.options import AskOptions, EngineOptions
+from forerun.config import EngineConfig
+from forerun.errors import EngineError, RequestError
+from forerun.speculative.sampling import Sampling
+
+CHAT = [{"role": "user", "content": "Hello"}]
+
+
+def test_typed_options_are_the_real_ones():
+    assert EngineOptions.__annotations__.keys() == {
+        item.name for item in fields(EngineConfig) if item.name != "model"
+    }
+    named = {
+        p.name for p in signature(make_request).parameters.values() if p.kind == p.KEYWORD_ONLY
+    }
+    sampling = {item.name for item in fields(Sampling)} - {"stop_tokens"}
+    assert AskOptions.__annotations__.keys() == named | sampling | {"stop", "include_stop"}
+
+
+def test_the_package_loads_nothing_before_it_is_asked():
+    program = "import sys, forerun; print('numpy' in sys.modules, forerun.LLM.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True
+    )
+    assert done.stdout.split() == ["False", "LLM"]
+    with pytest.raises(AttributeError, match="no attribute 'Llm'"):
+        _ = forerun.Llm
+
+
+def test_answers_are_those_of_llm():
+    async def asked():
+        async with AsyncLLM("toy", kv_tokens=4096) as llm:
+            one, two = await asyncio.gather(
+                llm.chat(CHAT, max_tokens=20), llm.generate(["Hi", "abc"], max_tokens=9)
+            )
+            text = "".join([delta.text async for delta in llm.stream(CHAT, max_tokens=20)])
+            several = await llm.choices(CHAT, max_tokens=9, n=3, temperature=1.0)
+            with pytest.raises(RequestError, match="choices"):
+                await llm.chat(CHAT, n=2)
+            with pytest.raises(RequestError, match="temprature"):
+                await llm.chat(CHAT, temprature=1)
+            return one.text, [item.text for item in two], text, [item.text for item in several]
+
+    found = asyncio.run(asked())
+    with LLM("toy", kv_tokens=4096) as llm:
+        assert found == (
+            llm.chat(CHAT, max_tokens=20).text,
+            [item.text for item in llm.generate(["Hi", "abc"], max_tokens=9)],
+            found[0],
+            [item.text for item in llm.choices(CHAT, max_tokens=9, n=3, temperature=1.0)],
+        )
+
+
+def test_a_call_that_is_cancelled_ends_its_request():
+    async def cancelled():
+        async with AsyncLLM("toy", kv_tokens=4096) as llm:
+            stream = llm.stream(CHAT, max_tokens=3000, ignore_eos=True)
+            await anext(stream)
+            await stream.aclose()
+            return await asyncio.to_thread(llm._llm.loaded.engine.drain, 10.0)
+
+    assert asyncio.run(cancelled()) is True
+
+
+def test_a_model_that_was_not_loaded():
+    with pytest.raises(EngineError, match="async with"):
+        asyncio.run(AsyncLLM("toy").chat(CHAT))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_shells_complete_options(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--speculative-algorithm" in script and "serve" in script

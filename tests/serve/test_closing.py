@@ -1,0 +1,92 @@
+"""Objects without further keys, where a schema is strict or the server says so."""
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.serve.app import create_app
+from forerun.serve.closing import closed
+from forerun.serve.dialogue import dialogue
+from forerun.serve.fields import read
+from forerun.serve.schema import ChatBody
+from tests.cli.toys import toy_loaded
+
+NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SHUT = NAMED | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        (NAMED, SHUT),
+        ({"type": "array", "items": NAMED}, {"type": "array", "items": SHUT}),
+        ({"anyOf": [NAMED, {"type": "null"}]}, {"anyOf": [SHUT, {"type": "null"}]}),
+        ({"$defs": {"x": NAMED}, "$ref": "#/$defs/x"}, {"$defs": {"x": SHUT}, "$ref": "#/$defs/x"}),
+        ({"properties": {"b": NAMED}},
+         {"properties": {"b": SHUT}, "additionalProperties": False}),
+        ({"allOf": [NAMED, NAMED]}, {"allOf": [NAMED, NAMED]}),
+        (NAMED | {"allOf": [NAMED]}, NAMED | {"allOf": [NAMED]}),
+        (NAMED | {"additionalProperties": True}, NAMED | {"additionalProperties": True}),
+        (NAMED | {"patternProperties": {"x": NAMED}},
+         NAMED | {"patternProperties": {"x": SHUT}}),
+        ({"type": "object"}, {"type": "object"}),
+        ({"properties": {"properties": {"type": "string"}}},
+         {"properties": {"properties": {"type": "string"}}, "additionalProperties": False}),
+        (True, True),
+        ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
+    ],
+)  # fmt: skip
+def test_where_further_keys_are_denied(schema, found):
+    before = json.dumps(schema)
+    assert closed(schema) == found
+    assert json.dumps(schema) == before
+
+
+def wrapped(strict):
+    return {"type": "json_schema", "json_schema": {"schema": NAMED, "strict": strict}}
+
+
+@pytest.mark.parametrize(
+    ("body", "server", "shut"),
+    [
+        ({"response_format": wrapped(True)}, "allow", True),
+        ({"response_format": wrapped(False)}, "allow", False),
+        ({"response_format": wrapped(False)}, "deny", True),
+        ({"json_schema": NAMED}, "allow", False),
+        ({"json_schema": NAMED}, "deny", True),
+        ({"structured_outputs": {"json": NAMED, "disable_additional_properties": True}},
+         "allow", True),
+    ],
+)  # fmt: skip
+def test_what_a_request_and_a_server_ask_for(body, server, shut):
+    asked = read(ChatBody, {"messages": [{"role": "user", "content": "Hi"}]} | body)
+    with toy_loaded() as loaded:
+        rules = dialogue(asked, loaded, ServeSettings(additional_properties=server)).rules
+    assert json.loads(rules.grammar.source) == (SHUT if shut else NAMED)
+
+
+@pytest.mark.parametrize(
+    ("strict", "server", "shut"),
+    [(True, "allow", True), (False, "deny", True), (False, "allow", False)],
+)
+def test_tools(strict, server, shut):
+    function = {"name": "f", "parameters": NAMED, "strict": strict}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    with toy_loaded() as loaded:
+        rules = dialogue(
+            read(ChatBody, body), loaded, ServeSettings(additional_properties=server)
+        ).rules
+    assert ("additionalProperties" in rules.grammar.source) == shut
+
+
+def test_it_is_for_json_only():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        asked = {"regex": "a", "disable_additional_properties": True}
+        body = {"prompt": "Hi", "structured_outputs": asked}
+        error = client.post("/v1/completions", json=body).json()["error"]
+        assert error["param"] == "structured_outputs.disable_additional_properties"
