@@ -6,10 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.torch.geometry import attend_dense, geometry_of, intervals
+from forerun.executors.torch.geometry import attend_dense, geometry_of
 from forerun.executors.torch.layers import FLOAT8
 from forerun.speculative import verify
 from forerun.speculative.tree import batch
+from forerun.speculative.verify import intervals
 from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import Pages
 from tests.speculative.worlds import as_draft, drafts
