@@ -9,7 +9,7 @@ Nodes keep their streams in State.hidden, rounds' from row 0 on, chunks' from `s
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from forerun.executors.jax.kv import StateShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Ints
+from forerun.types import Bools, Ints
 
 
 class Size(NamedTuple):
@@ -36,10 +36,11 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Sizes that programs are compiled for, ascending.
+    """Sizes that programs are compiled for, ascending. Few: each costs seconds at a first start.
 
     rows, nodes  of rounds: every pair that does not exceed `most` nodes
     chunks       nodes of chunks
+    most         nodes of all rounds of a step, padding included
     """
 
     rows: tuple[int, ...]
@@ -48,28 +49,34 @@ class Buckets:
     most: int
 
     @classmethod
-    def of(cls, limits: ExecutorLimits, draft_nodes: int, sparse: bool = False) -> "Buckets":
-        """For trees of at most `draft_nodes` draft tokens. Powers of two; sparse: rows of four."""
-        rows = _powers(limits.slots, 4 if sparse else 2)
-        nodes = _powers(min(1 + draft_nodes, limits.max_nodes), 2)
-        largest = max(16, min(256, _powers(limits.max_nodes, 2)[-1]))
-        chunks = tuple(size for size in (16, 64, 256) if size < largest) + (largest,)
-        return cls(rows, nodes, chunks, 2 * limits.max_nodes)
+    def of(cls, limits: ExecutorLimits, draft_nodes: int) -> "Buckets":
+        """For trees of at most `draft_nodes` draft tokens: powers of four, then the largest."""
+        rows = _powers(limits.slots)
+        nodes = _powers(min(1 + draft_nodes, limits.max_nodes))
+        largest = max(16, min(256, limits.max_nodes))
+        chunks = (*(size for size in (16, 64) if size < largest), largest)
+        # A row is padded to less than four times its nodes.
+        return cls(rows, nodes, chunks, min(4 * limits.max_nodes, rows[-1] * nodes[-1]))
 
     @property
     def rounds(self) -> tuple[Size, ...]:
         """All sizes of rounds, the smallest first."""
-        every = (Size(r, n) for r in self.rows for n in self.nodes)
+        every = (Size(rows, nodes) for rows in self.rows for nodes in self.nodes)
         sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
         return tuple(sorted(sizes, key=lambda size: size.total))
 
+    @property
+    def widest(self) -> "Buckets":
+        """The same rows with the most nodes: sizes for what is seldom done."""
+        return replace(self, nodes=self.nodes[-1:])
 
-def _powers(most: int, base: int) -> tuple[int, ...]:
-    """1, base, base^2, ..., the last of them not below `most`."""
+
+def _powers(most: int) -> tuple[int, ...]:
+    """1, 4, 16, ... below `most`, then `most`."""
     found = [1]
-    while found[-1] < most:
-        found.append(found[-1] * base)
-    return tuple(found)
+    while found[-1] * 4 < most:
+        found.append(found[-1] * 4)
+    return (*found, most) if most > 1 else (1,)
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,9 @@ class Batch:
     begins: tuple[int, ...]
 
     def places(self) -> Ints:
-        """int32[R,N] rows of State.hidden of all nodes; what is no node has one, too."""
+        """int32[R,N] rows of State.hidden of all nodes; what is no node has one, too: behind its
+        row's, which in a round is its own.
+        """
         first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
         first[: len(self.begins)] = self.begins
         places: Ints = first[:, None] + np.arange(self.size.nodes, dtype=np.int32)
@@ -120,36 +129,59 @@ def _chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[Ints]:
 
 
 def _rounds(rows: list[tuple[int, Ints]], buckets: Buckets) -> Iterator[Batch]:
-    """One round where all rows fit into one; else one per number of nodes, without empty rows."""
+    """One round where all rows fit into one; else some per number of nodes, without empty rows."""
     if not rows:
         return
     largest = max(len(nodes) for _, nodes in rows)
     if largest > buckets.nodes[-1]:
         raise EngineError(
-            f"a tree of {largest} nodes; at most {buckets.nodes[-1]} were compiled: raise "
+            f"a tree of {largest} nodes; programs were compiled for {buckets.nodes[-1]}: raise "
             "draft-nodes"
         )
-    size = Size(
-        _at_least(buckets.rows, min(len(rows), buckets.rows[-1])),
-        _at_least(buckets.nodes, largest),
-    )
-    if len(rows) <= size.rows and size in buckets.rounds:
-        yield _round(size, rows, 0)
-        return
     begin = 0
+    for size, some in sized(rows, buckets):
+        numbers, nodes = zip(*some, strict=True)
+        begins = tuple(begin + line * size.nodes for line in range(len(some)))
+        yield Batch(size, False, numbers, nodes, begins)
+        begin += size.total
+
+
+def sized(
+    rows: list[tuple[int, Ints]], buckets: Buckets
+) -> Iterator[tuple[Size, list[tuple[int, Ints]]]]:
+    """Rows in groups, each with the size of the round that runs it."""
+    largest = max(len(nodes) for _, nodes in rows)
+    size = Size(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
+    if size in buckets.rounds:
+        yield size, rows
+        return
     for nodes in buckets.nodes:
         left = [row for row in rows if _at_least(buckets.nodes, len(row[1])) == nodes]
         while left:
             fitting = [size for size in buckets.rounds if size.nodes == nodes]
             size = max(size for size in fitting if size.rows <= len(left))
-            yield _round(size, left[: size.rows], begin)
-            left, begin = left[size.rows :], begin + size.total
+            yield size, left[: size.rows]
+            left = left[size.rows :]
 
 
-def _round(size: Size, rows: list[tuple[int, Ints]], begin: int) -> Batch:
-    numbers, nodes = zip(*rows, strict=True)
-    begins = tuple(begin + line * size.nodes for line in range(len(rows)))
-    return Batch(size, False, numbers, nodes, begins)
+def regrouped(cut: list[Batch], wanted: Bools, buckets: Buckets) -> Iterator[Batch]:
+    """The rounds' rows with wanted[b], in groups of other sizes, where their nodes are."""
+    begins = {
+        row: begin
+        for batch in cut
+        if not batch.chunk
+        for row, begin in zip(batch.rows, batch.begins, strict=True)
+    }
+    nodes = {
+        row: nodes
+        for batch in cut
+        if not batch.chunk
+        for row, nodes in zip(batch.rows, batch.nodes, strict=True)
+    }
+    rows = [(row, nodes[row]) for row in begins if wanted[row]]
+    for size, some in sized(rows, buckets) if rows else ():
+        numbers, flat = zip(*some, strict=True)
+        yield Batch(size, False, numbers, flat, tuple(begins[row] for row in numbers))
 
 
 def _at_least(sizes: Iterable[int], count: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
-from forerun.executors.jax.batches import Batch, Buckets, batches
+from forerun.executors.jax.batches import Batch, Buckets, batches, regrouped
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import StateShape, first_without_page
@@ -95,8 +95,8 @@ class JaxExecutor:
         sharding = make_sharding(arch, options.shards)
         self._device = sharding.mesh.devices.flat[0]
         on_cpu = self._device.platform == "cpu"
-        self._buckets = Buckets.of(limits, options.draft_nodes, sparse=True)
-        self._shape = StateShape.of(limits, self._buckets.chunks[-1])
+        self._buckets = Buckets.of(limits, options.draft_nodes)
+        self._shape = StateShape.of(limits, self._buckets.most, self._buckets.chunks[-1])
         dtype = jnp.dtype(DTYPES[options.dtype])
         self._bytes = planned_bytes(arch, self._shape, self._buckets, dtype.itemsize)
         check_fits(self._bytes, self._device, options.shards)
@@ -182,17 +182,9 @@ class JaxExecutor:
         """Decide and commit the rows that a grammar holds and only the temperature shapes."""
         choosing = self._sampler.choosing
         held = (choosing.temperature[plan.slots] >= 0) & plan.samples & plan.constrained
-        for batch in scores.batches:
-            if batch.chunk or not held[list(batch.rows)].any():
-                continue
-            which = np.full(batch.size, -1, np.int32)
-            for line, nodes in enumerate(batch.nodes):
-                which[line, : len(nodes)] = masks.row[nodes]
-            used, which = np.unique(which, return_inverse=True)
-            bits = masks.bits[used[used >= 0]]
-            which = which.reshape(-1) - int(used[0] < 0)
+        for batch in regrouped(scores.batches, held, self._buckets.widest):
             given = packed(batch, plan, trees, choosing, held, self._width)
-            padded = padded_masks(which, bits, batch.size)
+            padded = padded_masks(batch, masks)
             record = self.programs.run(Key("decide", batch.size), given, padded)
             _spread(choice, batch, jax.device_get(record))
         scores.decided[:] |= held

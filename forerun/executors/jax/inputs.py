@@ -16,9 +16,9 @@ from forerun.executors.host_sampler import Choosing
 from forerun.executors.jax.accept import Rules, Trees
 from forerun.executors.jax.batches import Batch, Size
 from forerun.interface.plan import Plan
-from forerun.speculative.tree import TreeBatch
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
-from forerun.types import AnyArray, Bools, Ints
+from forerun.types import Bools, Ints
 
 
 def _shapes(size: Size, width: int) -> dict[str, tuple[int, ...]]:
@@ -124,10 +124,17 @@ class Inputs(NamedTuple):
         )
 
 
-def padded_masks(rows: Ints, bits: AnyArray, size: Size) -> tuple[Ints, AnyArray]:
-    """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and uint32[R*N,words]
-    of which the last is all ones and stands for "everything allowed".
+def padded_masks(batch: Batch, masks: NodeMasks) -> tuple[Ints, Ints]:
+    """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
+    int32[R*N+1,words], of which the last are all ones and stand for "everything allowed".
     """
-    whole = np.full((size.total + 1, bits.shape[1]), 0xFFFFFFFF, np.uint32)
-    whole[: len(bits)] = bits
-    return np.where(rows < 0, size.total, rows).astype(np.int32), whole.view(np.int32)
+    size = batch.size
+    row = np.full(size, -1, np.int32)
+    for line, nodes in zip(row, batch.nodes, strict=False):
+        line[: len(nodes)] = masks.row[nodes]
+    used, which = np.unique(np.append(row, -1), return_inverse=True)
+    whole = np.full((size.total + 1, masks.bits.shape[1]), 0xFFFFFFFF, np.uint32)
+    whole[: len(used) - 1] = masks.bits[used[1:]]
+    # The first of `used` is -1.
+    which = np.where(which == 0, size.total, which - 1)[:-1]
+    return which.astype(np.int32), whole.view(np.int32)

@@ -48,9 +48,8 @@ class StateShape:
     hidden: int
 
     @classmethod
-    def of(cls, limits: ExecutorLimits, largest_chunk: int) -> "StateShape":
-        """Room for a step of limits.max_nodes nodes, padded to twice as many."""
-        scratch = 2 * limits.max_nodes
+    def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
+        """Room for any step."""
         return cls(
             slots=limits.pages * limits.page_size,
             scratch=scratch,

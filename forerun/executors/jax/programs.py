@@ -179,7 +179,7 @@ class Programs:
         """Every program that can be asked for."""
         chunks = [Key("chunk", Size(1, nodes)) for nodes in self._buckets.chunks]
         rounds = [Key("round", size) for size in self._buckets.rounds]
-        decides = [Key("decide", size) for size in self._buckets.rounds]
+        decides = [Key("decide", size) for size in self._buckets.widest.rounds]
         return *chunks, *rounds, *decides, Key("logits"), Key("move")
 
     @property
