@@ -58,7 +58,7 @@ bench: setup
 	$(BIN)/forerun bench --launch --out bench/out
 
 bench-peers: setup
-	$(BIN)/python bench/peers/run.py --out bench/out/peers.json
+	$(BIN)/python bench/peers/over_http.py --out bench/out/peers-http.json
 
 clean:
 	rm -rf $(VENV) build dist

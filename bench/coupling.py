@@ -20,16 +20,16 @@ from forerun.bench.acceptance import CHAIN, TREE, Question, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
 from forerun.config import EngineConfig
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.draft_state import DraftState
 from forerun.machine import stamp
 
-COUPLED = EagleDrafter._best
+COUPLED = DraftState.best
 
 
-def uncoupled(self: Any, state: Any, found: Any, node: int, index: int) -> Any:
-    """The children that the head finds likeliest, whatever the noise."""
-    return COUPLED(self, replace(state, sampling=replace(state.sampling, temperature=0.0)), found,
-                   node, index)  # fmt: skip
+def uncoupled(self: Any, found: Any, width: int, depth: int, mask: Any = None) -> Any:
+    """The candidates that the head finds likeliest, whatever the noise."""
+    greedy = replace(self, sampling=replace(self.sampling, temperature=0.0))
+    return COUPLED(greedy, found, width, depth, mask)
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     for temperature in args.temperatures:
         question = Question(args.prompts.stem, prompts, temperature, args.tokens, args.group)
         for name, best in (("coupled", COUPLED), ("uncoupled", uncoupled)):
-            EagleDrafter._best = best  # type: ignore[method-assign]
+            DraftState.best = best  # type: ignore[method-assign]
             for found in ask(target, target.config, question, [CHAIN, TREE], lambda *_: None):
                 facts = {"temperature": temperature, "children": name, "shape": found.shape}
                 rows.append(facts | {"tokens_per_step": round(found.length, 3)})

@@ -3,7 +3,7 @@
     python bench/cpu_steps.py [model.gguf] [--context 200] [--peers] [--json out.json]
 
 The whole step is one sequence of `context` cached tokens and a chain of k nodes whose logits are
-all wanted: embedding, norms, products, attention, head. CudaGraphRunner go over all k in turn, so
+all wanted: embedding, norms, products, attention, head. Rounds go over all k in turn, so
 that a slow moment of the machine hits them alike; minimum and median are over the rounds.
 Milliseconds.
 

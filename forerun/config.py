@@ -66,7 +66,9 @@ class EngineConfig:
         choices=("auto", "cpu", "torch", "toy"),
     )
     device: str = option(
-        "cpu", "torch device: cpu, cuda or cuda:N; cuda implies the torch executor"
+        "auto",
+        "cpu, or a torch device: cuda or cuda:N, which imply the torch executor; auto is cuda "
+        "where torch can use a GPU and the executor leaves it open, else cpu",
     )
     dtype: str = option(
         "auto",
@@ -149,9 +151,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
         validate(self)
-        if not (self.device == "cpu" or self.device.split(":")[0] == "cuda"):
-            raise ConfigError(f"device is {self.device!r}, but must be cpu, cuda or cuda:N.")
-        if self.device != "cpu" and self.executor not in ("auto", "torch"):
+        if not (self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda"):
+            raise ConfigError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
+        if self.device not in ("auto", "cpu") and self.executor not in ("auto", "torch"):
             raise ConfigError(
                 f"device {self.device} needs the torch executor, but executor is {self.executor}."
             )

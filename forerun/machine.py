@@ -66,6 +66,18 @@ def memory_available() -> int:
     return available
 
 
+def gpu_devices() -> list[str]:
+    """What the system calls its NVIDIA GPUs; empty without one. The driver is not asked; on
+    Windows, which has no such files, that it is installed tells of one.
+    """
+    if sys.platform == "win32":
+        library = Path(r"C:\Windows\System32\nvcuda.dll")
+        return [library.name] if library.exists() else []
+    devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    devices += [path for path in (Path("/dev/dxg"),) if path.exists()]  # Linux on Windows.
+    return sorted(map(str, devices))
+
+
 def stamp() -> dict[str, Any]:
     """What to write beside every number that was measured here."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -3,7 +3,7 @@
     python bench/peers/run.py --out bench/results/peers.json
 
 Each peer gets a virtual environment of its own under bench/out/venvs (made on first use) and a
-worker process that answers `load` and `run`. CudaGraphRunner visit the peers in rotating order, one
+worker process that answers `load` and `run`. Rounds visit the peers in rotating order, one
 at a time, so that a noisy neighbour on the machine hits all alike; the table shows medians over
 rounds and ratios to llama.cpp. Every stream generates exactly --tokens tokens, greedily.
 """
@@ -143,7 +143,7 @@ def made(name: str, stream: dict[str, Any], expected: int) -> int:
 
 
 def measure(workers: dict[str, Worker], plan: list[tuple[int, list[list[int]]]], args: Any) -> Any:
-    """CudaGraphRunner x stream counts x peers, order rotating. Seconds and tokens per run."""
+    """Rounds x stream counts x peers, order rotating. Seconds and tokens per run."""
     results: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in workers}
     names = list(workers)
     for step in track(range(args.rounds), description="rounds", console=console):

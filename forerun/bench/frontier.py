@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from forerun.bench.tune import OFF, Tuning
 
 
 def draw(path: Path, tuning: Tuning, title: str) -> None:
     """Speed over plain decoding by batch size, one line per setting, the best one thick."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from forerun.bench.report import Level
 
 
 def draw(path: Path, levels: Sequence[Level], title: str) -> None:
     """Throughput and time to first text over concurrency, one line per side, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
     speed, wait = figure.subplots(1, 2)

@@ -1,19 +1,14 @@
-"""From timings to numbers, a table and a picture."""
+"""From timings to numbers and a table."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from forerun.bench.client import Timing
-from forerun.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
 
@@ -128,20 +123,3 @@ def _pair(values: dict[str, float]) -> str:
 def as_dict(levels: Sequence[Level], facts: dict[str, Any]) -> dict[str, Any]:
     """Everything as plain values: what was asked, where, and the numbers."""
     return facts | {"levels": [asdict(level) for level in levels]}
-
-
-def write(folder: Path, report: dict[str, Any], levels: Sequence[Level], title: str) -> list[Path]:
-    """Write report.json and, where matplotlib is installed, report.png. The files written.
-
-    Raises ConfigError where the folder cannot be written.
-    """
-    written = [folder / "report.json"]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written[0].write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
-        if find_spec("matplotlib"):
-            written.append(folder / "report.png")
-            import_module("forerun.bench.picture").draw(written[1], levels, title)
-    except OSError as error:
-        raise ConfigError(f"The report cannot be written to {folder}: {error}.") from error
-    return written

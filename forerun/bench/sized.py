@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import TorchDraftModel, TorchExecutor
-from forerun.interface.draft_model import DraftForward, DraftRequest
-from forerun.interface.executor import ExecutorLimits
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
+from forerun.interface.draft_model import DraftLevel
+from forerun.interface.executor import ExecutorLimits, Scores
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Plan, SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
@@ -120,7 +121,7 @@ class Steps:
         )
         self.executor = TorchExecutor(checkpoint, limits, device, dtype)
         self._head = (
-            TorchDraftModel(self.executor, checkpoint, draft) if draft is not None else None
+            TorchEagleModel(self.executor, checkpoint, draft) if draft is not None else None
         )
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
@@ -134,43 +135,40 @@ class Steps:
         """`rows` sequences with chains of `nodes` nodes: verify and accept. It may be repeated:
         what it writes lies behind the cached tokens.
         """
-        known = self._tokens[self._context : self._context + 1]
-        plan, trees = self._plan(list(range(rows)), self._context, known, nodes - 1)
+        plan, trees = self._decoding(rows, nodes)
         return lambda: self.run(plan, trees)
 
-    def drafted(self, rows: int, nodes: int) -> Callable[[], None] | None:
+    def drafted(self, rows: int, nodes: int) -> Callable[[], object] | None:
         """`step`, which also follows and grows nodes - 1 draft tokens; None where no step does
         that.
         """
         if self._head is None:
             return None
-        head, step = self._head, self.step(rows, nodes)
-        draft_request = DraftRequest(np.arange(rows, dtype=np.int32), 1, nodes - 1)
+        plan, trees = self._decoding(rows, nodes)
+        request = DraftRequest(plan.slots, 1, nodes - 1)
 
-        def run() -> None:
-            head.draft_request(draft_request)
-            step()
+        def run() -> Scores:
+            scores = self.executor.verify(plan, trees, request)
+            self.executor.accept(plan, trees, scores, None)
+            return scores
 
-        run()
-        return run if head.grown() is not None else None
+        return run if len(self.executor.drafting(run())) else None
 
     def draft_pass(self, rows: int) -> Callable[[], object]:
         """A pass of the head for one draft token in each of `rows` sequences."""
         assert self._head is not None, "a pass needs a head"
         nodes = np.arange(rows, dtype=np.int32)
-        work = DraftForward(
+        level = DraftLevel(
             tokens=np.zeros(rows, np.int32),
-            sources=-1 - nodes,
             parents=np.full(rows, -1, np.int32),
             start=np.arange(rows + 1, dtype=np.int32),
             kv_len=np.full(rows, self._context, np.int32),
             slots=nodes,
             pages=(nodes[:, None] * self._pages + np.arange(self._pages)).astype(np.int32),
             first=0,
-            scored=nodes,
-            children=1,
+            candidates=1,
         )
-        return partial(self._head.expand, work)
+        return partial(self._head.expand, level)
 
     def run(self, plan: Plan, trees: TreeBatch, commit: bool = False) -> None:
         """One step."""
@@ -178,6 +176,10 @@ class Steps:
         accepted = self.executor.accept(plan, trees, scores, None)
         if commit:
             self.executor.commit(plan, trees, scores, accepted)
+
+    def _decoding(self, rows: int, nodes: int) -> tuple[Plan, TreeBatch]:
+        known = self._tokens[self._context : self._context + 1]
+        return self._plan(list(range(rows)), self._context, known, nodes - 1)
 
     def _plan(
         self, rows: list[int], kv_len: int, known: Ints, draft_tokens: int

@@ -8,18 +8,19 @@ from typing import TypeVar
 
 from forerun.build.memory import Needs
 from forerun.config import EngineConfig
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import AdaptivePolicy, FixedPolicy, Policy
+from forerun.control.policy import FixedPolicy, Lookahead, Policy
 from forerun.drafters.combined import CombinedDrafter
-from forerun.drafters.eagle import EagleDrafter
 from forerun.drafters.guarded import off
-from forerun.drafters.selected import SelectedDrafter
+from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
@@ -116,43 +117,48 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
     return None, fault
 
 
-def with_draft(needs: Needs, draft: DraftFile, item: int | None) -> Needs:
-    """The needs with a draft head's: weights, keys and values of its one layer, logits.
+def with_draft(
+    needs: Needs, parameters: int, cache: tuple[CacheLayer, ...], vocab: int, item: int | None
+) -> Needs:
+    """The needs with a draft model's: weights, keys and values of all its layers, logits.
 
-    item  bytes of a number on the torch executor; None on the CPU core, which packs weights to
-          8 bits and keeps keys and values in 16
+    parameters  numbers of weights that run
+    cache       what each layer keeps of a position, under the target's page ids
+    vocab       Vd
+    item        bytes of a number on the torch executor; None on the CPU core, which packs weights
+                to 8 bits and keeps keys and values in 16
     """
-    head = draft.head
-    weights = head.parameters * 34 // 32 if item is None else head.parameters * item
+    weights = parameters * 34 // 32 if item is None else parameters * item
     return replace(
         needs,
         weights=needs.weights + weights,
-        per_token=needs.per_token + 2 * head.kv_heads * head.head_size * (item or 2),
-        per_node=needs.per_node + 4 * (head.vocab // 4),
+        per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in cache),
+        per_node=needs.per_node + 4 * (vocab // 4),
     )
 
 
-def eagle_drafting(
+def model_drafter(
     config: EngineConfig,
     limits: ExecutorLimits,
-    costs: StepCosts | None,
-    head: tuple[DraftFile, DraftModel],
+    model: DraftModel,
     lookup: Drafter,
     mask: Callable[[int], bytes | None],
-) -> tuple[Drafter, Policy]:
-    """A draft head and its budget. What drafting costs is part of the decision beforehand.
-
-    costs   of steps, the head's included; None = not measured
-    lookup  what draft tokens beside the head, where the configuration wants both
-    mask    see EagleDrafter
+) -> Drafter:
+    """A draft model, with lookup beside it where the configuration wants both; mask: see
+    ModelDrafter.
     """
-    draft, device = head
-    depth = min(config.draft_depth, config.draft_nodes)
-    shape = config.draft_width, depth
-    drafter: Drafter = EagleDrafter(device, draft.target_ids, limits, *shape, mask)
-    if config.speculation == "both":
-        drafter = CombinedDrafter(lookup, drafter, LOOKUP_BAR)
-    if costs is not None and config.policy == "adaptive":
-        policy = AdaptivePolicy(costs, config.draft_nodes, depth)
-        return SelectedDrafter(drafter, policy), policy
-    return drafter, FixedPolicy(config.draft_nodes, depth)
+    shape = TreeShape(config.draft_width, min(config.draft_depth, config.draft_nodes))
+    drafter = ModelDrafter(model, limits, shape, mask)
+    return CombinedDrafter(lookup, drafter, LOOKUP_BAR) if config.speculation == "both" else drafter
+
+
+def policy_for(
+    config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
+) -> Policy:
+    """Who decides how many draft tokens there are; costs None: not measured."""
+    if config.speculation == "off":
+        return FixedPolicy(0, 0)
+    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    if costs is None or config.policy != "adaptive" or depth == 0:
+        return FixedPolicy(config.draft_nodes if depth else 0, depth, lookahead)
+    return AdaptivePolicy(costs, config.draft_nodes, depth, drafter.traits.free, lookahead)

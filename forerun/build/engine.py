@@ -13,36 +13,36 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     chosen_speculation,
-    eagle_drafting,
     excused,
+    model_drafter,
     open_drafts,
+    policy_for,
     with_draft,
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.build.prepare import prepare
 from forerun.config import EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import FixedPolicy, Policy
-from forerun.control.selection import SelectivePolicy
-from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
+from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
-from forerun.drafters.selected import SelectedDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
+from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -65,9 +65,11 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
-    head      the draft head that is wanted, ready to run; None without one
+    draft     the file of the draft head that is wanted; None without one
+    draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
+    device    where it runs, and why; None of the toy
     """
 
     executor: Executor
@@ -78,9 +80,11 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    head: tuple[DraftFile, DraftModel] | None = None
+    draft: DraftFile | None = None
+    draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
+    device: DeviceChoice | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         """A grammar as requests carry it. May block for seconds.
@@ -145,14 +149,14 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
 
 def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
     """The engine, and the drafter it asks."""
-    grammars = TreeGrammars(target.memory.limits.vocab, target.costs, target.table)
-    drafter, policy = _drafting(config, target, grammars)
+    grammars = TreeGrammars(target.memory.limits.vocab, target.table)
+    drafter = _drafter(config, target, grammars)
+    policy = policy_for(config, target.costs, drafter, grammars)
     fault = target.fault if config.speculation == "off" else None
-    guarded = GuardedDrafter(drafter, fault)
-    policy = GuardedPolicy(policy, guarded)
+    guarded = GuardedDrafter(drafter, fault, policy.disable)
+    if fault is not None:
+        policy.disable(fault)
     options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
-    if config.speculation != "off":
-        policy = GrammarPolicy(policy, grammars)
     engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
     return engine, guarded
 
@@ -192,21 +196,15 @@ def _facts(target: Target) -> dict[str, Any]:
     }
 
 
-def _drafting(
-    config: EngineConfig, target: Target, grammars: TreeGrammars
-) -> tuple[Drafter, Policy]:
-    """What proposes draft tokens, and how many it may."""
+def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
+    """What proposes draft tokens."""
     if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
-        return NoDrafter(), FixedPolicy(0, 0)
-    drafter = _lookup(target.memory.limits.slots, target.table)
-    if target.head is not None and config.speculation in ("auto", "head", "both"):
-        limits, costs = target.memory.limits, target.costs
-        return eagle_drafting(config, limits, costs, target.head, drafter, grammars.mask)
-    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
-    if target.costs is not None and config.policy == "adaptive":
-        chooser = SelectivePolicy(target.costs, config.draft_nodes, depth)
-        return SelectedDrafter(drafter, chooser), chooser
-    return drafter, FixedPolicy(config.draft_nodes, depth)
+        return NoDrafter()
+    lookup = _lookup(target.memory.limits.slots, target.table)
+    model = target.draft_model
+    if model is not None and config.speculation in ("auto", "head", "both"):
+        return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
+    return lookup
 
 
 def _lookup(slots: int, table: NgramTable | None) -> Drafter:
@@ -238,6 +236,7 @@ def _open_toy(config: EngineConfig) -> Target:
     policy = "fixed" if config.policy == "auto" else config.policy
     speculation = chosen_speculation(config, head=False, fault=None)
     config = replace(config, executor="toy", dtype="float32", speculation=speculation)
+    config = replace(config, device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
@@ -255,33 +254,40 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model = open_model(config.model, progress)
-    config = with_shipped(choose_executor(config))
+    model, device = open_model(config.model, progress), choose_device(config)
     arch = model.architecture
+    config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
+    if native:
+        cpu.check_runs(arch, config.context)
     needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
     parts, fault = excused(config, lambda: open_drafts(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
-        needs = with_draft(needs, draft, None if native else ITEM_BYTES[config.dtype])
+        head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
+        needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
     available = _device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    head = None
+    draft_model = None
     if draft is not None:
-        device, fault = excused(config, lambda: _head_device(executor, model.checkpoint, draft))
-        head = (draft, device) if device is not None else None
-    config = replace(config, speculation=chosen_speculation(config, head is not None, fault))
+        draft_model, fault = excused(
+            config, lambda: _draft_model(executor, model.checkpoint, draft)
+        )
+    config = replace(config, speculation=chosen_speculation(config, draft_model is not None, fault))
+    prepare(config, executor, draft_model is not None, progress)
     costs = _costs(config, executor, table)
-    if costs is not None and head is not None:
-        costs = with_draft_model(costs, head[1], executor, config.page_size)
+    if costs is not None and draft_model is not None:
+        costs = with_draft_model(costs, draft_model, executor, config.page_size)
     return Target(
-        head=head,
+        draft=draft if draft_model is not None else None,
+        draft_model=draft_model,
         table=table,
         fault=fault,
+        device=device,
         executor=executor,
         tokenizer=model.tokenizer,
         chat=_chat(model.chat_template, model.tokenizer),
@@ -293,30 +299,33 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _head_device(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.cpu import CpuDraftModel, CpuExecutor
+def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 
     if isinstance(executor, CpuExecutor):
-        return CpuDraftModel(executor, checkpoint, draft)
-    from forerun.executors.torch import TorchDraftModel, TorchExecutor
+        return CpuEagleModel(executor, checkpoint, draft)
+    from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor)
-    return TorchDraftModel(executor, checkpoint, draft)
+    return TorchEagleModel(executor, checkpoint, draft)
 
 
-def choose_executor(config: EngineConfig) -> EngineConfig:
-    """Replace "auto" in executor and dtype. Warns once where the native core is missing."""
+def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
+    """Replace "auto" in device, executor and dtype. Warns once where the native core is missing or
+    cannot run the model.
+    """
     from forerun.executors import cpu
 
+    config = replace(config, device=choose_device(config).device)
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
-        missing = cpu.available() if wanted else None
+        missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
             warnings.warn(
-                f"The native CPU core is not available ({missing}); using torch, which is "
-                "several times slower.",
+                f"The native CPU core is not used ({missing}); using torch, which is several "
+                "times slower.",
                 stacklevel=2,
             )
     if dtype == "auto":

@@ -134,7 +134,8 @@ def needs_of(
         head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
         per_token = 2 * arch.layers * arch.kv_heads * head
     return Needs(
-        context=arch.context,
+        # The core knows no sliding windows; up to the shortest it is exact.
+        context=arch.context if core_per_token is None else arch.windowless_context,
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,

@@ -11,6 +11,7 @@ from typing import Any
 
 from forerun.bench import report
 from forerun.bench.client import Endpoint, body_of, find_model, load_level
+from forerun.bench.files import write
 from forerun.bench.launch import launched
 from forerun.bench.report import Level
 from forerun.bench.workload import Prompt, labelled, read_prompts, spread
@@ -72,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         out.print(report.table(levels, title))
     if arguments.out:
-        written = report.write(Path(arguments.out), result, levels, title)
+        written = write(Path(arguments.out), result, levels, title)
         say("wrote " + ", ".join(map(str, written)))
     for level in levels:
         if level.errors:

@@ -95,6 +95,7 @@ def load_shown(config: EngineConfig) -> Loaded:
     """Load and start a model while showing what takes long."""
     with plain_warnings(), bars() as report:
         loaded = load(config, report)
+    _say_device(loaded.target)
     if loaded.info["profile"]:
         say(f"speculation as tuned on this machine: {loaded.info['profile']}")
     return loaded
@@ -103,7 +104,15 @@ def load_shown(config: EngineConfig) -> Loaded:
 def open_shown(config: EngineConfig) -> Target:
     """Load a model, without an engine, while showing what takes long."""
     with plain_warnings(), bars() as report:
-        return open_target(config, report)
+        target = open_target(config, report)
+    _say_device(target)
+    return target
+
+
+def _say_device(target: Target) -> None:
+    """Where a machine with a GPU runs the target, and why."""
+    if target.device is not None and target.device.gpu:
+        say(target.device.sentence())
 
 
 def interactive() -> bool:

@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -60,7 +59,8 @@ def _torch(look: bool) -> dict[str, Any]:
     installed = find_spec("torch") is not None
     if not (installed and look):
         return {"installed": installed, "version": _version("torch")}
-    torch = import_module("torch")
+    import torch
+
     cuda = torch.cuda.is_available()
     devices = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []

@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 
 from rich.table import Table
@@ -44,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
     # n-gram lookup shapes its own trees: one shape says all.
-    headed = target.head is not None
+    headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
     try:
         if target.config.speculation == "off":
@@ -84,18 +83,17 @@ def _simulation(target: Target) -> Simulate:
     """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
     torch.
     """
-    if target.head is None:
+    if target.draft is None:
         raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
     try:
-        simulation = import_module("forerun.train.simulate").Simulation
+        from forerun.train.simulate import Simulation
     except ImportError as error:
         raise ConfigError(f"--simulate needs torch, which cannot be imported ({error})") from error
     with bars() as report:
         checkpoint = open_model(target.config.model, report).checkpoint
     config = target.config
     core = config.executor == "cpu"
-    found: Simulate = simulation(checkpoint, target.head[0], core, config.threads).length
-    return found
+    return Simulation(checkpoint, target.draft, core, config.threads).length
 
 
 def _promised(draft: str | None) -> float | None:

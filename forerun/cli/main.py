@@ -241,6 +241,25 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     flags_of(EngineConfig, parser, "model and engine (--launch; --model also with --url)")
 
 
+def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("differential fuzzing")
+    group.add_argument(
+        "--fuzz",
+        action="store_true",
+        help="random requests, configurations, arrival times, aborts and cache sizes; every answer "
+        "against the same request alone, without speculation",
+    )
+    group.add_argument("--minutes", type=float, metavar="N", help="look so long (default: 2)")
+    group.add_argument("--cases", type=_positive, metavar="N", help="stop after so many cases")
+    group.add_argument(
+        "--reproduction",
+        default="forerun-fuzz.json",
+        metavar="FILE",
+        help="where a failing case is written, made as small as can be (default: %(default)s)",
+    )
+    group.add_argument("--replay", metavar="FILE", help="run a failing case again")
+
+
 def _prove_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
@@ -268,6 +287,7 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
         help="each prompt asks for other things: penalties, logit_bias, n, stop strings, "
         "logprobs, cut-offs, some without the grammar",
     )
+    _fuzz_flags(parser)
     _grammar_flags(parser)
     batch = ("max_sequences",)
     flags_of(EngineConfig, parser, "model and engine", without=batch, policy="fixed")

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from forerun.bench.prove import Divergence, Proof, Trial, as_dict, prove
 from forerun.bench.workload import read_prompts, spread
+from forerun.cli import fuzz
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.config import EngineConfig
@@ -19,6 +20,10 @@ QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where a run diverged, or where nothing was accepted and so proved."""
+    if arguments.replay:
+        return fuzz.again(arguments)
+    if arguments.fuzz:
+        return fuzz.fuzz(arguments)
     config, trial = configured(EngineConfig, arguments), _trial(arguments)
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
     try:

@@ -36,6 +36,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _load(config: EngineConfig, probe: bool) -> Loaded:
     loaded = load_shown(probed(config, probe)[0])
+    device = loaded.target.device
+    if device is not None and not device.gpu:  # Of a GPU `load_shown` has told.
+        say(device.sentence())
     say(f"{loaded.name}: {loaded.target.memory.sentence()}")
     return loaded
 

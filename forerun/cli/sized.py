@@ -7,6 +7,7 @@ from pathlib import Path
 from time import strftime
 
 from forerun.bench.sized import Sweep, lines, measure
+from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
 from forerun.config import EngineConfig
 from forerun.flags import configured
@@ -16,14 +17,15 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where it does not fit into memory."""
     config = configured(EngineConfig, arguments)
-    on_cuda, dtype = config.device != "cpu", config.dtype
+    device, dtype = choose_device(replace(config, executor="torch")).device, config.dtype
+    on_cuda = device != "cpu"
     if dtype in ("auto", "file"):
         dtype = "bfloat16" if on_cuda else "float32"
     wanted = Sweep(batches=tuple(sorted(arguments.concurrency)))
     if not on_cuda:  # A rehearsal: what it prints is the CPU's.
         wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
     shape = arguments.random_weights
-    found = measure(shape, config.device, dtype, wanted)
+    found = measure(shape, device, dtype, wanted)
     found |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
     if arguments.json:
         emit_json(found)

@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
-        core = choose_executor(engine).executor == "cpu"
+        core = choose_executor(engine, model.architecture).executor == "cpu"
         source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)
         if engine.threads:
             torch.set_num_threads(engine.threads)

@@ -2,13 +2,13 @@
 
 import argparse
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import strftime
 
 from rich.table import Table
 
+from forerun.bench.frontier import draw
 from forerun.bench.tune import OFF, Sweep, Tuning, as_dict, settings_for, tune
 from forerun.bench.workload import read_prompts
 from forerun.build.tuned import save
@@ -84,5 +84,5 @@ def _draw(path: Path, tuning: Tuning, title: str) -> None:
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")
         return
-    import_module("forerun.bench.frontier").draw(path, tuning, title)
+    draw(path, tuning, title)
     say(f"wrote {path}")

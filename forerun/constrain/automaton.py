@@ -10,7 +10,8 @@ class Automaton(Protocol):
     """A place in a compiled grammar. Used by one thread at a time.
 
     A mask is a function of the tokens taken and of nothing else: on that rests that speculation
-    changes no text.
+    changes no text. An automaton therefore only moves forward: libraries' rollback is not to be
+    trusted with that (docs/upstream/llguidance-rollback.md). To come back, keep a fork.
     """
 
     @property
@@ -25,19 +26,17 @@ class Automaton(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it failed, for good; empty while it has not."""
+        """Why it failed, for good; empty while it has not. Its forks made before have not."""
         ...
 
     def fork(self) -> Self:
-        """Another one at the same place."""
+        """Another one at the same place; what becomes of one does not touch the other."""
         ...
 
     def take(self, token: int) -> bool:
-        """Step over `token`. False where it does not fit; then nothing has changed."""
-        ...
-
-    def back(self, steps: int) -> None:
-        """Undo the last `steps` takes."""
+        """Step over `token`. False where it does not fit; then nothing has changed, unless a
+        limit was reached (see error).
+        """
         ...
 
     def forced(self) -> list[int]:

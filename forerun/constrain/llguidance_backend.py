@@ -36,7 +36,9 @@ class GuidanceAutomaton:
         return str(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def fork(self) -> "GuidanceAutomaton":
-        """See Automaton."""
+        """See Automaton. Despite its name, deep_copy shares what the lexer has built so far: it
+        takes 2 to 6 microseconds after 100 tokens of JSON, 50 to 80 after 1,000.
+        """
         return GuidanceAutomaton(self._matcher.deep_copy(), self.size)
 
     def take(self, token: int) -> bool:
@@ -44,10 +46,6 @@ class GuidanceAutomaton:
         asked to try.
         """
         return bool(self._matcher.try_consume_tokens([token]) == 1)
-
-    def back(self, steps: int) -> None:
-        """See Automaton."""
-        self._matcher.rollback(steps)
 
     def forced(self) -> list[int]:
         """See Automaton."""

@@ -1,11 +1,18 @@
 """One sequence's place in a grammar: what may follow, step forward, step back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from forerun.constrain.automaton import Automaton
 from forerun.types import Words
+
+COPIES = 4
+"""Copies that a matcher holds at most. One takes 5 kB to 1 MB in a text of 1,000 tokens, more under
+a schema of hundreds of properties."""
+
+Path = tuple[int, ...]
+"""Draft tokens behind the decided ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +29,32 @@ class Compiled:
     vocab: int
 
 
+@dataclass(slots=True)
+class _Position:
+    """What is known of a position behind draft tokens; None = nobody has asked.
+
+    fits  whether a token fits there
+    left  how often a copy has moved on from there
+    """
+
+    complete: bool | None = None
+    forced: list[int] | None = None
+    error: str = ""
+    left: int = 0
+    fits: dict[int, bool] = field(default_factory=dict)
+
+
 class Matcher:
     """Follows one sequence through a grammar, ahead over draft tokens and back again.
 
-    A matcher that fails (a limit was reached) says so in `error` and stays failed. It is never
-    shown an id that the tokenizer does not have.
+    No automaton is ever rolled back (see Automaton). One takes what is decided and nothing else;
+    draft tokens are taken by copies of it, which are thrown away with the next decision. To copy
+    takes time in proportion to the text, so a copy moves on with the first draft token behind a
+    position, the answers given there are remembered, and another copy is made only for the next
+    draft token or question.
+
+    An automaton that fails (a limit was reached) says so in `error` as long as the matcher stands
+    there. It is never shown an id that the tokenizer does not have.
     """
 
     def __init__(self, compiled: Compiled) -> None:
@@ -34,7 +62,12 @@ class Matcher:
         self._vocab = compiled.vocab
         self._start = compiled.start
         self._seen = 0
+        # How much of the start had been seen before each draft token; None = an automaton takes it.
         self._trail: list[int | None] = []
+        # Draft tokens that copies took, up to here; positions behind such, and copies there.
+        self._path: Path = ()
+        self._positions: dict[Path, _Position] = {}
+        self._copies: dict[Path, Automaton] = {}
 
     @property
     def waiting(self) -> bool:
@@ -44,21 +77,44 @@ class Matcher:
     @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing but its end may follow."""
-        return not self.waiting and self._automaton.complete and not self.error
+        if self.waiting:
+            return False
+        position = self._position()
+        if position.complete is None:
+            here = self._here()
+            position.complete = here.complete and not here.error
+        return position.complete
 
     @property
     def error(self) -> str:
-        """Why the matcher failed; empty while it has not."""
-        return self._automaton.error
+        """Why the automaton failed here; empty while it has not."""
+        return self._position().error if self._path else self._automaton.error
+
+    def commit(self, token: int) -> bool:
+        """Step over `token`, which is decided; draft tokens are forgotten. False where it does not
+        fit; then nothing else has changed.
+        """
+        self.back(len(self._trail))
+        self._positions.clear()
+        self._copies.clear()
+        if self.waiting:
+            self._seen = self._progress(token)
+            return True
+        return 0 <= token < self._vocab and self._automaton.take(token)
 
     def advance(self, token: int) -> bool:
-        """Step over `token`. False where it does not fit; then nothing has changed."""
+        """Step over a draft token. False where it does not fit; then nothing has changed."""
         if self.waiting:
             self._trail.append(self._seen)
             self._seen = self._progress(token)
             return True
-        if not 0 <= token < self._vocab or not self._automaton.take(token):
+        position = self._position()
+        fits = position.fits.get(token)
+        if fits is None:
+            fits = position.fits[token] = self._try(position, token)
+        if not fits:
             return False
+        self._path = (*self._path, token)
         self._trail.append(None)
         return True
 
@@ -71,20 +127,70 @@ class Matcher:
                 taken += 1
             else:
                 self._seen = seen
-        if taken:
-            self._automaton.back(taken)
-
-    def settle(self) -> None:
-        """Forget how to step back over what is decided."""
-        self._trail.clear()
+        self._path = self._path[: len(self._path) - taken]
 
     def forced(self) -> list[int]:
         """Tokens that alone can follow, in order; often none."""
-        return [] if self.waiting else self._automaton.forced()
+        if self.waiting:
+            return []
+        position = self._position()
+        if position.forced is None:
+            position.forced = self._here().forced()
+            position.error = self._here().error
+        return position.forced
 
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
-        return None if self.waiting else self._automaton.mask()
+        if self.waiting:
+            return None
+        mask = self._here().mask()
+        self._position().error = self._here().error
+        return mask
+
+    def _position(self) -> _Position:
+        """What is known of where the matcher stands."""
+        position = self._positions.get(self._path)
+        if position is None:
+            position = self._positions[self._path] = _Position()
+        return position
+
+    def _here(self) -> Automaton:
+        """An automaton that stands where the matcher stands; only for questions."""
+        if not self._path:
+            return self._automaton
+        if self._path not in self._copies:
+            self._keep(self._path, self._copy())
+        return self._copies[self._path]
+
+    def _try(self, position: _Position, token: int) -> bool:
+        """Whether a draft token fits here; where it does, a copy stands behind it."""
+        if not 0 <= token < self._vocab:
+            return False
+        copy = self._copies.pop(self._path, None) or self._copy()
+        position.left += 1
+        if self._path and position.left > 2:  # The draft branches here: others will go on from it.
+            self._keep(self._path, copy.fork())
+        fits = copy.take(token)
+        if fits:
+            self._keep((*self._path, token), copy)
+        elif self._path and not copy.error:
+            self._keep(self._path, copy)
+        return fits
+
+    def _copy(self) -> Automaton:
+        """A new copy that stands where the matcher stands."""
+        known = range(len(self._path) - 1, 0, -1)
+        near = next((size for size in known if self._path[:size] in self._copies), 0)
+        copy = (self._copies[self._path[:near]] if near else self._automaton).fork()
+        for token in self._path[near:]:
+            copy.take(token)
+        return copy
+
+    def _keep(self, path: Path, copy: Automaton) -> None:
+        """Remember a copy, and forget the oldest of too many."""
+        self._copies[path] = copy
+        if len(self._copies) > COPIES:
+            del self._copies[next(iter(self._copies))]
 
     def _progress(self, token: int) -> int:
         """How much of the start marker the text ends with once `token` is added."""

@@ -109,7 +109,7 @@ def last_of(text: Sequence[int]) -> Last:
 
 
 def shared_places() -> Places:
-    """TokenPrior of all sequences of an engine: some twenty megabytes at most."""
+    """What is learned about all sequences of an engine: some twenty megabytes at most."""
     return Places(decay=0.9, size=16384)
 
 

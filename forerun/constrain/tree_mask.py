@@ -1,6 +1,6 @@
 """Grammars over trees: one mask per node, and drafts that know the grammar.
 
-A matcher walks each tree from the root with advance and rollback. Speculation cannot stall a
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
 target's best legal token, whatever was drafted.
 """
@@ -9,11 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from forerun.constrain.grammar_draft import GrammarState, Growth, children, guide
+from forerun.constrain.grammar_draft import GrammarState, children, guide
 from forerun.constrain.matcher import Compiled, words
 from forerun.constrain.token_prior import shared_places
-from forerun.control.cost_model import StepCosts
-from forerun.control.grammar_budget import GrammarBudget
 from forerun.errors import RequestError
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
@@ -24,14 +22,11 @@ class TreeGrammars:
     """The Grammars of an engine with structured output. Used on the engine's thread only.
 
     vocab  V of the target: masks have a bit for each of its ids, also for those that pad it
-    costs  what steps cost on this machine; None = a node costs next to nothing
     table  what the target usually says; None = nobody counted
     """
 
-    def __init__(
-        self, vocab: int, costs: StepCosts | None = None, table: NgramTable | None = None
-    ) -> None:
-        self._budget, self._table = GrammarBudget(costs), table
+    def __init__(self, vocab: int, table: NgramTable | None = None) -> None:
+        self._table = table
         self._words = -(-vocab // 32)
         self._states: dict[int, GrammarState] = {}
         self._places = shared_places()
@@ -59,18 +54,11 @@ class TreeGrammars:
         """
         if not self._states:
             return drafts
-        grown: dict[int, Growth] = {}
+        guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
             state = self._states.get(slot)
             if state is not None and nodes[row] > 0:
-                grown[row] = guide(state, drafts[row], int(depth[row]))
-        others = sum(len(draft) for row, draft in enumerate(drafts) if row not in grown)
-        scores = [growth.scores(int(nodes[row])) for row, growth in grown.items()]
-        counts = self._budget.of(len(slots), others, scores) if scores else []
-        guided = list(drafts)
-        for (row, growth), count in zip(grown.items(), counts, strict=True):
-            guided[row] = growth.best(count)
-        self._budget.made(len(slots), others + sum(counts))
+                guided[row] = guide(state, drafts[row], int(depth[row])).best(int(nodes[row]))
         return guided
 
     @property
@@ -83,17 +71,13 @@ class TreeGrammars:
         state = self._states.get(slot)
         return state.mask(()) if state is not None else None
 
-    def room(self, slots: Ints) -> list[int]:
-        """How many nodes are worth giving to each row for what is certain to follow there or
-        likely; none where no grammar holds the slot.
-        """
+    def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
+        """See control.policy.Lookahead."""
         states = [self._states.get(slot) for slot in slots.tolist()]
-        min_prob = self._budget.min_prob(len(states))
-        scores = [
+        return [
             [draft_token.score for draft_token in state.predicted(min_prob)] if state else []
             for state in states
         ]
-        return self._budget.of(len(states), 0, scores)
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
@@ -104,8 +88,8 @@ class TreeGrammars:
         for row, slot in rows:
             state = self._states[slot]
             _mask_row(state, trees, row, table)
-            if state.matcher.error:
-                self._failed[slot] = f"the grammar's matcher gave up: {state.matcher.error}"
+            if () in state.failed:
+                self._failed[slot] = state.failed[()]
         return table.masks()
 
     def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
@@ -113,8 +97,6 @@ class TreeGrammars:
 
         Raises EngineError for this slot alone when a token does not fit.
         """
-        tokens = list(tokens)
-        self._budget.brought(len(tokens))
         return self._states[slot].commit(tokens)
 
     def errors(self) -> dict[int, str]:
@@ -144,14 +126,15 @@ class _MaskTable:
 def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
     """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
 
-    Behind a complete text, nothing that a node emits is kept: no mask either.
+    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
+    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
     """
     root, matcher = trees.root(row), state.matcher
     below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
     table.add(root, state.mask(()))
     path: list[int] = []
     todo = [(node, 0) for node in reversed(below.get(root, []))]
-    while todo and not matcher.error:
+    while todo and () not in state.failed:
         node, depth = todo.pop()
         matcher.back(len(path) - depth)
         del path[depth:]
@@ -161,5 +144,6 @@ def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable
         path.append(token)
         if not matcher.complete:
             table.add(node, state.mask(tuple(path)))
-            todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
+            if not matcher.error:
+                todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
     matcher.back(len(path))

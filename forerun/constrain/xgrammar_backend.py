@@ -87,9 +87,8 @@ class XgrammarAutomaton:
         self._known = known
         self.size = size
         self._fault = ""
-        # Text that is certain to follow and how much of it has: here, and one step back each.
+        # Text that is certain to follow and how much of it has.
         self._sure: tuple[bytes, int] | None = None
-        self._trail: list[tuple[bytes, int] | None] = []
         # Of the present place, where they are known.
         self._mask: bytes | None = None
         self._open: bytes | None = None
@@ -111,7 +110,10 @@ class XgrammarAutomaton:
 
     def fork(self) -> "XgrammarAutomaton":
         """See Automaton."""
-        return XgrammarAutomaton(self._matcher.fork(), self._words, self._known, self.size)
+        copy = XgrammarAutomaton(self._matcher.fork(), self._words, self._known, self.size)
+        copy._fault, copy._sure = self._fault, self._sure
+        copy._mask, copy._open = self._mask, self._open
+        return copy
 
     def take(self, token: int) -> bool:
         """See Automaton."""
@@ -121,30 +123,23 @@ class XgrammarAutomaton:
             return False
         taken = self._asked(self._matcher.accept_token, False, token)
         if taken:
-            self._trail.append(self._sure)
             self._sure = _behind(self._sure, self._words.tokens[token])
             self._mask = self._open = None
         return taken
 
-    def back(self, steps: int) -> None:
-        """See Automaton."""
-        self._asked(self._matcher.rollback, None, steps)
-        self._sure = self._trail[-steps]
-        del self._trail[-steps:]
-        self._mask = self._open = None
-
     def forced(self) -> list[int]:
         """See Automaton."""
         tokens: list[int] = []
-        length = 0
-        while length < LONG and not self.complete:
-            token = self._forced_token()
-            if token is None or not self.take(token):
+        length, place = 0, self
+        while length < LONG and not place.complete:
+            token = place._forced_token()
+            if token is None:
+                break
+            place = self.fork() if place is self else place
+            if not place.take(token):
                 break
             tokens.append(token)
             length += len(self._words.tokens[token])
-        if tokens:
-            self.back(len(tokens))
         return tokens
 
     def mask(self) -> bytes:

@@ -9,10 +9,11 @@ import numpy as np
 
 from forerun.control.cost_model import StepCosts
 from forerun.errors import ConfigError
-from forerun.interface.draft_model import DraftForward, DraftModel, DraftRequest
+from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
@@ -30,6 +31,10 @@ CACHED = 256
 WORDS = 250
 """Token ids used are below this, which every vocabulary holds."""
 
+FIRST_CALLS = 2
+"""Steps of a count that are not timed. The first one compiles what is made when it is needed, and
+pages in what lies on disk; on a GPU the second one captures what the others replay. Measured with
+both, a table said 30 to 300 times a step's time (tests/control/test_calibration.py)."""
 REPEATS = 8
 """A count is timed so often at most."""
 FURTHER = 4
@@ -60,8 +65,6 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
         raise ConfigError(
             "max-step-nodes or context is too small to measure what a draft token costs."
         )
-    # The first step also pays for what is built lazily; it is not counted.
-    _time_step(executor, _steps(limits, 1))
     times = _time_interleaved(executor, possible)
     counts = sorted(times)
     # A bigger step is never cheaper: what says otherwise is noise.
@@ -115,6 +118,8 @@ def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list
                 continue
             if taken and everything > 3 * SECONDS:
                 continue
+            for _ in range(0 if taken else FIRST_CALLS):
+                _time_step(executor, step)
             times[nodes] = [*taken, _time_step(executor, step)]
     return times
 
@@ -180,6 +185,13 @@ def _steps(limits: ExecutorLimits, nodes: int) -> _Step:
 
 def _time_step(executor: Executor, step: _Step) -> float:
     """Seconds of one step, opening and closing its slots not counted."""
+    return _run_step(executor, step, None)[0]
+
+
+def _run_step(
+    executor: Executor, step: _Step, request: DraftRequest | None
+) -> tuple[float, Outcome]:
+    """Seconds of one step, opening and closing its slots not counted, and what came of it."""
     plan = step.plan
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
         tokens = np.zeros(int(cached) + len(known), np.int32)
@@ -187,10 +199,10 @@ def _time_step(executor: Executor, step: _Step) -> float:
     try:
         started = perf_counter()
         trees = batch(plan.known, step.drafts)
-        scores = executor.verify(plan, trees)
+        scores = executor.verify(plan, trees, request)
         accepted = executor.accept(plan, trees, scores, None)
-        executor.commit(plan, trees, scores, accepted)
-        return perf_counter() - started
+        outcome = executor.commit(plan, trees, scores, accepted)
+        return perf_counter() - started, outcome
     finally:
         for slot in plan.slots:
             executor.close(int(slot))
@@ -202,6 +214,7 @@ def _time_draft_token(drafter: Drafter, limits: ExecutorLimits) -> float:
     drafter.begin(SlotInit(0, tokens, len(tokens), Sampling()))
     try:
         plan = _Step(limits, [np.zeros(1, np.int32)], PER_ROW - 1).plan
+        drafter.propose(plan)  # The first one may read from disk.
         started = perf_counter()
         for _ in range(REPEATS):
             drafts = drafter.propose(plan)
@@ -211,54 +224,51 @@ def _time_draft_token(drafter: Drafter, limits: ExecutorLimits) -> float:
 
 
 def with_draft_model(
-    costs: StepCosts, device: DraftModel, executor: Executor, page_size: int
+    costs: StepCosts, model: DraftModel, executor: Executor, page_size: int
 ) -> StepCosts:
-    """The costs with a draft head's added: a pass per level of draft tokens, and the pass over what
-    was accepted, which every step pays. Features of an earlier step are read; slots are closed
-    again. Where steps do the head's work themselves, it is a part of what they cost.
+    """The costs with a draft model's added: a pass per level of draft tokens, or its part of a
+    block, and the pass over what was accepted, which every step pays. Slots are closed again.
+    Where steps do that work themselves, it is a part of what they cost.
     """
-    within = _times_within(executor, device)
+    within, outcome = _times_within(executor)
     if within is not None:
         return _with_drafting(costs, *within)
-    width = -(-PER_ROW // page_size)
-    one, alone = np.zeros(1, np.int32), np.array([-1], np.int32)
-    work = DraftForward(
-        tokens=one,
-        sources=one,
-        parents=alone,
-        start=np.array([0, 1], np.int32),
-        kv_len=one,
-        slots=one,
-        pages=np.arange(width, dtype=np.int32)[None],
-        first=0,
-        scored=one,
-        children=1,
-    )
-    draft_token = replace(work, sources=alone)
-    device.extend(work)
-    extend_ms = 1000.0 * min(_seconds(lambda: device.extend(work)) for _ in range(2 * REPEATS))
-    draft_token_ms = 1000.0 * min(
-        _seconds(lambda: device.expand(draft_token)) for _ in range(2 * REPEATS)
-    )
+    pages = np.arange(-(-PER_ROW // page_size), dtype=np.int32)[None]
+    zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
+    blocks = model.traits.block_size
+    features = outcome.features.select(zero) if outcome.features is not None else None
+    extension = Extension(zero, zero, ends, zero, zero, pages, zero[:0] if blocks else zero, 1)
+    level = DraftLevel(zero, zero - np.int32(1), ends, zero, zero, pages, first=0, candidates=1)
+    block = DraftBlock(zero, zero, zero, pages, depth=blocks, candidates=1)
+
+    def fastest(work: Callable[[], object]) -> float:
+        return 1000.0 * min(_seconds(work) for _ in range(2 * REPEATS))
+
+    needs_none = model.traits.features.kind == "none"
+    extend_ms = fastest(lambda: model.extend(extension, None if needs_none else features))
+    if blocks:
+        draft_token_ms = fastest(lambda: model.block(block)) / blocks
+    else:
+        draft_token_ms = fastest(lambda: model.expand(level))
     return replace(costs, draft_ms=draft_token_ms, follow_ms=extend_ms)
 
 
-def _times_within(executor: Executor, device: DraftModel) -> tuple[float, float] | None:
+def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outcome]:
     """Milliseconds that a step takes longer when it also follows and grows one level, and for
-    each further level; None where it does not do that itself.
+    each further level; None where it does not do that itself. And the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2), {}
     for levels in (1, 0, FURTHER + 1):
+        request = DraftRequest(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []
         for _ in range(REPEATS):
-            if levels:
-                device.draft_request(DraftRequest(step.plan.slots, width=1, levels=levels))
-            taken.append(_time_step(executor, step))
-            if levels and device.grown() is None:
-                return None
+            seconds, outcome = _run_step(executor, step, request)
+            taken.append(seconds)
+            if levels and outcome.drafts is None:
+                return None, outcome
         fastest[levels] = 1000.0 * min(taken)
     follow = max(0.0, fastest[1] - fastest[0])
-    return follow, max(0.0, fastest[FURTHER + 1] - fastest[1]) / FURTHER
+    return (follow, max(0.0, fastest[FURTHER + 1] - fastest[1]) / FURTHER), outcome
 
 
 def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts:

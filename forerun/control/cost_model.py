@@ -6,16 +6,8 @@ from math import exp, log
 
 import numpy as np
 
+from forerun.control.constants import FOLLOW, OUTLIER_FACTOR, REFIT
 from forerun.types import AnyArray
-
-FOLLOW = 0.1
-"""Share of a step's error that is put down to the machine being slower or faster just now; more
-in the first steps, which are the first news since start-up."""
-REFIT = 0.02
-"""Least share of it that is put down to its number of nodes having been measured wrongly; the
-first steps of a size count for more, as in a mean of which start-up supplied four terms."""
-CLIP = 0.5
-"""Errors count up to this (a factor of 1.65): that a step was interrupted is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +48,11 @@ class LiveCosts:
     def __init__(self, measured: StepCosts) -> None:
         self.measured = measured
         # Logarithms of the corrections: of all counts, and of each in measured.nodes.
-        self._pace, self._steps = 0.0, 0
+        self._level, self._steps = 0.0, 0
         self._each = [0.0] * len(measured.nodes)
         self._seen = [4.0] * len(measured.nodes)
 
-    def step_ms(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
+    def many(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
         """Milliseconds of a step, drafting not counted; the arguments' shape.
 
         nodes   known tokens and draft tokens
@@ -68,11 +60,11 @@ class LiveCosts:
         """
         costs = self.measured
         base = costs.verify(nodes) + costs.attend_ms * cached / 1000.0
-        ms: AnyArray = np.exp(self._pace + np.interp(nodes, costs.nodes, self._each)) * base
+        ms: AnyArray = np.exp(self._level + np.interp(nodes, costs.nodes, self._each)) * base
         return ms
 
-    def step_ms_of(self, nodes: int, cached: int) -> float:
-        """`step_ms` of one step, in microseconds instead of many: it is asked in every step."""
+    def one(self, nodes: int, cached: int) -> float:
+        """`many` of one step, in microseconds instead of many: it is asked in every step."""
         costs = self.measured
         below, above, fraction = self._between(nodes)
         line = costs.verify_ms[below] + fraction * (costs.verify_ms[above] - costs.verify_ms[below])
@@ -80,7 +72,7 @@ class LiveCosts:
             last = costs.verify_ms[-1] - costs.verify_ms[-2]
             line += (nodes - costs.nodes[-1]) * last / (costs.nodes[-1] - costs.nodes[-2])
         each = self._each[below] + fraction * (self._each[above] - self._each[below])
-        return exp(self._pace + each) * (line + costs.attend_ms * cached / 1000.0)
+        return exp(self._level + each) * (line + costs.attend_ms * cached / 1000.0)
 
     def _between(self, nodes: int) -> tuple[int, int, float]:
         """The measured counts around `nodes`, by index, and how far it is from one to the other."""
@@ -93,14 +85,14 @@ class LiveCosts:
         return below, above, fraction
 
     def learn(self, nodes: int, ms: float, believed: float) -> None:
-        """A step of so many nodes, of which `step_ms_of` says `believed`, took so long."""
+        """A step of so many nodes, of which `one` says `believed`, took so long."""
         error = log(max(ms, 1e-6) / max(believed, 1e-6))
         self._steps += 1
         if self._steps > 1:
-            error = max(-CLIP, min(CLIP, error))
+            error = max(-log(OUTLIER_FACTOR), min(log(OUTLIER_FACTOR), error))
         # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few.
         follow = max(FOLLOW, 1.0 / self._steps)
-        self._pace += follow * error
+        self._level += follow * error
         error *= 1.0 - follow
         below, above, fraction = self._between(nodes)
         # The measured counts on both sides share what was learnt, the nearer one more.
@@ -111,10 +103,10 @@ class LiveCosts:
     def describe(self) -> dict[str, float]:
         """Milliseconds by number of nodes, as believed now, with little context."""
         nodes = np.array(self.measured.nodes)
-        now = self.step_ms(nodes, np.zeros(len(nodes)))
+        now = self.many(nodes, np.zeros(len(nodes)))
         return {str(count): round(ms, 3) for count, ms in zip(nodes, now.tolist(), strict=True)}
 
     @property
-    def slowdown(self) -> float:
+    def pace(self) -> float:
         """How much slower steps are now than they were measured; 1 = as measured."""
-        return exp(self._pace)
+        return exp(self._level)

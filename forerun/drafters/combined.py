@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from forerun.interface.drafter import Drafter, DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
+from forerun.types import Ints
 
 
 class CombinedDrafter:
@@ -43,7 +45,11 @@ class CombinedDrafter:
         grown = self._head.propose(left)
         return [a if yes else b for a, b, yes in zip(found, grown, sure, strict=True)]
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """The head's: rows whose lookup is sure are extended all the same."""
+        return self._head.draft_request(plan)
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Lookup needs the text, and a head that is not asked the features of every step."""
         return False
 

@@ -1,23 +1,43 @@
-"""What a head drafter knows of one sequence."""
+"""What a model drafter knows of one sequence."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from forerun.constrain.token_prior import legal
-from forerun.interface.draft_model import GrownDrafts
+from forerun.interface.features import KeptFeatures
+from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
-from forerun.types import AnyArray, Floats, Ints
+from forerun.types import Floats, Ints
 
 LOST = -1
 MIN_LEGAL_MASS = 0.05
-"""Chance that a head leaves to legal tokens at least: what is smaller is rounding."""
+"""Chance that a draft model leaves to legal tokens at least: what is smaller is rounding."""
 
-Candidates = tuple[Ints, Floats]
-"""Target ids and log-probabilities, best first."""
+Found = tuple[Ints, Floats]
+"""Candidates: target ids and log-probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Tokens that the draft model has not seen: see interface.draft_model.Extension.
+
+    features  of the tokens; None where the model reads none
+    """
+
+    tokens: Ints
+    next_tokens: Ints
+    features: KeptFeatures | None
+
+    def part(self, begin: int, end: int | None) -> "Pending":
+        """Some of the tokens."""
+        features = self.features
+        if features is not None:
+            features = KeptFeatures(features.values[begin:end])
+        return Pending(self.tokens[begin:end], self.next_tokens[begin:end], features)
 
 
 @dataclass(slots=True)
@@ -25,74 +45,90 @@ class DraftState:
     """What the drafter knows of one slot.
 
     tokens   all tokens decided when it was opened: what follows a prompt chunk
-    ready    tokens[:ready] have run through target and head; children belong to the last
+    ready    tokens[:ready] have run through target and draft model; candidates belong to the last
     found    what may follow the last of these; None = nobody knows
     idle     steps since draft tokens were asked for
-    behind   tokens that the head has not seen, and their features: kept for catching up
-    begin    position of the first of them; -1 = it lags too far
-    grown_ahead  what the last step grew below the last of `ready`, and the row of it; None =
-                 nothing
+    behind   tokens that the draft model has not seen
+    begin    position of the first of them; LOST = it lags too far
+    drafted  what the last step drafted below the last of `ready`, and the row of it; None =
+             nothing
     """
 
     tokens: Ints
     prompt_len: int
     sampling: Sampling
     ready: int = 0
-    found: Candidates | None = None
+    found: Found | None = None
     idle: int = 0
-    behind: list[tuple[Ints, AnyArray]] = field(default_factory=list)
+    behind: list[Pending] = field(default_factory=list)
     begin: int = 0
-    grown_ahead: tuple[GrownDrafts, int] | None = None
+    drafted: tuple[NextDrafts, int] | None = None
 
     @property
     def current(self) -> bool:
-        """Whether the head has seen all that was decided."""
+        """Whether the draft model has seen all that was decided."""
         return not self.behind and self.begin != LOST
 
     @property
     def lag(self) -> int:
-        """How many tokens the head is behind."""
-        return sum(len(tokens) for tokens, _ in self.behind)
+        """How many tokens the draft model is behind."""
+        return sum(len(part.tokens) for part in self.behind)
 
-    def take(self, most: int) -> tuple[Ints, AnyArray]:
-        """The first `most` of the tokens behind, and their features, which are forgotten here."""
-        tokens = np.concatenate([part for part, _ in self.behind])
-        features = np.concatenate([part for _, part in self.behind])
-        self.begin += min(most, len(tokens))
+    def keep(self, pending: Pending, begin: int) -> None:
+        """More tokens are behind; the first of them stands at position `begin`."""
+        if not self.behind:
+            self.begin = begin
+        self.behind.append(pending)
+
+    def give_up(self) -> None:
+        """The draft model never catches up any more."""
+        self.behind, self.begin = [], LOST
+
+    def take(self, most: int) -> Pending:
+        """The first `most` of the tokens behind, which are forgotten here."""
+        kept = [part.features for part in self.behind if part.features is not None]
+        whole = Pending(
+            np.concatenate([part.tokens for part in self.behind]),
+            np.concatenate([part.next_tokens for part in self.behind]),
+            KeptFeatures.joined(kept) if kept else None,
+        )
+        count = len(whole.tokens)
+        self.begin += min(most, count)
         self.idle = 0
-        self.behind = [(tokens[most:], features[most:])] if len(tokens) > most else []
-        return tokens[:most], features[:most]
+        self.behind = [whole.part(most, None)] if count > most else []
+        return whole.part(0, most)
 
-    def draft_extended(self, ready: int, grown: GrownDrafts, row: int) -> None:
-        """The step has extended the head to `ready` and grown a tree there."""
-        self.ready, self.grown_ahead, self.found = ready, (grown, row), None
+    def draft_extended(self, ready: int, drafts: NextDrafts, row: int) -> None:
+        """The step has extended the draft model to `ready` and drafted below that."""
+        self.ready, self.drafted, self.found = ready, (drafts, row), None
 
     def draft(self, depth: int, nodes: int) -> Draft | None:
-        """What was grown ahead, cut to this; None where it is not so deep."""
-        if self.grown_ahead is None or self.grown_ahead[0].levels < depth:
+        """What the last step drafted, cut to this; None where it is not so deep."""
+        if self.drafted is None or self.drafted[0].levels < depth:
             return None
-        grown, row = self.grown_ahead
-        found = grown.tokens[row], grown.parents[row], grown.value[row]
-        return full_draft(grown.width, depth, nodes, *found)
+        drafts, row = self.drafted
+        found = drafts.tokens[row], drafts.parents[row], drafts.value[row]
+        return full_draft(drafts.width, depth, nodes, *found)
 
-    def children(self, width: int, mask: bytes | None) -> Candidates:
+    def children(self, width: int, mask: bytes | None) -> Found:
         """The `width` best tokens that may follow, of those that `mask` allows; none where nobody
-        knows. Of what was grown ahead, the first level as it is.
+        knows. Of what the last step drafted, the first level as it is.
         """
-        if self.grown_ahead is not None:
-            grown, row = self.grown_ahead
-            first = slice(grown.width)
-            return grown.tokens[row, first], grown.value[row, first]
+        if self.drafted is not None:
+            drafts, row = self.drafted
+            first = slice(drafts.width)
+            return drafts.tokens[row, first], drafts.value[row, first]
         if self.found is None:
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return self.best(self.found if mask is None else allowed(self.found, mask), width, 1)
+        return self.best(self.found, width, 1, mask)
 
-    def best(self, found: Candidates, width: int, depth: int) -> Candidates:
-        """The `width` best for the token that comes `depth` behind the last that is ready.
+    def best(self, found: Found, width: int, depth: int, mask: bytes | None = None) -> Found:
+        """The `width` best for the token that comes `depth` behind the last that is ready, of those
+        that `mask` allows.
 
         At T > 0 the noise of that position, which the target will use, reorders the likeliest.
         """
-        ids, log_probs = found
+        ids, log_probs = found if mask is None else allowed(found, mask)
         temperature = self.sampling.temperature
         if temperature == 0 or not len(ids):
             return ids[:width], log_probs[:width]
@@ -104,7 +140,7 @@ class DraftState:
         return ids[order], scores[order]
 
 
-def allowed(found: Candidates, mask: bytes) -> Candidates:
+def allowed(found: Found, mask: bytes) -> Found:
     """Those candidates that a mask allows; among them the chance of the others is divided, of
     which it is certain that they are wrong.
     """

@@ -4,9 +4,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from forerun.control.policy import Budget, Policy
 from forerun.interface.drafter import Drafter
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import Ints
 
@@ -26,13 +26,19 @@ class GuardedDrafter:
     From then on nothing is proposed and the other is not called again: what it knows of the
     sequences may be half written.
 
-    fault  why nothing is drafted although it should be, in the words of `off`; None = all is well
+    fault   why nothing is drafted although it should be, in the words of `off`; None = all is well
+    failed  called with the fault when the other raises
     """
 
-    def __init__(self, inner: Drafter, fault: str | None = None) -> None:
+    def __init__(
+        self,
+        inner: Drafter,
+        fault: str | None = None,
+        failed: Callable[[str], None] = lambda fault: None,
+    ) -> None:
         self.traits = inner.traits
         self.fault = fault
-        self._inner = inner
+        self._inner, self._failed = inner, failed
 
     def begin(self, slot_init: SlotInit) -> None:
         """Pass on."""
@@ -42,9 +48,13 @@ class GuardedDrafter:
         """What the other drafter proposes, or an empty draft per row."""
         return self._attempt(lambda: self._inner.propose(plan), [NO_DRAFT] * plan.rows)
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """What the other drafter asks for; nothing once it failed."""
+        return self._attempt(lambda: self._inner.draft_request(plan), None)
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Pass on; no step is carried for a drafter that failed."""
-        return self._attempt(lambda: self._inner.carry(plan), False)
+        return self._attempt(lambda: self._inner.carry(plan, drafting), False)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Pass on."""
@@ -67,31 +77,5 @@ class GuardedDrafter:
             what = f"{type(error).__name__}: {error}"
             self.fault = off(f"the drafter {self.traits.name} failed with {what}")
             log.exception("%s", self.fault)
+            self._failed(self.fault)
             return otherwise
-
-
-class GuardedPolicy:
-    """The Policy contract around another policy: no budget for a drafter that failed."""
-
-    def __init__(self, inner: Policy, drafter: GuardedDrafter) -> None:
-        self._inner = inner
-        self._drafter = drafter
-
-    def open(self, slot: int) -> None:
-        """Pass on."""
-        self._inner.open(slot)
-
-    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
-        """What the other policy grants, or nothing and why."""
-        fault = self._drafter.fault
-        if fault is not None:
-            return [Budget(0, 0, fault)] * len(slots)
-        return self._inner.budgets(slots, kv_len)
-
-    def observe(self, slot: int, draft_tokens: int, accepted: int) -> None:
-        """Pass on."""
-        self._inner.observe(slot, draft_tokens, accepted)
-
-    def close(self, slot: int) -> None:
-        """Pass on."""
-        self._inner.close(slot)

@@ -10,15 +10,15 @@ The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20
 """
 
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
+from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import Ints
 
@@ -118,19 +118,7 @@ class _Text:
         return list(found.items())
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where draft tokens are hung: chance that the path to it is right, its draft token (-1: the
-    root), the level of its children, and the tokens on the path to it.
-    """
-
-    score: float = 1.0
-    draft_token: int = -1
-    level: int = 1
-    path: tuple[int, ...] = ()
-
-
-class _Growth:
+class _Paths:
     """The likeliest paths that follow earlier places of a text, and its target's habits.
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
@@ -140,33 +128,29 @@ class _Growth:
     those with a score below `min_prob` are left out. (Measured on 320 answers of SmolLM2-135M:
     draft tokens with a share of .20-.30, .50-.60, .70-.80 and .90-1 are right in .15, .53, .76 and
     .92.)
+
+    What it keeps of an offer: the tokens of its path, and the voters that agree with it.
     """
 
-    def __init__(self, text: list[int], min_prob: float, table: NgramTable | None) -> None:
-        self._text, self._min_prob, self._table = text, min_prob, table
-        # (-score, order, token, draft token above, path, voters)
-        self._heap: list[tuple[float, int, int, int, tuple[int, ...], Voters]] = []
+    def __init__(
+        self, text: list[int], min_prob: float, depth: int, table: NgramTable | None
+    ) -> None:
+        self._text, self._min_prob, self._depth, self._table = text, min_prob, depth, table
 
-    def draft(self, places: Voters, nodes: int, depth: int) -> Draft:
-        """The best `nodes` draft tokens, best first, at most `depth` deep."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        scores: list[float] = []
-        self._offer(places, _Place())
-        while self._heap and len(tokens) < nodes:
-            minus_score, _, token, parent, path, agreeing = heappop(self._heap)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-minus_score)
-            if len(path) < depth:
-                place = _Place(-minus_score, len(tokens) - 1, len(path) + 1, path)
-                self._offer(agreeing, place)
-        return Draft(
-            np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
-        )
+    def draft(self, places: Voters, nodes: int) -> Draft:
+        """The best `nodes` draft tokens, best first."""
+        return best_first(self._offers(places, (), 1.0, -1), self._below, nodes)
 
-    def _offer(self, voters: Voters, where: _Place) -> None:
-        """Put on the heap what `voters` vote for and what the table expects."""
+    def _below(self, taken: Offer, number: int) -> list[Offer]:
+        minus_score, _, _, _, (path, agreeing) = taken
+        if len(path) == self._depth:
+            return []
+        return self._offers(agreeing, path, -minus_score, number)
+
+    def _offers(
+        self, voters: Voters, path: tuple[int, ...], score: float, parent: int
+    ) -> list[Offer]:
+        """What `voters` vote for, and what the table expects, after `path`, whose score this is."""
         text, total = self._text, DOUBT
         votes: dict[int, Voters] = {}
         for place, weight in voters:
@@ -175,20 +159,19 @@ class _Growth:
                 votes.setdefault(text[place], []).append((place + 1, 2 * weight))
         usual: dict[int, float] = {}
         if self._table is not None:
-            usual = self._table.follow([*text[-TAIL:], *where.path])
+            usual = self._table.follow([*text[-TAIL:], *path])
+        offers: list[Offer] = []
         # What was heard comes first, then what is usual; each in the order it was found.
         for number, token in enumerate(dict.fromkeys([*votes, *usual])):
             agreeing = votes.get(token, [])
             weight = sum(pair[1] for pair in agreeing)
-            heard = SURE * where.score * weight / (2 * total)
-            probability = heard + where.score * DOUBT * usual.get(token, 0.0) / total
+            heard = SURE * score * weight / (2 * total)
+            probability = heard + score * DOUBT * usual.get(token, 0.0) / total
             if probability >= self._min_prob:
                 # Equal scores: what was found first, nearer the root first.
-                order = (where.level << 8) + number
-                path = (*where.path, token)
-                heappush(
-                    self._heap, (-probability, order, token, where.draft_token, path, agreeing)
-                )
+                order = ((len(path) + 1) << 8) + number
+                offers.append((-probability, order, token, parent, ((*path, token), agreeing)))
+        return offers
 
 
 def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:
@@ -209,7 +192,7 @@ class NgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._slots = slots
         self._texts: dict[int, _Text] = {}
@@ -229,13 +212,17 @@ class NgramDrafter:
         ):
             text = self._text(slot)
             if nodes and depth:
-                growth = _Growth(text.tokens, max(self._min_prob, plan.min_prob), self._table)
-                drafts.append(growth.draft(text.places(), nodes, depth))
+                least = max(self._min_prob, plan.min_prob)
+                paths = _Paths(text.tokens, least, depth, self._table)
+                drafts.append(paths.draft(text.places(), nodes))
             else:
                 drafts.append(NO_DRAFT)
         return drafts
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+        """There is no draft model."""
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

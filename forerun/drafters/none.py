@@ -3,8 +3,9 @@
 from typing import Any
 
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
+from forerun.types import Ints
 
 
 class NoDrafter:
@@ -19,7 +20,10 @@ class NoDrafter:
         """An empty draft per row."""
         return [Draft()] * plan.rows
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+        """There is no draft model."""
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Nothing to propose, nothing to observe."""
         return True
 

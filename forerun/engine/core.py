@@ -2,11 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, perf_counter
 
-from forerun.constrain.grammars import Grammars
-from forerun.control.policy import Policy
+from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
 from forerun.engine.output import Ending, Kept, complete, delta, keep
 from forerun.engine.overlap import Overlap, Running, carrying
@@ -14,27 +12,13 @@ from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import begin, finish
-from forerun.engine.timing import TimedDrafter, TimedExecutor
+from forerun.engine.step import Parts, begin, finish
+from forerun.engine.timing import StageTimer
 from forerun.errors import EngineError
-from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor
 from forerun.interface.plan import Outcome, Plan, TokenLogprobs
-from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is put together from."""
-
-    executor: Executor
-    drafter: Drafter
-    policy: Policy
-    tokenizer: Tokenizer
-    grammars: Grammars
 
 
 class EngineCore:
@@ -57,12 +41,10 @@ class EngineCore:
             parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
         )
         self.live: dict[RequestId, list[Sequence]] = {}
-        self._executor = TimedExecutor(parts.executor, self.metrics.seconds)
-        self._drafter = TimedDrafter(parts.drafter, self.metrics.seconds)
-        self._policy = parts.policy
+        self._parts = parts
         self._grammars = parts.grammars
         self._eos_ids = parts.tokenizer.eos_ids
-        self._registry = SlotRegistry(self._executor, self._drafter, parts.policy, parts.grammars)
+        self._registry = SlotRegistry(parts)
         self._max_failures = max_failures
         self._ended = ended
         self._failures = 0
@@ -73,7 +55,7 @@ class EngineCore:
                 "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
                 parts.executor.name,
             )
-        self._overlap = Overlap(carrier, self._drafter, self.scheduler, self.metrics)
+        self._overlap = Overlap(carrier, parts.drafter, self.scheduler, self.metrics)
 
     @property
     def busy(self) -> bool:
@@ -94,7 +76,7 @@ class EngineCore:
         if self._overlap.running is not None:
             self._finish(self._overlap.advance())
             return True
-        start = monotonic()
+        start = perf_counter()
         schedule = self.scheduler.plan()
         if schedule is None:
             return False
@@ -156,13 +138,14 @@ class EngineCore:
 
     def _begin(self, schedule: Schedule, since: float) -> Running | None:
         """Begin the planned step; where that fails, end the requests it was for, and no others."""
+        timer = StageTimer()
         try:
-            trees, scores = begin(schedule.plan, self._executor, self._drafter, self._grammars)
+            trees, scores = begin(schedule.plan, self._parts, timer)
         except Exception as error:
             log.exception("a step could not be begun")
-            self._fail(schedule, error)
+            self._fail(schedule.rows, error)
             return None
-        return Running(schedule, schedule.plan, trees, scores, since)
+        return Running(schedule.rows, schedule.plan, trees, scores, since, timer)
 
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
@@ -171,26 +154,29 @@ class EngineCore:
         except Exception as error:
             log.exception("a step failed")
             self._overlap.drop()  # It carried on from what is not there.
-            self._fail(running.schedule, error)
+            self._fail(running.rows, error)
             self._release()
             return
         self._failures = 0
         self._overlap.complete(running, outcome)
         self._process_outputs(running, outcome)
         self._release()
-        nodes = sum(map(len, running.plan.known)) + sum(outcome.n_draft_tokens.tolist())
-        begun, self._finished = max(running.since, self._finished), monotonic()
-        self.metrics.step(nodes, self._finished - begun)
+        # A step that went on from the one before has what is left of the time since that ended.
+        begun, self._finished = max(running.since, self._finished), perf_counter()
+        carried, total = running.trees is None, 1000.0 * (self._finished - begun)
+        report = step_report(running.plan, outcome, carried, running.timer.ms, total)
+        self._parts.policy.observe(report)
+        self.metrics.step(report)
 
     def _wait(self, running: Running) -> Outcome:
-        trees, others = self._overlap.trees(running), (self._drafter, self._grammars)
-        return finish(running.plan, trees, running.scores, self._executor, *others)
+        trees = self._overlap.trees(running)
+        return finish(running.plan, trees, running.scores, self._parts, running.timer)
 
-    def _fail(self, schedule: Schedule, error: Exception) -> None:
+    def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
         self._failures += 1
-        for sequence in schedule.rows:
+        for sequence in rows:
             self.end(sequence.request.id, _failed(error))
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
@@ -204,7 +190,7 @@ class EngineCore:
 
     def _process_outputs(self, running: Running, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = running.schedule.rows, running.plan
+        rows, plan = running.rows, running.plan
         for slot, message in self._grammars.errors().items():
             for sequence in rows:
                 if sequence.slot == slot:
@@ -232,8 +218,6 @@ class EngineCore:
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
         self.metrics.row(draft_tokens, accepted)
         sequence.tally.add(draft_tokens, accepted)
-        if plan.max_nodes[row]:
-            self._policy.observe(int(plan.slots[row]), draft_tokens, accepted)
         try:
             kept = self._keep(sequence, tokens)
         except Exception as error:

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from forerun.control.policy import Budget
+from forerun.control.report import STAGES, StepReport
 from forerun.engine.request import Finish
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -65,7 +66,7 @@ class Stats:
     drafts             rows that carried draft tokens; draft tokens and accepted count theirs
     accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
-    seconds            where the time of steps went: draft, verify, accept, commit, host
+    seconds            where the time of steps went: draft, verify, mask, accept, commit, host
     first_token        from submission to the first decided token
     duration           from submission to the end
     step_seconds, step_nodes   per step
@@ -103,7 +104,7 @@ class Metrics:
         self.drafts = self.draft_tokens = self.accepted = 0
         self.accepted_at: list[int] = []
         self.preemptions = 0
-        self.seconds = dict.fromkeys(("draft", "verify", "accept", "commit"), 0.0)
+        self.seconds = dict.fromkeys((*STAGES, "host"), 0.0)
         self.first_token = _Growing(SECONDS)
         self.duration = _Growing(SECONDS)
         self.step_seconds = _Growing(SECONDS)
@@ -126,18 +127,18 @@ class Metrics:
         for depth in range(accepted):
             self.accepted_at[depth] += 1
 
-    def step(self, nodes: int, seconds: float) -> None:
-        """One step ran `nodes` nodes and took `seconds`, host work included."""
+    def step(self, report: StepReport) -> None:
+        """One step is over."""
         self.steps += 1
-        self.nodes += nodes
-        self.step_nodes.add(nodes)
-        self.step_seconds.add(seconds)
+        self.nodes += report.nodes
+        self.step_nodes.add(report.nodes)
+        self.step_seconds.add(report.total_ms / 1000.0)
+        for stage, ms in report.ms.items():
+            self.seconds[stage] += ms / 1000.0
 
     def snapshot(self, load: Load) -> Stats:
         """Freeze."""
         rows = len(self._recent)
-        step_seconds = self.step_seconds.frozen()
-        host = step_seconds.total - sum(self.seconds.values())
         return Stats(
             load=load,
             finished=dict(self.finished),
@@ -154,9 +155,9 @@ class Metrics:
             accepted_at=tuple(self.accepted_at),
             preemptions=self.preemptions,
             acceptance_length=self._recent_sum / rows if rows else 0.0,
-            seconds=self.seconds | {"host": max(host, 0.0)},
+            seconds=dict(self.seconds),
             first_token=self.first_token.frozen(),
             duration=self.duration.frozen(),
-            step_seconds=step_seconds,
+            step_seconds=self.step_seconds.frozen(),
             step_nodes=self.step_nodes.frozen(),
         )

@@ -16,43 +16,60 @@ somebody waiting for a free slot, too few pages - step n is looked at first, as 
 """
 
 import logging
-from dataclasses import dataclass, replace
-from time import monotonic, perf_counter
-
-import numpy as np
+from dataclasses import dataclass
+from time import perf_counter
 
 from forerun.engine.metrics import Metrics
-from forerun.engine.scheduler import Schedule, Scheduler
+from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
+from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
-from forerun.interface.plan import Outcome, Plan
+from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from forerun.speculative.tree import TreeBatch
 
 log = logging.getLogger("forerun.engine")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Running:
-    """A step that has begun.
+    """A step that has begun, and of which the host knows the plan.
 
-    plan   the schedule's; of a carried step, completed as soon as the step before is known
-    trees  None: a carried step's, which only the device knows yet
-    since  when it was begun (monotonic)
+    rows   its sequences, in row order
+    trees  None: of what was a carried step, only the device knows them
+    since  when it was begun (perf_counter)
+    timer  of its stages
     """
 
-    schedule: Schedule
+    rows: tuple[Sequence, ...]
     plan: Plan
     trees: TreeBatch | None
     scores: Scores
     since: float
+    timer: StageTimer
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A step that was begun before the one before it is looked at. Fields as in Running."""
+
+    rows: tuple[Sequence, ...]
+    plan: CarriedPlan
+    scores: Scores
+    since: float
+    timer: StageTimer
+
+    def completed(self, before: Running, outcome: Outcome) -> Running:
+        """The same step, now that the outcome of the one before is known."""
+        plan = self.plan.completed(before.plan, outcome)
+        return Running(self.rows, plan, None, self.scores, self.since, self.timer)
 
 
 class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
     executor  None: there is no overlap, every step is looked at when it has begun
-    metrics   count carried steps, and the seconds of waiting for them
+    metrics   count carried steps
     running   the step that has begun and was not looked at; None between other steps
     """
 
@@ -65,7 +82,7 @@ class Overlap:
     ) -> None:
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
         self._metrics = metrics
-        self.running: Running | None = None
+        self.running: Running | Carried | None = None
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
 
@@ -81,7 +98,7 @@ class Overlap:
     def advance(self) -> Running:
         """The running step, to be looked at; the one after it runs now, if it could be begun."""
         before = self.running
-        assert before is not None
+        assert isinstance(before, Running), "it was completed with the step before it"
         self._run(None)
         try:
             self._run(self._begin_after(before))
@@ -91,18 +108,18 @@ class Overlap:
         return before
 
     def complete(self, before: Running, outcome: Outcome) -> None:
-        """What came of the step before the running one: its plan is no longer a draft token."""
-        if self.running is not None:
-            self.running.plan = completed(self.running.plan, before.plan, outcome)
+        """What came of the step before the running one, which was carried on from it, if any."""
+        if isinstance(self.running, Carried):
+            self.running = self.running.completed(before, outcome)
 
     def trees(self, running: Running) -> TreeBatch:
         """What a step runs; waits where only the device knows."""
         if running.trees is not None:
             return running.trees
         assert self._executor is not None
-        begun = perf_counter()
+        running.timer.resume()
         trees = self._executor.trees(running.scores)
-        self._metrics.seconds["verify"] += perf_counter() - begun
+        running.timer.lap("verify")
         return trees
 
     def growing(self, sequence: Sequence) -> int:
@@ -123,32 +140,37 @@ class Overlap:
         """Forget the running step without speaking to the executor."""
         self._run(None)
 
-    def _run(self, running: Running | None) -> None:
+    def _run(self, running: Running | Carried | None) -> None:
         self.running, self._grows = running, {}
         if running is not None:
             plan = running.plan
             grows = (1 + plan.max_depth).tolist()
             self._grows = dict(zip(plan.slots.tolist(), grows, strict=True))
 
-    def _begin_after(self, before: Running) -> Running | None:
+    def _begin_after(self, before: Running) -> Carried | None:
         """Begin the step after `before`; None where that must be looked at first."""
         assert self._executor is not None
-        traits, schedule = self._drafter.traits, before.schedule
+        traits, drafting = self._drafter.traits, self._executor.drafting(before.scores)
         # Mostly the next step draft tokens if this one does, and a policy should be asked once.
-        draft_tokens = schedule.plan.max_nodes.any()
-        if (draft_tokens and not traits.drafts_on_device) or (
+        draft_tokens = before.plan.max_nodes.any()
+        if (draft_tokens and not (traits.drafts_on_device and len(drafting))) or (
             traits.needs_features and not draft_tokens
         ):
             return None
-        since = monotonic()
-        schedule_ahead = self._scheduler.plan_next(schedule)
-        if schedule_ahead is None or not self._drafter.carry(schedule_ahead.plan):
+        since, timer = perf_counter(), StageTimer()
+        planned = self._scheduler.plan_next(before.rows, before.plan)
+        timer.resume()
+        if planned is None:
             return None
-        scores = self._executor.carry(schedule_ahead.plan)
+        plan, rows = planned
+        if not self._drafter.carry(plan, drafting):
+            return None
+        timer.lap("draft")
+        scores = self._executor.carry(plan, self._drafter.draft_request(plan))
         if scores is None:
             return None
         self._metrics.carried += 1
-        return Running(schedule_ahead, schedule_ahead.plan, None, scores, since)
+        return Carried(rows, plan, scores, since, timer)
 
 
 def carrying(executor: Executor) -> OverlapExecutor | None:
@@ -156,23 +178,3 @@ def carrying(executor: Executor) -> OverlapExecutor | None:
     if isinstance(executor, OverlapExecutor) and executor.keep_state():
         return executor
     return None
-
-
-def completed(plan: Plan, before: Plan, outcome: Outcome) -> Plan:
-    """A carried plan, now that the outcome of the step before is known.
-
-    A row that failed there goes on from where it was; nobody cares any more.
-    """
-    place = {slot: row for row, slot in enumerate(before.slots.tolist())}
-    rows = [place[slot] for slot in plan.slots.tolist()]
-    output_tokens = outcome.output_tokens
-    last = [output_tokens[row][-1:] for row in rows]
-    return replace(
-        plan,
-        kv_len=before.kv_len[rows] + outcome.n_tokens[rows],
-        known=tuple(
-            np.array(token, np.int32) if token else stand_in
-            for token, stand_in in zip(last, plan.known, strict=True)
-        ),
-        ends=None,
-    )

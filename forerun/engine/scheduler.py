@@ -11,7 +11,7 @@ from forerun.control.policy import Budget, Policy
 from forerun.engine.metrics import Load
 from forerun.engine.sequence import Sequence
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.types import Ints
 
 UNWANTED = "off: the request wants no speculation"
@@ -137,16 +137,18 @@ class Scheduler:
             closed=closed,
         )
 
-    def plan_next(self, before: Schedule) -> Schedule | None:
-        """Plan the step after one that runs and was not looked at: its rows once more, but those
-        that end there whatever comes. None where that outcome must be known first.
+    def plan_next(
+        self, running: tuple[Sequence, ...], before: Plan
+    ) -> tuple[CarriedPlan, tuple[Sequence, ...]] | None:
+        """Plan the step after one that runs and was not looked at, `before` with these rows: they
+        once more, but those that end there whatever comes. None where that must be known first.
 
         Pages are reserved for the longest that the running step can become; where they run out,
         nobody is preempted for that.
         """
         rows = [
             _Row(sequence, 1, in_flight=1 + depth)
-            for sequence, depth in zip(before.rows, before.plan.max_depth.tolist(), strict=True)
+            for sequence, depth in zip(running, before.max_depth.tolist(), strict=True)
             if not sequence.over
         ]
         waits = self.waiting and (self._slots or self.leaving)
@@ -156,9 +158,10 @@ class Scheduler:
         if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
             return None
         self._grant(rows, self.limits.max_nodes - len(rows))
+        plan = self._plan(rows)
         ends = np.array([row.sequence.end for row in rows], np.int32)
-        rows_of = tuple(row.sequence for row in rows)
-        return Schedule(replace(self._plan(rows), ends=ends), rows_of, (), ())
+        facts = plan.slots, plan.kv_len, ends, plan.max_nodes, plan.max_depth, plan.page_table
+        return CarriedPlan(*facts), tuple(row.sequence for row in rows)
 
     # --- pages and slots ---------------------------------------------------------------
 

@@ -1,10 +1,7 @@
-"""SlotInit and closing a slot with everyone who keeps something by slot."""
+"""Opening and closing a slot with everyone who keeps something by slot."""
 
-from forerun.constrain.grammars import Grammars
-from forerun.control.policy import Policy
 from forerun.engine.sequence import Sequence
-from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor
+from forerun.engine.step import Parts
 
 
 class SlotRegistry:
@@ -13,35 +10,29 @@ class SlotRegistry:
     open_slots  the open slots; `close` of any other slot does nothing
     """
 
-    def __init__(
-        self, executor: Executor, drafter: Drafter, policy: Policy, grammars: Grammars
-    ) -> None:
-        self._executor = executor
-        self._drafter = drafter
-        self._policy = policy
-        self._grammars = grammars
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self.open_slots: set[int] = set()
 
     def open(self, sequence: Sequence) -> None:
         """Open the slot of `sequence` to all. Raises what they raise; then `close` cleans up."""
         slot_init = sequence.slot_init()
-        self._executor.open(slot_init)
+        self._parts.executor.open(slot_init)
         self.open_slots.add(slot_init.slot)
-        self._drafter.begin(slot_init)
-        self._policy.open(slot_init.slot)
+        self._parts.drafter.begin(slot_init)
+        self._parts.policy.open(slot_init.slot)
         grammar = sequence.request.grammar
         if grammar is not None:
-            self._grammars.open(slot_init.slot, grammar, sequence.output.tolist())
+            self._parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
 
     def close(self, slot: int) -> None:
         """Close a slot to all that it was opened to."""
         if slot not in self.open_slots:
             return
         self.open_slots.remove(slot)
-        self._grammars.close(slot)
-        self._policy.close(slot)
-        self._drafter.end(slot)
-        self._executor.close(slot)
+        self._parts.grammars.close(slot)
+        self._parts.drafter.end(slot)
+        self._parts.executor.close(slot)
 
     def abandon(self) -> None:
         """Speak to nobody any more: the engine gives up, and another failure would hide why."""

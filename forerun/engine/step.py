@@ -1,6 +1,6 @@
 """One step of speculative decoding: the page to read first.
 
-draft    draft token a small tree of continuations for each sequence
+draft    propose a small tree of continuations for each sequence, and keep what pays
 verify   let the target score every node of every tree in one forward pass
 accept   keep one root-to-node path per tree, plus one token of the target's own
 commit   make the kept keys and values permanent, forget the rest
@@ -9,33 +9,60 @@ So every planned sequence advances by at least one token. The step has two halve
 may be at work between them, with the host free for something else (see engine/overlap.py).
 """
 
+from dataclasses import dataclass
+
 from forerun.constrain.grammars import Grammars
+from forerun.control.policy import Policy
+from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, Scores
 from forerun.interface.plan import Outcome, Plan
-from forerun.speculative.tree import TreeBatch, batch
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
+from forerun.text.tokenizer import Tokenizer
 
 
-def begin(
-    plan: Plan, device: Executor, drafter: Drafter, grammars: Grammars
-) -> tuple[TreeBatch, Scores]:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is put together from."""
+
+    executor: Executor
+    drafter: Drafter
+    policy: Policy
+    tokenizer: Tokenizer
+    grammars: Grammars
+
+
+def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Scores]:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
-    drafts = grammars.guide(plan.slots, drafter.propose(plan), plan.max_nodes, plan.max_depth)
-    trees = batch(plan.known, drafts)
-    return trees, device.verify(plan, trees)
+    timer.resume()
+    trees = batch(plan.known, draft(plan, parts))
+    next_draft = parts.drafter.draft_request(plan)
+    timer.lap("draft")
+    scores = parts.executor.verify(plan, trees, next_draft)
+    timer.lap("verify")
+    return trees, scores
+
+
+def draft(plan: Plan, parts: Parts) -> list[Draft]:
+    """What the drafter proposes and the grammars know, as far as the policy finds it worth it."""
+    if not any(plan.max_nodes.tolist()):
+        return [NO_DRAFT] * plan.rows
+    drafts = parts.policy.calibrate(plan, parts.drafter.propose(plan))
+    drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
+    return parts.policy.select(plan, drafts)
 
 
 def finish(
-    plan: Plan,
-    trees: TreeBatch,
-    scores: Scores,
-    device: Executor,
-    drafter: Drafter,
-    grammars: Grammars,
+    plan: Plan, trees: TreeBatch, scores: Scores, parts: Parts, timer: StageTimer
 ) -> Outcome:
     """Accept and commit; waits for the device."""
-    masks = grammars.masks(plan.slots, trees)
-    accepted = device.accept(plan, trees, scores, masks)
-    outcome = device.commit(plan, trees, scores, accepted)
-    drafter.observe(plan, trees, outcome)
+    timer.resume()
+    masks = parts.grammars.masks(plan.slots, trees)
+    timer.lap("mask")
+    accepted = parts.executor.accept(plan, trees, scores, masks)
+    timer.lap("accept")
+    outcome = parts.executor.commit(plan, trees, scores, accepted)
+    timer.lap("commit")
+    parts.drafter.observe(plan, trees, outcome)
+    timer.lap("draft")
     return outcome

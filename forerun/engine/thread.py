@@ -12,11 +12,12 @@ from typing import Any
 from forerun.config import MAX_CHOICES
 from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.control.policy import Policy
-from forerun.engine.core import EngineCore, Parts
+from forerun.engine.core import EngineCore
 from forerun.engine.metrics import Stats
 from forerun.engine.output import Ending
 from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
+from forerun.engine.step import Parts
 from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RequestError
 from forerun.interface.drafter import Drafter
@@ -155,8 +156,9 @@ class Engine:
         return self._core.metrics.snapshot(self._core.scheduler.load(self._entering))
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what drafts."""
-        return {"drafter": self._parts.drafter.describe()}
+        """Facts for /server_info: what drafts, and how much."""
+        parts = self._parts
+        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()}
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError.

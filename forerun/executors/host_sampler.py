@@ -13,6 +13,8 @@ from math import isnan
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.interface.features import Features
+from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, SlotInit, TokenLogprobs
 from forerun.speculative.accept import NOTHING, ChooseAt, accept_row, choose, choose_among
 from forerun.speculative.sampling import (
@@ -97,7 +99,7 @@ class HostAccepted:
     logprobs: tuple[Reports, ...] = ()
     prompt_logprobs: tuple[Reports, ...] = ()
 
-    @property
+    @cached_property
     def draft_tokens(self) -> Ints:
         """int32[.] flat nodes of the accepted draft tokens, row after row, downwards."""
         if self.trees.decode_only:
@@ -258,8 +260,17 @@ class HostSampler:
                 finite[row] = choice[trees.root(row)] >= 0
         return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
 
-    def outcome(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> Outcome:
+    def outcome(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        accepted: HostAccepted,
+        features: Features | None = None,
+        drafts: NextDrafts | None = None,
+    ) -> Outcome:
         """Append the emitted tokens to the slots' histories and pack the step's result.
+
+        features, drafts  as in Outcome
 
         Raises EngineError where a row's known tokens do not end where the history does.
         """
@@ -281,6 +292,9 @@ class HostSampler:
             finite=accepted.finite,
             logprobs=accepted.logprobs,
             prompt_logprobs=accepted.prompt_logprobs,
+            accepted=accepted.draft_tokens,
+            drafts=drafts,
+            features=features,
         )
 
     def _slot(self, plan: Plan, row: int) -> tuple[Sampling, History]:

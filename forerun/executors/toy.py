@@ -30,6 +30,7 @@ import numpy as np
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
@@ -72,8 +73,10 @@ class ToyExecutor:
         """Forget the slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> ToyScores:
-        """Find the best next token of every node. Writes no page."""
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> ToyScores:
+        """Find the best next token of every node. Writes no page; drafts nothing."""
         if self.delay:
             time.sleep(self.delay)
         best = np.zeros(len(trees.tokens), np.int32)

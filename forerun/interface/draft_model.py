@@ -1,55 +1,141 @@
-"""The contract between the head drafter (host) and a draft head (arrays, on some device)."""
+"""The contract between a model drafter (host) and a draft model (arrays, on some device).
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+A draft model is any network that proposes: a head that reads the target's features, a second
+small decoder, the target's own prediction layers, a drafter that proposes a block in one pass.
+It declares what it needs (`DraftModelTraits`) and has three verbs. Its cache uses the target's
+page table: position p of a sequence is where the target's is.
 
-from forerun.types import Bools, Floats, Ints
+After n decided tokens t_0 .. t_{n-1}, of which the last was not yet run by the target, the target
+has n - 1 positions in its pages. `extend` brings the draft's cache to the same n - 1 positions;
+t_{n-1} is the *root* of the next tree. What a model must remember of the root (a hidden state, its
+keys and values) it keeps by slot.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from forerun.interface.features import Features
+from forerun.models.cache_layer import CacheLayer
+from forerun.types import Floats, Ints
 
 CANDIDATES = 64
-"""Children by probability that noise may reorder: what lies below is hardly ever the choice."""
+"""Candidates by probability that noise may reorder: what lies below is hardly ever the choice."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftForward:
-    """Nodes that hang below their rows' cached positions, for one pass of a draft head.
+class FeatureNeeds:
+    """Which hidden states of the target a draft model reads.
 
-    An *extension* reads the target's true features: a row's nodes are a chain, node n reads the
-    features of node sources[n] of the target's last step (or, where `features` is given, row n
-    of that, kept from an earlier step), and all become permanent. Otherwise
-    the nodes are the head's own draft tokens: node n reads the output of draft node sources[n] or,
-    where that is negative, what slot -1 - sources[n] kept of its last extension.
+    kind    none; last: the last hidden state, after the target's final norm; aux:
+            aux hidden states, the residual streams inside of the target
+    layers  of aux: transformers' hidden_states indices. 0 = the embeddings, i = what enters layer
+            i, L = what leaves the last layer, before the final norm
+    """
 
-    tokens   int32[n]    the target's ids; node n stands for this token
-    sources  int32[n]
-    parents  int32[n]    draft node above, -1 = only cached positions; -1 in extensions
-    start    int32[R+1]  row r owns nodes start[r]:start[r+1]
-    kv_len   int32[R]    cached draft positions the row sees
-    slots    int32[R]
-    pages    int32[R,W]  as Plan.page_table
-    first    draft node number of node 0; a pass with first 0 forgets all earlier draft nodes
-    scored   int32[s]    nodes whose children are wanted
-    children how many of them: the likeliest
-    features float32[n,F*H] as `DraftModel.features` gave them, or None
+    kind: Literal["none", "last", "aux"] = "none"
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftModelTraits:
+    """What a draft model is; fixed for its life.
+
+    name        shown in statistics
+    cache       what each of its layers keeps of a position; empty = no cache of its own
+    target_ids  int32[Vd] target id of every draft id
+    max_nodes   draft nodes, and tokens of an extension, of one pass at most
+    features    what it reads of the target
+    block_size  0: it proposes level by level (`expand`); else a block of at most so many draft
+                tokens at once (`block`)
+    """
+
+    name: str
+    cache: tuple[CacheLayer, ...]
+    target_ids: Ints
+    max_nodes: int
+    features: FeatureNeeds = field(default_factory=FeatureNeeds)
+    block_size: int = 0
+
+    @property
+    def vocab(self) -> int:
+        """Vd, the number of draft ids."""
+        return len(self.target_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Tokens that became permanent in R rows.
+
+    tokens       int32[n]    the target's ids; row r's stand at positions kv_len[r], kv_len[r]+1, ..
+    next_tokens  int32[n]    the decided token after each; a row's last is its root
+    start        int32[R+1]  row r owns tokens start[r]:start[r+1], at least one
+    kv_len       int32[R]    cached draft positions the row sees
+    slots        int32[R]
+    pages        int32[R,W]  as Plan.page_table
+    scored       int32[s]    tokens for whose next_tokens the candidates are wanted; the last of a
+                             row can always be asked for
+    candidates   how many of them: the likeliest
     """
 
     tokens: Ints
-    sources: Ints
+    next_tokens: Ints
+    start: Ints
+    kv_len: Ints
+    slots: Ints
+    pages: Ints
+    scored: Ints
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLevel:
+    """Draft tokens to run: a level of the trees of R rows.
+
+    tokens      int32[n]    the target's ids; node n stands for this token
+    parents     int32[n]    draft node above; -1 = the row's root
+    start       int32[R+1]  row r owns nodes start[r]:start[r+1]
+    kv_len      int32[R]    cached draft positions the row sees
+    slots       int32[R]
+    pages       int32[R,W]  as Plan.page_table
+    first       draft node number of node 0; a level with first 0 forgets all earlier draft nodes
+    candidates  how many are wanted for each node: the likeliest
+    """
+
+    tokens: Ints
     parents: Ints
     start: Ints
     kv_len: Ints
     slots: Ints
     pages: Ints
     first: int
-    scored: Ints
-    children: int
-    features: Floats | None = None
+    candidates: int
 
 
 @dataclass(frozen=True, slots=True)
-class Children:
-    """The likeliest children of the scored nodes, best first: all that leaves a device.
+class DraftBlock:
+    """Rows below whose roots a block shall be proposed.
 
-    ids        int32[s,k]    draft ids; k = what was asked, or all there are
+    roots       int32[R]    the decided token that the target has not run yet
+    kv_len      int32[R]    cached draft positions the row sees; the root's own position
+    slots       int32[R]
+    pages       int32[R,W]  as Plan.page_table
+    depth       draft tokens of the block, at most the traits' block_size
+    candidates  how many are wanted at each depth: the likeliest
+    """
+
+    roots: Ints
+    kv_len: Ints
+    slots: Ints
+    pages: Ints
+    depth: int
+    candidates: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest next tokens of s nodes, best first: all that leaves a device.
+
+    ids        int32[s,k]    draft ids; k is what was asked or more, or all there are
     log_probs  float32[s,k]  in nats, at temperature 1
     """
 
@@ -58,73 +144,41 @@ class Children:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """What the target's next step shall do for the head, if it can do that by itself.
+class BlockCandidates:
+    """The likeliest tokens at each depth of R blocks, best first.
 
-    slots   int32[.] of sequences that the head has followed so far: it goes on following them
-    width   children per node, and nodes expanded per level
-    levels  of draft tokens, at least one
+    ids        int32[R,depth,k]    draft ids, k as in Candidates
+    log_probs  float32[R,depth,k]  in nats, at temperature 1: marginals, whatever stands above
     """
 
-    slots: Ints
-    width: int
-    levels: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrownDrafts:
-    """What came of a wish. K = forerun.speculative.draft_tree.full_size(width, levels).
-
-    rows    bool[B]      rows of the step that were extended by all that became permanent, as
-                         `DraftModel.extend` would, and below whose new end a tree was grown
-    width, levels        of the trees; they are full
-    tokens  int32[B,K]   target ids; a tree's nodes in the order of
-                         forerun.speculative.draft_tree.Growth
-    parents int32[B,K]   as in Draft
-    value   float32[B,K] as in Growth, the noise of sampling included; -inf = no such node
-    """
-
-    rows: Bools
-    width: int
-    levels: int
-    tokens: Ints
-    parents: Ints
-    value: Floats
+    ids: Ints
+    log_probs: Floats
 
 
 class DraftModel(Protocol):
-    """A draft head where its arrays live. Its cache uses the target's page table."""
+    """A draft model where its arrays live."""
 
-    max_nodes: int
-    vocab: int
+    traits: DraftModelTraits
 
-    def features(self, nodes: Ints) -> Floats:
-        """float32[n,F*H] of nodes int32[n] of the target's last step, to be kept for later."""
-        ...
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Make tokens permanent in the draft's cache, and keep what it needs of each row's root.
 
-    def extend(self, work: DraftForward) -> Children:
-        """Run an extension: its keys and values become permanent, and each row's last output is
-        kept by slot. Raises EngineError, and changes nothing, where `work` is not sound.
+        features  a row per token of the extension; None exactly where the traits need none
+
+        Raises EngineError, and changes nothing, where the extension is not sound. A model that
+        proposes blocks is asked for no candidates.
         """
         ...
 
-    def expand(self, work: DraftForward) -> Children:
-        """Run own draft tokens. Raises EngineError where `work` is not sound."""
-        ...
-
-    def draft_request(self, draft_request: DraftRequest) -> None:
-        """Called before a step of the target, after all passes for its draft tokens. It counts for
-        that step only; a device may leave it unheard.
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens. Changes nothing permanent. Raises EngineError where `level` is not
+        sound, or the model proposes blocks.
         """
         ...
 
-    def grown(self) -> GrownDrafts | None:
-        """What the target's last step did of the wish before it; None = nothing."""
-        ...
-
-    def following(self) -> Ints:
-        """int32[.] slots for which the target's running step does what was wished; none are, where
-        no step runs on after `Executor.verify`.
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Propose a block below each root. Changes nothing permanent. Raises EngineError where
+        `block` is not sound, or the model proposes level by level.
         """
         ...
 

@@ -6,8 +6,10 @@ Lossless acceptance never relies on a drafter: a wrong draft token costs time, n
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +18,17 @@ class DrafterTraits:
 
     name              shown in statistics
     max_depth         longest path it can propose
-    needs_features    the target must hand over hidden states (EAGLE family)
+    needs_features    what it keeps in pages pairs a position with the token after it: a page is
+                      shared only where that token is the same too (EAGLE family)
+    free              proposing takes microseconds and every draft token has an honest score: it is
+                      asked for all it knows, and chosen from afterwards
     drafts_on_device  its draft tokens for the next step can come of the running one, on the device
     """
 
     name: str
     max_depth: int
     needs_features: bool = False
+    free: bool = False
     drafts_on_device: bool = False
 
 
@@ -44,10 +50,20 @@ class Drafter(Protocol):
         """
         ...
 
-    def carry(self, plan: Plan) -> bool:
-        """The coming step is a carried one: instead of `propose`, before the running step is
-        observed. False where draft tokens that the plan allows cannot come of the running step, or
-        where what `observe` needs of that would be gone: then it is planned anew, later.
+    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+        """What the coming step shall do for the draft model, asked after `propose` or `carry`.
+        Changes nothing.
+        """
+        ...
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+        """Whether the coming step may be a carried one: then there is no `propose`, and it begins
+        before the running step is observed. Changes nothing.
+
+        drafting  int32[.] slots whose next draft the running step makes
+
+        False where draft tokens that the plan allows cannot come of the running step, or where what
+        `observe` needs of that would be gone: then the step is planned anew, later.
         """
         ...
 

@@ -1,10 +1,13 @@
 """The executor's handful of verbs. The engine owns time, the executor owns arrays."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import Ints
 
 Scores = Any
 """Opaque: an executor's node scores, between `verify` and `commit` of one step."""
@@ -33,6 +36,20 @@ class ExecutorLimits:
     vocab: int
 
 
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The largest drafts that steps will verify.
+
+    nodes   draft tokens of a row
+    width   children per node, and
+    levels  depth, of what a draft head grows within steps; 0 where none does
+    """
+
+    nodes: int = 0
+    width: int = 0
+    levels: int = 0
+
+
 class Executor(Protocol):
     """Runs a target model. One thread calls it; verbs come in the order of `engine.step`.
 
@@ -51,9 +68,14 @@ class Executor(Protocol):
         """Forget a slot's sequence; its pages now belong to the engine alone."""
         ...
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
         """Score every node of every tree in one forward pass. Writes no page, except where known
         tokens belong: they become permanent whatever is accepted.
+
+        draft_request  what the step shall do for the draft model; `Outcome.drafts` says what of it
+                       was done, which may be nothing
         """
         ...
 
@@ -79,6 +101,23 @@ class Executor(Protocol):
 
 
 @runtime_checkable
+class PreparedExecutor(Executor, Protocol):
+    """An executor that is slow until it has compiled and captured what steps will run, and that
+    pads steps to the sizes it captured.
+    """
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Compile and capture before the first request, when nothing more is asked of the executor
+        that would void it (features, overlap). All slots are closed. progress(done, total).
+        """
+        ...
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
+        ...
+
+
+@runtime_checkable
 class OverlapExecutor(Executor, Protocol):
     """An executor whose device can go on with the next step before anybody looks at this one.
 
@@ -98,9 +137,13 @@ class OverlapExecutor(Executor, Protocol):
         """
         ...
 
-    def carry(self, plan: Plan) -> Scores | None:
-        """Begin a plan with `ends` (see Plan). None, and nothing has changed, where it must be
-        planned anew when the running step has been looked at.
+    def drafting(self, scores: Scores) -> Ints:
+        """int32[.] slots for which a step does what its draft request asks. Waits for nothing."""
+        ...
+
+    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
+        """Begin a carried plan. None, and nothing has changed, where it must be planned anew when
+        the running step has been looked at.
         """
         ...
 

@@ -3,8 +3,14 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
+from forerun.interface.features import Features
+from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.sampling import Sampling
 from forerun.types import Bools, Ints
+
+_NO_NODES: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,6 @@ class Plan:
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
-    ends        int32[B]    None, but of a step that carries on from the running one before that is
-                            looked at: positions that a row may take up in the end. Only the
-                            device knows such a row then: kv_len is the most that it can be, known
-                            stands for one token, and its draft tokens are what the device has grown
     """
 
     slots: Ints
@@ -52,12 +54,57 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
-    ends: Ints | None = None
 
     @property
     def rows(self) -> int:
         """Number of rows B."""
         return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class CarriedPlan:
+    """A step that takes up on the device where the running one leaves, before anybody has looked at
+    that. Every row samples, begins with the one token that was decided last, and is held by no
+    grammar; its draft tokens are what the running step drafts. Of all else the host knows bounds.
+
+    slots       int32[B]
+    most_kv     int32[B]    tokens that can be in pages, at most
+    ends        int32[B]    positions that the sequence may take up in the end
+    max_nodes, max_depth, page_table  as in Plan; pages are reserved for most_kv + 1 + max_depth
+                            positions, or up to `ends`
+    """
+
+    slots: Ints
+    most_kv: Ints
+    ends: Ints
+    max_nodes: Ints
+    max_depth: Ints
+    page_table: Ints
+
+    @property
+    def rows(self) -> int:
+        """Number of rows B."""
+        return len(self.slots)
+
+    def completed(self, before: Plan, outcome: "Outcome") -> Plan:
+        """The plan, now that the outcome of the step before is known.
+
+        A row that failed there goes on from where it was; nobody cares any more.
+        """
+        place = {slot: row for row, slot in enumerate(before.slots.tolist())}
+        rows = [place[slot] for slot in self.slots.tolist()]
+        emitted = outcome.output_tokens
+        last = [emitted[row][-1:] or before.known[row][-1:] for row in rows]
+        return Plan(
+            slots=self.slots,
+            kv_len=before.kv_len[rows] + outcome.n_tokens[rows],
+            known=tuple(np.array(token, np.int32) for token in last),
+            samples=np.ones(self.rows, np.bool_),
+            max_nodes=self.max_nodes,
+            max_depth=self.max_depth,
+            page_table=self.page_table,
+            constrained=np.zeros(self.rows, np.bool_),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +125,7 @@ class Outcome:
 
     n_tokens        int32[B]   tokens emitted: 0 where the row does not sample, else accepted + 1
     tokens          int32[B,D] the accepted draft tokens, then the target's own token; -1 padded
-    n_draft_tokens       int32[B]   draft tokens the row's tree carried
+    n_draft_tokens  int32[B]   draft tokens the row's tree carried
     finite          bool[B]    False where the target's logits were not finite: the row
                                emitted nothing and its request must end with an error
     logprobs        B lists, one entry per emitted token where asked, else empty
@@ -86,6 +133,11 @@ class Outcome:
                     known[i+1]. A row that does not sample has one more entry, for the decided
                     token after its chunk, so a prompt's chunks join up without a hole; for a
                     sampling row the emitted tokens' entries follow in `logprobs`
+    accepted        int32[.]   flat nodes of the accepted draft tokens, row after row, downwards:
+                    n_tokens[b] - 1 of row b, none where it emitted nothing
+    drafts          what the step drafted for the next one, where that was asked for and done
+    features        of the step's flat nodes, where a draft model reads any; valid until the
+                    executor's next step
     """
 
     n_tokens: Ints
@@ -94,6 +146,9 @@ class Outcome:
     finite: Bools
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+    accepted: Ints = field(default_factory=lambda: _NO_NODES)
+    drafts: NextDrafts | None = None
+    features: Features | None = None
 
     @cached_property
     def output_tokens(self) -> list[list[int]]:
@@ -105,3 +160,8 @@ class Outcome:
         """Per row, positions that became permanent: its known tokens plus accepted draft tokens."""
         counts = self.n_tokens.tolist()
         return [len(k) + max(count - 1, 0) for k, count in zip(plan.known, counts, strict=True)]
+
+    def paths(self) -> list[Ints]:
+        """Per row, int32[.] the flat nodes of its accepted draft tokens, downwards."""
+        ends = np.maximum(self.n_tokens - 1, 0).cumsum()
+        return np.split(self.accepted, ends[:-1])

@@ -1,8 +1,7 @@
-"""What a decoder is, in no framework: its sizes, its variations, its tensors.
+"""What a decoder is, in no framework: its sizes, its layers, its tensors.
 
-One block serves all families: RMSNorm, rotary grouped-query attention, SwiGLU. They differ by
-biases and by a norm on queries and keys (Llama: Touvron et al. 2023; Mistral: Jiang et al. 2023;
-Qwen2, Qwen3: their technical reports).
+Layers are data (layer_spec.py); what all of a model's layers share stands here. Which families
+there are, and how their files are read: families.py.
 """
 
 import math
@@ -10,11 +9,22 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from forerun.errors import ModelError
+from forerun.models.layer_spec import (
+    NORM_NAMES,
+    AttentionSpec,
+    Dense,
+    Experts,
+    LayerSpec,
+    check_factor,
+)
 from forerun.models.rope import Rope
 
 __all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors", "family_named"]
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"
+]
+"""By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
 
 _MOST = {
@@ -23,7 +33,6 @@ _MOST = {
     "heads": 4096,
     "kv_heads": 4096,
     "head_size": 4096,
-    "ffn": 1 << 20,
     "vocab": 1 << 24,
     "context": 1 << 30,
 }
@@ -31,41 +40,19 @@ _MOST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """The numbers an executor needs to run a checkpoint.
+class Sizes:
+    """Letters as in Architecture; `layers` L. Raises ModelError for what no model can have."""
 
-    layers L, hidden H, heads A, kv_heads G, head_size E, ffn I, vocab V
-    context         longest sequence this description is exact for, in tokens: what the model
-                    was trained for, or its sliding window where that is shorter
-    norm_eps        added to the mean square in every RMSNorm
-    rope            rotary frequencies, half-split layout
-    qkv_bias        q_proj, k_proj and v_proj have biases; o_bias, mlp_bias likewise
-    qk_norm         RMSNorm over E on each query and key head, before the rotation
-    tied_head       the output head is the embedding
-    sliding_window  tokens a query sees, itself included, or None; `context` never exceeds it,
-                    so an executor need not know it
-    """
-
-    family: Family
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_size: int
-    ffn: int
     vocab: int
     context: int
-    norm_eps: float
-    rope: Rope
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tied_head: bool = False
-    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ModelError for numbers that no model can have."""
+        """Check them all: whoever has a Sizes may count on it."""
         for name, most in _MOST.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
@@ -76,16 +63,102 @@ class Architecture:
             )
         if self.head_size % 2:
             raise ModelError(f"the head size {self.head_size} is odd; RoPE turns pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The numbers an executor needs to run a checkpoint.
+
+    hidden H, heads A, kv_heads G, head_size E, vocab V
+    context          longest sequence the model was trained for, in tokens
+    norm_eps         added to the mean square in every RMSNorm
+    layer_specs      what each of the L layers is
+    tied_head        the output head is the embedding
+    norm_offset      added to every stored norm weight: 1 in Gemma's own files
+    embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
+    final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
+    """
+
+    family: Family
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    context: int
+    norm_eps: float
+    layer_specs: tuple[LayerSpec, ...]
+    tied_head: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for numbers that no model can have."""
+        Sizes(**{name: getattr(self, name) for name in _MOST})
         if not (math.isfinite(self.norm_eps) and 0 < self.norm_eps < 1):
             raise ModelError(f"the norm's epsilon is {self.norm_eps}; it must be in (0, 1)")
-        if self.sliding_window is not None and self.context > self.sliding_window:
-            raise ModelError("context exceeds the sliding window")
-        self.rope.check(self.head_size)
+        check_factor("embedding scale", self.embedding_scale)
+        check_factor("final logit softcap", self.final_softcap or 1.0)
+        for spec in dict.fromkeys(self.layer_specs):
+            spec.check(self.head_size)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.layer_specs)
+
+    @property
+    def ffn(self) -> int:
+        """Width of the widest feed-forward that a token runs through: what a draft head beside
+        this model is as wide as, and what scratch is planned for.
+        """
+        return max(spec.active_width for spec in self.layer_specs)
+
+    @property
+    def rope(self) -> Rope:
+        """Of the last layer that sees the whole text, else of the last: what a draft head beside
+        this model turns by.
+        """
+        whole = [spec for spec in self.layer_specs if spec.attention.window is None]
+        return (whole or self.layer_specs)[-1].rope
+
+    @property
+    def windowless_context(self) -> int:
+        """Longest sequence, in tokens, in which no layer's window hides anything: up to it an
+        executor that knows no windows is exact.
+        """
+        windows = [spec.attention.window for spec in self.layer_specs]
+        return min(self.context, *(window or self.context for window in windows))
 
     @property
     def parameters(self) -> int:
         """Number of weights, a tied head counted once."""
         return sum(math.prod(shape) for shape in expected_tensors(self).values())
+
+    def beyond_llama(self) -> list[str]:
+        """What an executor must know besides Llama's block to run this model, in words.
+
+        That block: one pre-norm layer repeated, 1/sqrt(E) scores, one rope, dense SwiGLU; with or
+        without biases and norms on queries and keys. Windows are not counted: up to
+        `windowless_context` they change nothing. Empty where the block will do.
+        """
+        specs = self.layer_specs
+        found = {
+            "mixture-of-experts layers": any(isinstance(s.feed_forward, Experts) for s in specs),
+            "norms after attention and feed-forward": any(s.norms != "pre" for s in specs),
+            "a GELU gate": any(s.activation != "silu" for s in specs),
+            "capped attention scores": any(s.attention.softcap for s in specs),
+            "capped logits": self.final_softcap is not None,
+            "its own scale of attention scores": any(
+                s.attention.scale != self.head_size**-0.5 for s in specs
+            ),
+            "scaled embeddings": self.embedding_scale != 1.0,
+            "norm weights stored without their 1": self.norm_offset != 0.0,
+            "a rope per layer": len({s.rope for s in specs}) > 1,
+            "layers that differ": len({(s.feed_forward, s.qk_norm) for s in specs}) > 1,
+        }
+        return [what for what, there in found.items() if there]
 
 
 def family_named(name: object, where: str) -> Family:
@@ -95,40 +168,67 @@ def family_named(name: object, where: str) -> Family:
     return name
 
 
+def plain_layers(
+    count: int, head_size: int, ffn: int, rope: Rope, qk_norm: bool = False
+) -> tuple[LayerSpec, ...]:
+    """`count` of Llama's layers (or, with `qk_norm`, of Qwen3's), without biases and windows."""
+    spec = LayerSpec(AttentionSpec(head_size**-0.5), rope, Dense(ffn), qk_norm=qk_norm)
+    return (spec,) * count
+
+
 def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of every tensor of the model, in the order of the computation.
 
     Matrices are [out, in], as `y = W x` reads them.
     """
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, arch.hidden)}
-    layer = _layer_tensors(arch)
-    for index in range(arch.layers):
-        tensors |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    of_spec = {spec: _layer_tensors(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    for index, spec in enumerate(arch.layer_specs):
+        prefix = f"model.layers.{index}."
+        tensors |= {f"{prefix}{name}": shape for name, shape in of_spec[spec].items()}
     tensors["model.norm.weight"] = (arch.hidden,)
     if not arch.tied_head:
         tensors["lm_head.weight"] = (arch.vocab, arch.hidden)
     return tensors
 
 
-def _layer_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def _layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    hidden = arch.hidden
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    matrices = {
-        "self_attn.q_proj": (queries, arch.hidden, arch.qkv_bias),
-        "self_attn.k_proj": (keys, arch.hidden, arch.qkv_bias),
-        "self_attn.v_proj": (keys, arch.hidden, arch.qkv_bias),
-        "self_attn.o_proj": (arch.hidden, queries, arch.o_bias),
-        "mlp.gate_proj": (arch.ffn, arch.hidden, arch.mlp_bias),
-        "mlp.up_proj": (arch.ffn, arch.hidden, arch.mlp_bias),
-        "mlp.down_proj": (arch.hidden, arch.ffn, arch.mlp_bias),
-    }
-    tensors: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (arch.hidden,)}
-    for name, (rows, columns, bias) in matrices.items():
+    tensors: dict[str, tuple[int, ...]] = {}
+
+    def norm(name: str | None, width: int) -> None:
+        if name is not None:
+            tensors[f"{name}.weight"] = (width,)
+
+    def matrix(name: str, rows: int, columns: int, bias: bool) -> None:
         tensors[f"{name}.weight"] = (rows, columns)
         if bias:
             tensors[f"{name}.bias"] = (rows,)
-        if name == "self_attn.o_proj":
-            tensors["post_attention_layernorm.weight"] = (arch.hidden,)
-    if arch.qk_norm:
-        tensors["self_attn.q_norm.weight"] = (arch.head_size,)
-        tensors["self_attn.k_norm.weight"] = (arch.head_size,)
+
+    def feed_forward(name: str, width: int, bias: bool = False) -> None:
+        matrix(f"{name}.gate_proj", width, hidden, bias)
+        matrix(f"{name}.up_proj", width, hidden, bias)
+        matrix(f"{name}.down_proj", hidden, width, bias)
+
+    names = NORM_NAMES[spec.norms]
+    norm(names.before_attention, hidden)
+    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        matrix(f"self_attn.{part}", width, hidden, spec.qkv_bias)
+    for part in ("q_norm", "k_norm") if spec.qk_norm else ():
+        norm(f"self_attn.{part}", arch.head_size)
+    matrix("self_attn.o_proj", hidden, queries, spec.o_bias)
+    norm(names.after_attention, hidden)
+    norm(names.before_feed_forward, hidden)
+    match spec.feed_forward:
+        case Dense(width, bias):
+            feed_forward("mlp", width, bias)
+        case Experts(count, _, width, _, shared):
+            matrix("mlp.gate", count, hidden, bias=False)
+            for expert in range(count):
+                feed_forward(f"mlp.experts.{expert}", width)
+            if shared:
+                feed_forward("mlp.shared_expert", shared)
+                matrix("mlp.shared_expert_gate", 1, hidden, bias=False)
+    norm(names.after_feed_forward, hidden)
     return tensors

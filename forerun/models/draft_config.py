@@ -11,6 +11,7 @@ from typing import Literal
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.rope import Rope
 
 Algorithm = Literal["eagle1", "eagle3"]
@@ -63,6 +64,11 @@ class DraftHead:
     def input_width(self) -> int:
         """Columns of q/k/v: the head's width, doubled where the embedding sits beside it."""
         return self.hidden * (2 if self.algorithm == "eagle3" else 1)
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What its one layer keeps of a position."""
+        return (CacheLayer(self.kv_heads, self.head_size),)
 
     @property
     def parameters(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import shortened
-from forerun.models.config_json import read_json, rope_from
+from forerun.models.config_json import read_json
 from forerun.models.config_variants import read_as
 from forerun.models.draft_config import (
     TARGET_TENSORS,
@@ -28,6 +28,7 @@ from forerun.models.draft_config import (
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.mapped import TensorFile
+from forerun.models.rope_config import rope_from
 from forerun.types import AnyArray, Floats, Ints
 
 _RENAMED = (

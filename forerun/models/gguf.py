@@ -8,6 +8,7 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Packed, check_whole, shortened
 from forerun.models.gguf_config import architecture_of
 from forerun.models.gguf_header import GgufFile, Value, read_header
+from forerun.models.layer_spec import NORM_NAMES
 from forerun.types import AnyArray, Floats
 
 _TOP = {
@@ -16,18 +17,23 @@ _TOP = {
     "output.weight": "lm_head.weight",
 }
 _IN_LAYER = {
-    "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_NORMS = {
+    "attn_norm": "before_attention",
+    "post_attention_norm": "after_attention",
+    "ffn_norm": "before_feed_forward",
+    "post_ffw_norm": "after_feed_forward",
+}
+"""Names of norms by where they stand (layer_spec.NormNames)."""
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(\w+)\.(weight|bias)", re.ASCII)
 
 
@@ -43,7 +49,7 @@ class GgufCheckpoint:
         """Map and check the file; ModelError names what is wrong with it."""
         self._file = read_header(path)
         self.architecture: Architecture = architecture_of(self._file)
-        self._stored = _canonical(self._file)
+        self._stored = _canonical(self._file, self.architecture)
         shapes = {name: self._file.tensors[source].shape for name, source in self._stored.items()}
         check_whole(self.architecture, shapes, path)
 
@@ -95,16 +101,18 @@ class GgufCheckpoint:
         return ordered
 
 
-def _canonical(file: GgufFile) -> dict[str, str]:
+def _canonical(file: GgufFile, arch: Architecture) -> dict[str, str]:
     """Canonical name -> name in the file. ModelError for tensors of no known meaning."""
+    norms = NORM_NAMES[arch.layer_specs[0].norms]
+    in_layer = _IN_LAYER | {source: getattr(norms, where) for source, where in _NORMS.items()}
     names: dict[str, str] = {}
     unknown = []
     for source in file.tensors:
         layer = _LAYER_NAME.fullmatch(source)
         if source in _TOP:
             names[_TOP[source]] = source
-        elif layer and layer[2] in _IN_LAYER:
-            names[f"model.layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{layer[3]}"] = source
+        elif layer and in_layer.get(layer[2]):
+            names[f"model.layers.{layer[1]}.{in_layer[layer[2]]}.{layer[3]}"] = source
         elif source != "rope_freqs.weight":
             unknown.append(repr(source))
     if unknown:

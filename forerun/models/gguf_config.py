@@ -1,16 +1,28 @@
 """GGUF metadata -> Architecture. Every key of the model's namespace is honoured or refused."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture, Family
+from forerun.models.arch import Architecture, Family, Sizes
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.keys import Keys
+from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
 from forerun.models.rope import Divided, Linear, Rope, Scaling, Yarn, yarn_attention_factor
 
-_FAMILIES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_FAMILIES: dict[str, Family] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+}
 """general.architecture -> family. Mistral's files call themselves llama."""
+
+_GEMMA_PATTERN, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 1e4, 62
+"""What llama.cpp knows of Gemma 3 without being told: every sixth layer sees the whole text, the
+others turn by this base, and the model of 62 layers scales its scores by sqrt(A/H), not sqrt(1/E).
+"""
 
 _NEUTRAL: dict[str, tuple[Value, ...]] = {
     "attention.causal": (True,),
@@ -29,37 +41,88 @@ def architecture_of(file: GgufFile) -> Architecture:
     _check_kind(file)
     name = str(metadata["general.architecture"])
     keys = Keys(_below(metadata, f"{name}."), f"{name}.")
-    head_count = keys.integer("attention.head_count")
-    hidden = keys.integer("embedding_length")
-    head_size = keys.integer("attention.key_length", hidden // max(head_count, 1))
-    keys.require("attention.value_length", head_size)
-    keys.require("rope.dimension_count", head_size)
-    context = keys.integer("context_length")
-    window = keys.integer("attention.sliding_window", 0) or None
-    vocab = _vocab(file)
-    keys.require("vocab_size", vocab)
     family = _FAMILIES[name]
+    sizes = _sizes(keys, file)
+    keys.require("attention.value_length", sizes.head_size)
+    keys.require("rope.dimension_count", sizes.head_size)
+    keys.require("vocab_size", sizes.vocab)
+    gemma = family == "gemma3_text"
+    layers = _gemma3(keys, sizes, file) if gemma else _plain(keys, sizes, file, family)
+    window = None if gemma or family == "llama" else _window(keys)
     arch = Architecture(
         family=family,
-        layers=keys.integer("block_count"),
-        hidden=hidden,
-        heads=head_count,
-        kv_heads=keys.integer("attention.head_count_kv", head_count),
-        head_size=head_size,
-        ffn=keys.integer("feed_forward_length"),
-        vocab=vocab,
-        context=min(context, window or context),
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_size,
+        vocab=sizes.vocab,
+        # Which layers of a Qwen have the window is not in the file: up to it none has.
+        context=min(sizes.context, window or sizes.context),
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
-        rope=Rope(keys.real("rope.freq_base", 10000.0), _scaling(keys, context, file)),
-        qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm=family == "qwen3",
+        layer_specs=layers,
         tied_head="output.weight" not in file.tensors,
-        sliding_window=window,
+        # The converter adds Gemma's 1 to the norms that it writes.
+        embedding_scale=sizes.hidden**0.5 if gemma else 1.0,
+        final_softcap=(keys.real("final_logit_softcapping", 0.0) or None) if gemma else None,
     )
     keys.refuse_the_rest(_harmless)
     return arch
+
+
+def _sizes(keys: Keys, file: GgufFile) -> Sizes:
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    return Sizes(
+        layers=keys.integer("block_count"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=keys.integer("attention.head_count_kv", heads),
+        head_size=keys.integer("attention.key_length", hidden // max(heads, 1)),
+        vocab=_vocab(file),
+        context=keys.integer("context_length"),
+    )
+
+
+def _window(keys: Keys) -> int | None:
+    return keys.integer("attention.sliding_window", 0) or None
+
+
+def _plain(keys: Keys, sizes: Sizes, file: GgufFile, family: Family) -> tuple[LayerSpec, ...]:
+    """The layers of Llama, Mistral (the window is in all of them), Qwen2 and Qwen3."""
+    rope = Rope(keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file))
+    window = _window(keys) if family == "llama" else None
+    spec = LayerSpec(
+        AttentionSpec(sizes.head_size**-0.5, window),
+        rope,
+        Dense(keys.integer("feed_forward_length"), "blk.0.ffn_up.bias" in file.tensors),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+    )
+    return (spec,) * sizes.layers
+
+
+def _gemma3(keys: Keys, sizes: Sizes, file: GgufFile) -> tuple[LayerSpec, ...]:
+    """Gemma 3's layers, as llama.cpp runs them."""
+    large = sizes.layers == _GEMMA_27B_LAYERS
+    scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
+    keys.require("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    whole = LayerSpec(
+        AttentionSpec(scale),
+        Rope(keys.real("rope.freq_base"), _scaling(keys, sizes.context, file)),
+        Dense(keys.integer("feed_forward_length")),
+        norms="sandwich",
+        activation="gelu_tanh",
+        qk_norm=True,
+    )
+    window = _window(keys)
+    if window is None:
+        return (whole,) * sizes.layers
+    local = replace(
+        whole,
+        attention=AttentionSpec(scale, window),
+        rope=Rope(keys.real("rope.freq_base_swa", _GEMMA_LOCAL_THETA)),
+    )
+    return tuple(local if (layer + 1) % _GEMMA_PATTERN else whole for layer in range(sizes.layers))
 
 
 def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:

@@ -10,31 +10,31 @@ from pathlib import Path
 import numpy as np
 
 from forerun.errors import ConfigError
-from forerun.models.arch import Architecture, Rope, expected_tensors
+from forerun.models.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.models.checkpoint import Packed
 from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import DraftFile
 from forerun.types import Floats
 
 _LLAMA, _QWEN = Rope(5e5), Rope(1e6)
+_SMOL, _LLAMA_1B = plain_layers(30, 64, 1536, Rope(1e5)), plain_layers(16, 64, 8192, _LLAMA)
+_QWEN_8B, _QWEN_32B = (
+    plain_layers(count, 128, ffn, _QWEN, qk_norm=True) for count, ffn in ((36, 12288), (64, 25600))
+)
 
 SHAPES: dict[str, Architecture] = {
-    "tiny": Architecture("llama", 6, 64, 4, 2, 16, 96, 512, 2048, 1e-5, Rope(1e4)),
-    "smollm2-135m": Architecture(
-        "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(1e5), tied_head=True
+    "tiny": Architecture(
+        "llama", 64, 4, 2, 16, 512, 2048, 1e-5, plain_layers(6, 16, 96, Rope(1e4))
     ),
+    "smollm2-135m": Architecture("llama", 576, 9, 3, 64, 49152, 8192, 1e-5, _SMOL, tied_head=True),
     "llama-3.2-1b": Architecture(
-        "llama", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 1e-5, _LLAMA, tied_head=True
+        "llama", 2048, 32, 8, 64, 128256, 131072, 1e-5, _LLAMA_1B, tied_head=True
     ),
     "llama-3.1-8b": Architecture(
-        "llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 1e-5, _LLAMA
+        "llama", 4096, 32, 8, 128, 128256, 131072, 1e-5, plain_layers(32, 128, 14336, _LLAMA)
     ),
-    "qwen3-8b": Architecture(
-        "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e-6, _QWEN, qk_norm=True
-    ),
-    "qwen3-32b": Architecture(
-        "qwen3", 64, 5120, 64, 8, 128, 25600, 151936, 40960, 1e-6, _QWEN, qk_norm=True
-    ),
+    "qwen3-8b": Architecture("qwen3", 4096, 32, 8, 128, 151936, 40960, 1e-6, _QWEN_8B),
+    "qwen3-32b": Architecture("qwen3", 5120, 64, 8, 128, 151936, 40960, 1e-6, _QWEN_32B),
 }
 """Name -> architecture; RoPE scaling for long contexts is left out, it costs nothing."""
 

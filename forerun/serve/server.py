@@ -5,9 +5,8 @@ import errno
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from types import FrameType
 
 import uvicorn
@@ -18,6 +17,9 @@ from forerun.config import ServeSettings
 from forerun.errors import ConfigError
 from forerun.serve.app import create_app
 from forerun.serve.service import Loader, Service
+
+if sys.platform != "win32":
+    import resource
 
 FLUSH_SECONDS = 5
 """Time for answers that were cut short to reach their clients."""
@@ -87,9 +89,8 @@ def allow_connections() -> None:
     """Raise the limit of open files, of which each connection is one, as far as it may be: many
     shells set 1,024, and a server at its limit takes nobody in.
     """
-    if find_spec("resource") is None:  # Windows counts otherwise.
+    if sys.platform == "win32":  # Counts otherwise.
         return
-    resource = import_module("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

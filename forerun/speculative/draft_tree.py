@@ -1,29 +1,44 @@
-"""Growing a draft tree as in EAGLE-2 (arXiv 2406.16858, section 4).
+"""Growing draft trees: which draft tokens are worth proposing, whatever proposes them.
 
-Expand (4.1): level by level, the `width` nodes of the newest level whose paths the drafter finds
-most probable get their `width` best children. Rerank (4.2): of all nodes grown, keep the best N.
-A node's value is the drafter's probability of its whole path, so no child is worth more than its
-parent, and the best N, ties to the earlier node, are connected without further care.
+Level by level (EAGLE-2, arXiv 2406.16858, section 4). Expand (4.1): the `width` nodes of the newest
+level whose paths the drafter finds most probable get their `width` best children. Rerank (4.2): of
+all nodes grown, keep the best N. A node's value is the drafter's probability of its whole path, so
+no child is worth more than its parent, and the best N, ties to the earlier node, are connected
+without further care. `DraftTree` does that; `TemplateTree` grows a shape that was fixed beforehand
+(Medusa, arXiv 2401.10774, section 2.3.3; EAGLE-1).
+
+Best first. Where children cost nothing to look up, the likeliest path that is known and not yet
+taken is always the next draft token: `best_first`. So grow a block's marginals (DDTree, arXiv
+2604.12989) in `block_draft`, and the n-gram table's votes.
+
+Captured steps have a twin of the level-by-level growth in fixed shapes
+(executors/torch/captured/drafting.py grows, future_map.py reranks); `full_size` and `full_draft`
+are what host and twin agree on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 
 from forerun.speculative.tree import Draft
 from forerun.types import AnyArray, Floats, Ints
 
-Expand = Callable[["Growth", Ints], tuple[Ints, Floats]]
-"""(growth, int32[F] nodes to expand, -1 the root) -> their best children: tokens int32[F,k] and
+Expand = Callable[["DraftTree", Ints], tuple[Ints, Floats]]
+"""(tree, int32[F] nodes to expand, -1 the root) -> their best children: tokens int32[F,k] and
 log-probabilities float32[F,k] given the node's path; -inf where there is no such child."""
 
 
-class Growth:
-    """A tree while it grows. `tokens`, `parents` and `value` only ever get longer.
+class DraftTree:
+    """A tree while it grows level by level. `tokens`, `parents`, `value` only ever get longer.
 
     tokens   int32[.]   as in Draft
     parents  int32[.]   as in Draft
     value    float32[.] log-probability of the whole path to the node, never above its parent's
+    levels   how many have been grown
 
     `grow` drives one; a drafter of many rows drives one per row and expands all in one forward.
     """
@@ -32,12 +47,13 @@ class Growth:
         self.tokens: Ints = np.zeros(0, np.int32)
         self.parents: Ints = np.zeros(0, np.int32)
         self.value: Floats = np.zeros(0, np.float32)
+        self.levels = 0
         self._width = width
-        self._newest = -1
+        self._newest = 0
 
     def frontier(self) -> Ints:
         """Nodes to expand next, ascending: the best of the newest level; at first the root."""
-        if self._newest < 0:
+        if not self.levels:
             return np.array([-1], np.int32)
         best = _best(self.value[self._newest :], self._width)
         return (self._newest + best).astype(np.int32)
@@ -53,14 +69,13 @@ class Growth:
         real = value > -np.inf  # False for NaN too.
         parents = np.broadcast_to(above[:, None], real.shape)
         self._newest = len(self.tokens)
+        self.levels += 1
         self.tokens = np.append(self.tokens, tokens[real]).astype(np.int32)
         self.parents = np.append(self.parents, parents[real]).astype(np.int32)
         self.value = np.append(self.value, value[real]).astype(np.float32)
 
-    @classmethod
-    def regrown(
-        cls, width: int, depth: int, tokens: Ints, parents: Ints, value: Floats
-    ) -> "Growth":
+    @staticmethod
+    def regrown(width: int, depth: int, tokens: Ints, parents: Ints, value: Floats) -> "DraftTree":
         """The first `depth` levels of a full tree that was grown elsewhere, at least so deep.
 
         In the order of growth, with `width` children below each of the `width` nodes that were
@@ -69,20 +84,78 @@ class Growth:
         count = full_size(width, depth)
         real = value[:count] > -np.inf
         place = np.append(np.cumsum(real, dtype=np.int32) - np.int32(1), np.int32(-1))
-        growth = cls(width)
-        growth.tokens, growth.value = tokens[:count][real], value[:count][real]
-        growth.parents = place[parents[:count][real]]
-        growth._newest = int(np.count_nonzero(real[: full_size(width, depth - 1)]))
-        return growth
+        tree = DraftTree(width)
+        tree.tokens, tree.value = tokens[:count][real], value[:count][real]
+        tree.parents = place[parents[:count][real]]
+        tree.levels = depth
+        tree._newest = int(np.count_nonzero(real[: full_size(width, depth - 1)]))
+        return tree
 
     def draft(self, nodes: int) -> Draft:
         """The best `nodes` of what was grown, in the order of growth."""
-        keep = _best(self.value, nodes)
-        # Where each kept node went; the last entry sends the root, -1, to itself.
-        place = np.full(len(self.tokens) + 1, -1, np.int32)
-        place[keep] = np.arange(len(keep))
-        score = np.exp(self.value[keep])
-        return Draft(self.tokens[keep], place[self.parents[keep]], score)
+        return pruned(self.tokens, self.parents, np.exp(self.value), _best(self.value, nodes))
+
+
+@dataclass(frozen=True)
+class Template:
+    """A shape fixed beforehand: node i is child number ranks[i], 0 = the likeliest, of
+    parents[i]; -1 = the root. Parents come first, and no two nodes are the same child.
+
+    Raises ValueError where it is none.
+    """
+
+    parents: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        nodes = list(zip(self.parents, self.ranks, strict=True))
+        if any(not -1 <= parent < node for node, (parent, _) in enumerate(nodes)):
+            raise ValueError("a template's node hangs below one that comes later")
+        if len(set(nodes)) != len(nodes) or min(self.ranks, default=0) < 0:
+            raise ValueError("a template's node is the same child as another, or has no rank")
+
+    @cached_property
+    def width(self) -> int:
+        """Children that a node has at most, counted to the last one wanted."""
+        return max(self.ranks, default=0) + 1
+
+    @cached_property
+    def below(self) -> dict[int, dict[int, int]]:
+        """By node, -1 = the root: which node each rank is."""
+        found: dict[int, dict[int, int]] = {}
+        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            found.setdefault(parent, {})[rank] = node
+        return found
+
+
+class TemplateTree(DraftTree):
+    """A DraftTree whose nodes are a template's, as far as there are such children."""
+
+    def __init__(self, template: Template) -> None:
+        super().__init__(template.width)
+        self._template = template
+        self._ids: list[int] = []  # The template's node that each node is.
+
+    def frontier(self) -> Ints:
+        """Nodes of the newest level that have children in the template."""
+        if not self.levels:
+            return np.array([-1] if self._template.below else [], np.int32)
+        newest = range(self._newest, len(self.tokens))
+        return np.array([n for n in newest if self._ids[n] in self._template.below], np.int32)
+
+    def extend(self, tokens: Ints, log_probs: Floats) -> None:
+        """Hang the template's children below `frontier()`; k at least its width, or all."""
+        rows, count = log_probs.shape
+        wanted = np.full((rows, count), -np.inf, np.float32)
+        ids: list[int] = []
+        for row, node in enumerate(self.frontier().tolist()):
+            below = self._template.below[self._ids[node] if node >= 0 else -1]
+            for rank in sorted(below):
+                if rank < count and log_probs[row, rank] > -np.inf:
+                    wanted[row, rank] = log_probs[row, rank]
+                    ids.append(below[rank])
+        super().extend(tokens, wanted)
+        self._ids += ids
 
 
 def full_size(width: int, levels: int) -> int:
@@ -93,9 +166,9 @@ def full_size(width: int, levels: int) -> int:
 def full_draft(
     width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
 ) -> Draft:
-    """`Growth.regrown(...).draft(nodes)`; of chains without growing anything."""
+    """`DraftTree.regrown(...).draft(nodes)`; of chains without growing anything."""
     if width > 1:
-        return Growth.regrown(width, depth, tokens, parents, value).draft(nodes)
+        return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
     count = int(np.count_nonzero(value > -np.inf))
     return Draft(tokens[:count], np.arange(-1, count - 1, dtype=np.int32), np.exp(value[:count]))
@@ -103,13 +176,82 @@ def full_draft(
 
 def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
     """A draft of at most `nodes` draft tokens, at most `depth` deep and `width` children wide."""
-    growth = Growth(width)
+    tree = DraftTree(width)
     for _ in range(depth):
-        frontier = growth.frontier()
+        frontier = tree.frontier()
         if len(frontier) == 0:
             break
-        growth.extend(*expand(growth, frontier))
-    return growth.draft(nodes)
+        tree.extend(*expand(tree, frontier))
+    return tree.draft(nodes)
+
+
+Offer = tuple[float, int, int, int, Any]
+"""A path that may be drafted next: (minus its score, its place among equal scores, its last
+token, the draft token above or -1, whatever the drafter wants to know of it again)."""
+
+Below = Callable[[Offer, int], Iterable[Offer]]
+"""(an offer that was taken, its number among the draft tokens) -> what may follow now, none of it
+with a better score."""
+
+
+def best_first(first: Iterable[Offer], below: Below, nodes: int) -> Draft:
+    """The `nodes` best paths, best first; the score of each is the drafter's probability of it.
+
+    Where no score is better than the one above it, they are the best there are and connected.
+    """
+    heap = list(first)
+    heapify(heap)
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    while heap and len(tokens) < nodes:
+        offer = heappop(heap)
+        tokens.append(offer[2])
+        parents.append(offer[3])
+        scores.append(-offer[0])
+        for more in below(offer, len(tokens) - 1):
+            heappush(heap, more)
+    return Draft(
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+    )
+
+
+def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
+    """The best `nodes` paths of a block, best first.
+
+    tokens     int32[depth,k]    candidates of each depth, best first, whatever stands above them
+    log_probs  float32[depth,k]  their log-probabilities; -inf or NaN = there is none from here on
+
+    A path's weight is the product of its tokens' probabilities, as if depths were independent;
+    then the heaviest nodes are connected, and have the greatest expected number of accepted tokens.
+    Taking a node offers its next sibling and its first child, so at most two per node are held.
+    """
+    depth, count = tokens.shape
+    names, probs = tokens.tolist(), np.exp(np.minimum(log_probs, 0)).tolist()
+
+    def offer(level: int, rank: int, above: float, parent: int) -> list[Offer]:
+        if level == depth or rank == count or not probs[level][rank] > 0:
+            return []
+        score = above * probs[level][rank]
+        state = (level, rank, above)
+        return [(-score, (level << 20) + rank, names[level][rank], parent, state)]
+
+    def below(taken: Offer, number: int) -> list[Offer]:
+        level, rank, above = taken[4]
+        sibling = offer(level, rank + 1, above, taken[3])
+        return sibling + offer(level + 1, 0, -taken[0], number)
+
+    return best_first(offer(0, 0, 1.0, -1), below, nodes)
+
+
+def pruned(tokens: Ints, parents: Ints, score: Floats, keep: AnyArray) -> Draft:
+    """The draft of nodes keep int[n], ascending, with whose parents they are: others' children
+    would hang below the root.
+    """
+    # Where each kept node went; the last entry sends the root, -1, to itself.
+    place = np.full(len(tokens) + 1, -1, np.int32)
+    place[keep] = np.arange(len(keep))
+    return Draft(tokens[keep], place[parents[keep]], score[keep])
 
 
 def _best(value: Floats, count: int) -> AnyArray:

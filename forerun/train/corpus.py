@@ -202,7 +202,7 @@ def batches(
         span = corpus.span(chat)
         begin = max(span.start, span.stop - length)
         pieces.append(Piece(begin, span.stop))
-    random.shuffle(pieces)  # type: ignore[arg-type]
+    random.shuffle(pieces)
     groups: list[list[Piece]] = []
     window = 512
     for at in range(0, len(pieces), window):
@@ -218,7 +218,7 @@ def batches(
             group.append(piece)
             answers += wanted
         groups.append(group)
-    random.shuffle(groups)  # type: ignore[arg-type]
+    random.shuffle(groups)
     yield from (group for group in groups if group)
 
 

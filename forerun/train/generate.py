@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
 
 from forerun.errors import MemoryPlanError, RequestError
 from forerun.executors.torch.captured.graphs import Programs, recorder
 from forerun.train.answers import Ask
-from forerun.train.target import DenseTarget
+from forerun.train.target import DenseTarget, masked_attention
 from forerun.types import Ints
 
 STEPS = 16
@@ -160,8 +159,7 @@ class DenseAuthor:
 
         if length:
             tokens = torch.from_numpy(padded).to(self._device)
-            for _ in target.stream(tokens, self._places[:length], keep):
-                pass
+            target.forward(tokens, self._places[:length], keep)
         facts = [
             (ask.prompt[-1], len(ask.prompt) - 1, self._busy[row].most - len(ask.prompt))
             for row, ask in group
@@ -188,13 +186,15 @@ class DenseAuthor:
     def _copied(self) -> _Look:
         parts = (self._done, self._count, self._output)
         if self._device.type != "cuda":
-            return _Look(*(part.clone() for part in parts), ready=None)
+            done, count, output = (part.clone() for part in parts)
+            return _Look(done, count, output, ready=None)
         copies = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
         for copy, part in zip(copies, parts, strict=True):
             copy.copy_(part, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
-        return _Look(*copies, ready=ready)
+        ready.record(torch.cuda.current_stream(self._device))
+        done, count, output = copies
+        return _Look(done, count, output, ready=ready)
 
     def _collect(self, attend: _Look) -> list[tuple[int, Ints]]:
         """Free the rows that `attend` shows done. It is one run old: what it shows of rows begun
@@ -214,9 +214,11 @@ class DenseAuthor:
     def _step(self, size: int) -> None:
         """One token for every row, reading `size` tokens of the cache. In place, no host."""
         target, groups = self._target, self._target.arch.kv_heads
-        hidden = self._places[:size] > self._length[:, None]
-        bias = torch.zeros(hidden.shape, dtype=target.dtype, device=self._device)
-        bias = bias.masked_fill_(hidden, -torch.inf)[:, None, None]
+        specs = [spec.attention for spec in target.arch.layer_specs]
+        biases = {
+            spec: target.mask(spec, self._length[:, None], self._places[:size])[:, None, None]
+            for spec in dict.fromkeys(specs)
+        }
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache = self._cache[layer]
@@ -225,15 +227,14 @@ class DenseAuthor:
             # The queries of a group stand side by side, as if they were positions: the keys
             # are read once for all of them.
             grouped = queries.view(self.width, groups, -1, queries.shape[-1])
-            mask = bias.expand(-1, groups, grouped.shape[2], -1)
-            context = scaled_dot_product_attention(
-                grouped, cache[0, :, :, :size], cache[1, :, :, :size], attn_mask=mask
+            mask = biases[specs[layer]].expand(-1, groups, grouped.shape[2], -1)
+            context = masked_attention(
+                grouped, cache[0, :, :, :size], cache[1, :, :, :size], mask, specs[layer]
             )
             return context.reshape(queries.shape)
 
-        *_, x = target.stream(self._token[:, None], self._length[:, None], attend)
-        logits = linear(target.final_norm(x[:, 0]), target.head)
-        self._advance(self._chosen(logits.float()))
+        x, _ = target.forward(self._token[:, None], self._length[:, None], attend)
+        self._advance(self._chosen(target.logits(target.final_norm(x[:, 0]))))
 
     def _chosen(self, logits: Tensor) -> Tensor:
         """int64[B] from float32[B,V], overwritten."""

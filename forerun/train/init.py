@@ -26,7 +26,7 @@ def start_from_target(
     """Fill `head` in place: last target layer in the hidden half, small noise elsewhere."""
     generator = torch.Generator().manual_seed(seed)
     last = f"model.layers.{checkpoint.architecture.layers - 1}."
-    layer, width = head.layers[0], head.head.hidden
+    layer, width = head.layer, head.head.hidden
 
     def target(name: str) -> Tensor:
         return torch.from_numpy(checkpoint.tensor(name).copy())

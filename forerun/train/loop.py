@@ -1,22 +1,22 @@
 """The training loop: batches in, checkpoints out, the best one by held-out simulated length."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.errors import ForerunError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.train.corpus import Corpus, Piece, batches
 from forerun.train.ema import WeightEma
 from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
+from forerun.train.progress import Check, Progress
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot, save_snapshot
 from forerun.train.unroll import Unrolling
@@ -63,23 +63,6 @@ class Schedule:
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-@dataclass(slots=True)
-class Progress:
-    """Where training stands. `history` holds one row per check, for the report; `averaged` in it
-    is the simulated length of the averaged weights.
-
-    seconds  spent training so far, in all runs together
-    """
-
-    step: int = 0
-    seconds: float = 0.0
-    total: int = 0
-    tokens: int = 0
-    loss: float = float("nan")
-    best: float = 0.0
-    history: list[dict[str, float | list[float]]] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Trial:
     """Everything a training run works on.
@@ -97,7 +80,7 @@ class Trial:
     compute: torch.dtype = torch.float32
     shards: Shards = field(default_factory=lambda: Shards(1))
 
-    def computing(self) -> AbstractContextManager[Any]:
+    def computing(self) -> AbstractContextManager[object]:
         """Inside of it, products of the head run in `compute`."""
         device = self.embed.device.type
         return torch.autocast(device, self.compute, enabled=self.compute != torch.float32)
@@ -121,7 +104,7 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
     if progress.step == 0:
         progress.history.append(evaluate(trial, 0))
         with _written(trial):  # What training began with may be the best there is.
-            _keep_best(trial, float(progress.history[0]["length"]), progress)  # type: ignore[arg-type]
+            _keep_best(trial, progress.history[0]["length"], progress)
     started = monotonic() - progress.seconds
     try:
         for pieces in _batches_from(trial, progress.step):
@@ -149,7 +132,7 @@ class _Run:
 
     trial: Trial
     optimiser: torch.optim.Optimizer
-    trained: list[Tensor]
+    trained: list[nn.Parameter]
     ema: WeightEma | None
 
     def save(self, progress: Progress) -> None:
@@ -191,7 +174,7 @@ class _Slope:
     wanted: int
 
 
-def _slope(trial: Trial, trained: list[Tensor], pieces: list[Piece], seed: int) -> _Slope:
+def _slope(trial: Trial, trained: Sequence[Tensor], pieces: list[Piece], seed: int) -> _Slope:
     schedule = trial.schedule
     batch = trial.read(pieces)
     plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
@@ -230,10 +213,10 @@ def _check(run: _Run, progress: Progress) -> None:
     row = evaluate(trial, progress.step)
     progress.history.append(row)
     with _written(trial):
-        _keep_best(trial, float(row["length"]), progress)  # type: ignore[arg-type]
+        _keep_best(trial, row["length"], progress)
         if ema is not None:
             with ema.worn():
-                averaged = float(evaluate(trial, progress.step)["length"])  # type: ignore[arg-type]
+                averaged = evaluate(trial, progress.step)["length"]
                 row["averaged"] = averaged
                 _keep_best(trial, averaged, progress)
         run.save(progress)
@@ -258,7 +241,7 @@ def _keep_best(trial: Trial, length: float, progress: Progress) -> None:
         save_snapshot(trial.folder / "best", trial.head, None, progress)
 
 
-def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
+def evaluate(trial: Trial, step: int) -> Check:
     """Held-out loss, agreement per position and simulated chain length."""
     schedule = trial.schedule
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
@@ -266,7 +249,7 @@ def evaluate(trial: Trial, step: int) -> dict[str, float | list[float]]:
     hits = np.array([[int(score.hits) for score in batch] for batch in scores]).sum(0)
     rows = np.array([[score.rows for score in batch] for batch in scores]).sum(0)
     losses = [float(batch[0].loss) for batch in scores]
-    accuracies = (hits / np.maximum(rows, 1)).tolist()
+    accuracies: list[float] = (hits / np.maximum(rows, 1)).tolist()
     return {
         "step": float(step),
         "loss": float(np.mean(losses)),

@@ -1,5 +1,6 @@
 """The loss of the training-time test: soft cross-entropy against the target, step by step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,6 +131,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return gradient * grads[0].to(gradient.dtype), None, None, None, None
 
 
+_summed_loss: Callable[[Tensor, Tensor, Teacher, Tensor, Tensor], tuple[Tensor, Tensor]] = (
+    _FusedCrossEntropy.apply
+)
+
+
 @dataclass(frozen=True)
 class StepScore:
     """One unrolled step over a batch: loss is a mean in nats; hits of `rows` wanted rows.
@@ -170,7 +176,7 @@ def ttt_loss(
         if device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
             rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
             reachable = reachable[reachable]
-        loss, hits = _FusedCrossEntropy.apply(
+        loss, hits = _summed_loss(
             read.index_select(0, rows),
             head.lm_head.weight,
             batch.teacher,

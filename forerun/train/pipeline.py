@@ -37,9 +37,10 @@ from forerun.train.corpus import (
 from forerun.train.export import export_head
 from forerun.train.generate import DenseAuthor
 from forerun.train.init import calibrate, start_from_draft, start_from_target
-from forerun.train.loop import Progress, Schedule, Trial, train
+from forerun.train.loop import Schedule, Trial, train
 from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
+from forerun.train.progress import Metrics, Progress
 from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
@@ -243,7 +244,7 @@ def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, nam
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
     export_head(trial.head, ids, trial.folder / "draft")
-    metrics = {
+    metrics: Metrics = {
         "target": name,
         "config": asdict(config),
         "answer_tokens": int(np.asarray(trial.corpus.wanted).sum()),
@@ -260,7 +261,7 @@ def _line(progress: Progress, started: float) -> str:
     if not progress.history:
         return f"training: loss {progress.loss:.3f}"
     last = progress.history[-1]
-    accuracy = " ".join(f"{a:.2f}" for a in last["accuracy"])  # type: ignore[union-attr]
+    accuracy = " ".join(f"{a:.2f}" for a in last["accuracy"])
     speed = progress.tokens / max(monotonic() - started, 1e-9)
     return (
         f"training: loss {progress.loss:.2f}, agreement {accuracy}, "

@@ -3,20 +3,20 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
 from forerun.train.ema import WeightEma
+from forerun.train.progress import Progress
 
 
 def save_snapshot(
     folder: Path,
     head: torch.nn.Module,
     optimiser: torch.optim.Optimizer | None,
-    progress: Any,
+    progress: Progress,
     ema: WeightEma | None = None,
 ) -> None:
     """Head, optimiser moments and averages (where given) and progress, atomically.
@@ -58,7 +58,7 @@ def load_snapshot(
     folder: Path,
     head: torch.nn.Module,
     optimiser: torch.optim.Optimizer | None,
-    progress: Any,
+    progress: Progress,
     ema: WeightEma | None = None,
 ) -> bool:
     """Restore what `save_snapshot` wrote; False where there is nothing. An average that was not

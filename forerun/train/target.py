@@ -1,18 +1,21 @@
-"""The target as training sees it: whole sequences at once, dense, with features.
+"""The target as training sees it: whole sequences at once, with features.
 
-Serving's executor steps over pages; here every token of a chat is known, so one causal pass in
-big matrix products gives all features. Same weights, same mathematics (tests hold the two
-together); bits may differ, which training does not mind.
+The decoder is serving's (executors/torch/decoder.py), with matrix products over whole sequences and
+another `attend`: serving steps over pages, here every token of a chat is known. Bits may differ,
+which training does not mind.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.executors.torch.layers import rotate, rotation
+from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.kernels import kernels_for
+from forerun.executors.torch.layers import PLAIN, WholeLinear, softcapped
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import AttentionSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E]) -> context [B,A,T,E]."""
@@ -27,32 +30,38 @@ def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class DenseTarget:
-    """A target's weights on `device` in `dtype`, and one causal pass over them."""
+    """A target's weights on `device` in `dtype`, and one causal pass over them.
+
+    embed, head  its embedding and output rows, each [V,H]; one tensor where tied
+    """
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
-        arch = self.arch = checkpoint.architecture
+        self.arch = checkpoint.architecture
         self.device, self.dtype = device, dtype
-        self.weights = {
-            name: torch.from_numpy(checkpoint.tensor(name).copy()).to(device, dtype)
-            for name in checkpoint.names()
-        }
-        self.embed = self.weights["model.embed_tokens.weight"]
-        self.head = self.weights.get("lm_head.weight", self.embed)
-        frequencies = arch.rope.frequencies(arch.head_size)
-        self.frequencies = torch.from_numpy(frequencies).to(device)
+        there = torch.device(device)
+        kernels = kernels_for(there)
+        parts = kernels.parts if kernels else PLAIN
+        self._decoder = Decoder(checkpoint, there, dtype, WholeLinear, parts)
+        assert isinstance(self._decoder.head, WholeLinear)
+        self.embed, self.head = self._decoder.embedding, self._decoder.head.weight
 
-    def stream(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Iterator[Tensor]:
-        """Residual streams [B,T,H]: entering each layer in turn, then after the last.
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, features: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Residual stream [B,T,H] after the last layer, and those entering the layers `features`
+        (transformers' hidden_states; L = after the last), in that order.
 
         tokens int64[B,T] at positions int64[T] or [B,T]. The caller switches gradients off.
         """
-        cos, sin = rotation(positions, self.frequencies, self.arch.rope.attention_factor)
-        turn = cos.to(self.dtype), sin.to(self.dtype)
-        x = F.embedding(tokens, self.embed)
-        for layer in range(self.arch.layers):
-            yield x
-            x = self._layer(layer, x, turn, attend)
-        yield x
+        shape = tokens.shape
+
+        def attend_rows(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            parts = (part.unflatten(0, shape).transpose(1, 2) for part in (queries, keys, values))
+            return attend(layer, *parts).transpose(1, 2).flatten(0, 1)
+
+        places = positions.expand(shape).flatten()
+        last, streams = self._decoder.forward(tokens.flatten(), places, attend_rows, features)
+        return last.unflatten(0, shape), [stream.unflatten(0, shape) for stream in streams]
 
     @torch.no_grad()
     def run(self, tokens: Tensor, features: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -61,23 +70,42 @@ class DenseTarget:
         Feature i is the residual stream entering layer i (transformers' hidden_states[i]).
         """
         positions = torch.arange(tokens.shape[1], device=self.device)
-        kept: dict[int, Tensor] = {}
-        for layer, x in enumerate(self.stream(tokens, positions, self.causal)):
-            if layer in features or layer == self.arch.layers:
-                kept[layer] = x
-        last = self.final_norm(kept[self.arch.layers])
-        return torch.cat([kept[i] for i in features], -1), last
+        last, streams = self.forward(tokens, positions, self.causal, features)
+        return torch.cat(streams, -1), self.final_norm(last)
 
     def causal(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of a whole sequence to itself; the same for every layer."""
-        grouped = self.arch.heads != self.arch.kv_heads
-        return F.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, enable_gqa=grouped
-        )
+        """Attention of a whole sequence to itself, as the layer's spec says."""
+        spec, length = self.arch.layer_specs[layer].attention, queries.shape[-2]
+        if spec.softcap is None and (spec.window is None or spec.window >= length):
+            return scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                is_causal=True,
+                scale=spec.scale,
+                enable_gqa=queries.shape[1] != keys.shape[1],
+            )
+        place = torch.arange(length, device=queries.device)
+        return masked_attention(queries, keys, values, self.mask(spec, place[:, None], place), spec)
+
+    def mask(self, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
+        """What is added to the scores of queries at positions `query` with keys at positions
+        `key`: minus infinity where one does not see the other. The two are broadcast.
+        """
+        hidden = key > query
+        if spec.window is not None:
+            hidden = hidden | (key <= query - spec.window)
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device)
+        return bias.masked_fill_(hidden, -torch.inf)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """What the head reads, from the stream after the last layer."""
-        return self._norm(x, "model.norm.weight")
+        """What the head reads, [..., H], from the stream after the last layer."""
+        return self._decoder.final_norm(x.flatten(0, -2)).view(x.shape)
+
+    @torch.no_grad()
+    def logits(self, last: Tensor) -> Tensor:
+        """float32[n,V] from normed hidden states [n,H]."""
+        return self._decoder.read(last, len(last))
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:
@@ -87,30 +115,20 @@ class DenseTarget:
         parts = [(part @ self.head.T).argmax(-1) for part in flat.split(chunk)]
         return torch.cat(parts).view(last.shape[:-1])
 
-    def _layer(self, layer: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        arch, prefix = self.arch, f"model.layers.{layer}."
-        split = (*x.shape[:2], -1, arch.head_size)
-        normed = self._norm(x, f"{prefix}input_layernorm.weight")
-        queries = self._linear(normed, f"{prefix}self_attn.q_proj").view(split)
-        keys = self._linear(normed, f"{prefix}self_attn.k_proj").view(split)
-        values = self._linear(normed, f"{prefix}self_attn.v_proj").view(split)
-        if arch.qk_norm:
-            queries = self._norm(queries, f"{prefix}self_attn.q_norm.weight")
-            keys = self._norm(keys, f"{prefix}self_attn.k_norm.weight")
-        queries, keys = rotate(queries, *turn), rotate(keys, *turn)
-        context = attend(
-            layer, queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+def masked_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec
+) -> Tensor:
+    """Context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E].
+
+    bias  added to the scores, [T,S] or what broadcasts to [B,A,T,S]: see DenseTarget.mask
+    """
+    shared = queries.shape[1] // keys.shape[1]
+    if spec.softcap is None:
+        return scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, scale=spec.scale, enable_gqa=shared > 1
         )
-        x = x + self._linear(context.transpose(1, 2).flatten(-2), f"{prefix}self_attn.o_proj")
-        normed = self._norm(x, f"{prefix}post_attention_layernorm.weight")
-        gate = F.silu(self._linear(normed, f"{prefix}mlp.gate_proj"))
-        up = self._linear(normed, f"{prefix}mlp.up_proj")
-        return x + self._linear(gate * up, f"{prefix}mlp.down_proj")
-
-    def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.arch.norm_eps)
-        return (wide * self.weights[name].float()).to(x.dtype)
+    keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
+    scores = (queries @ keys.transpose(-1, -2)).float() * spec.scale
+    weights = (softcapped(scores, spec.softcap) + bias).softmax(-1)
+    return weights.to(values.dtype) @ values

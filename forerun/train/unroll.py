@@ -12,6 +12,7 @@ rows go on to each further step: the first draft token decides most, and a step 
 cost.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,9 @@ class Turn:
     scored: Tensor
 
 
-def turns(wanted: Tensor, plan: Unrolling, seed: int = 0, device: Any = "cpu") -> list[Turn]:
+def turns(
+    wanted: Tensor, plan: Unrolling, seed: int = 0, device: torch.device | str = "cpu"
+) -> list[Turn]:
     """One turn per step. Row q predicts at step s where token q + s + 2 is wanted, and goes on
     as long as it will predict later. wanted bool[B,T] and the drawing are on the CPU.
     """
@@ -130,23 +133,26 @@ class _History:
         q = self._gridded(queries * queries.shape[-1] ** -0.5)
         q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)
         if self._true is None:
-            laid = (x.unflatten(0, (self._batch, -1)).transpose(1, 2) for x in (keys, values))
-            self._true = next(laid), next(laid)
-            own = None, None
+            true_keys, true_values = (
+                x.unflatten(0, (self._batch, -1)).transpose(1, 2) for x in (keys, values)
+            )
+            self._true = true_keys, true_values
+            own_keys = own_values = None
         else:
             kept = [pair.index_select(0, self.turn.before) for pair in self._own]
             self._own = [*kept, torch.stack((keys, values), 1)]
             every = self._gridded(torch.stack(self._own, 1))
-            own = every.permute(3, 0, 4, 2, 1, 5).unbind(0)
+            own_keys, own_values = every.permute(3, 0, 4, 2, 1, 5).unbind(0)
         future = self._beyond(self._true[0].shape[2])
-        context = _Attend.apply(q, *self._true, *own, future)
+        context = _attend(q, *self._true, own_keys, own_values, future)
         found = context.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
         return found.index_select(0, self.turn.places)
 
     def _gridded(self, rows: Tensor) -> Tensor:
         """[R, ...] -> [B,M, ...]."""
         grid = self.turn.grid
-        return rows.index_select(0, grid.flatten()).unflatten(0, grid.shape)
+        gridded: Tensor = rows.index_select(0, grid.flatten()).unflatten(0, grid.shape)
+        return gridded
 
     def _beyond(self, length: int) -> Tensor:
         """bool[B,1,1,M,T]: true history that a row of the grid must not see."""
@@ -210,3 +216,8 @@ class _Attend(torch.autograd.Function):
         for_own_keys = (own_slope * q[..., None, :, :]).sum(2)
         for_own_values = (own[..., None] * out[..., None, :, :]).sum(2)
         return for_q, for_keys, for_values, for_own_keys, for_own_values, None
+
+
+_attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Tensor] = (
+    _Attend.apply
+)

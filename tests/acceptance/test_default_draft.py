@@ -30,7 +30,7 @@ def target():
 
 def test_the_default_model_comes_with_a_draft(target):
     assert target.config.draft == str(shipped_draft("smollm2-135m"))
-    assert target.config.speculation == "head" and target.head is not None
+    assert target.config.speculation == "head" and target.draft_model is not None
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def length(target, temperature):
 def test_the_table_is_the_default(target):
     assert target.config.draft == str(shipped_draft("smollm2-135m"))
     assert target.config.speculation == "ngram"
-    assert target.table is not None and target.head is None
+    assert target.table is not None and target.draft_model is None
 
 
 @pytest.mark.parametrize(

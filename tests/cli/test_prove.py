@@ -56,8 +56,8 @@ def test_pages_and_trees_of_any_shape_are_proved(changes):
 class LeakyToy(ToyExecutor):
     """Scores a root differently when draft tokens hang below it: what `prove` must catch."""
 
-    def verify(self, plan, trees):
-        best = super().verify(plan, trees).best.copy()
+    def verify(self, plan, trees, draft_request=None):
+        best = super().verify(plan, trees, draft_request).best.copy()
         for row in range(trees.rows):
             if len(trees.nodes(row)) > trees.known[row]:
                 root = trees.root(row)

@@ -3,15 +3,19 @@
 import numpy as np
 import pytest
 
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.draft_state import allowed
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.engine.request import Finish
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.draft_model import Children, DraftForward, DraftRequest
+from forerun.interface.draft_model import (
+    Candidates,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
 from forerun.interface.executor import ExecutorLimits
 from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
 from tests.constrain.tools import BYTES
@@ -23,24 +27,21 @@ VOCAB = BYTES.vocab_size + 13
 class FixedHead:
     """A head device that always finds the same draft ids likeliest, whatever it is shown."""
 
-    max_nodes = 64
+    def __init__(self, ids) -> None:
+        self.traits = DraftModelTraits("fixed", (), np.array(ids, np.int32), 64)
+        self.passes = 0
 
-    def __init__(self, vocab: int) -> None:
-        self.vocab, self.passes = vocab, 0
+    def extend(self, extension: Extension, features: None) -> Candidates:
+        return self._candidates(len(extension.scored), extension.candidates)
 
-    def extend(self, work: DraftForward) -> Children:
+    def expand(self, level: DraftLevel) -> Candidates:
+        return self._candidates(len(level.tokens), level.candidates)
+
+    def _candidates(self, nodes: int, count: int) -> Candidates:
         self.passes += 1
-        count = min(work.children, self.vocab)
-        ids = np.tile(np.arange(count, dtype=np.int32), (len(work.scored), 1))
-        return Children(ids, np.log(0.5 ** (1.0 + ids)).astype(np.float32))
-
-    expand = extend
-
-    def draft_request(self, draft_request: DraftRequest) -> None:
-        """Not granted: nothing is drafted in advance."""
-
-    def grown(self) -> None:
-        """As said."""
+        count = min(count, self.traits.vocab)
+        ids = np.tile(np.arange(count, dtype=np.int32), (nodes, 1))
+        return Candidates(ids, np.log(0.5 ** (1.0 + ids)).astype(np.float32))
 
     def describe(self) -> dict:
         return {}
@@ -59,9 +60,9 @@ class FixedHead:
 )
 def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
-    device, grammars = FixedHead(len(ids)), TreeGrammars(VOCAB)
-    drafter = EagleDrafter(device, np.array(ids, np.int32), limits, 2, 3, grammars.mask)
-    policy = GrammarPolicy(FixedPolicy(6, 3), grammars)
+    device, grammars = FixedHead(ids), TreeGrammars(VOCAB)
+    drafter = ModelDrafter(device, limits, TreeShape(2, 3), grammars.mask)
+    policy = FixedPolicy(6, 3, grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
     ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
     assert heard(ear) == plain(case, "bytes", sampling)
@@ -83,7 +84,7 @@ def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
     for masked in (False, True):
         grammars = TreeGrammars(VOCAB)
         mask = grammars.mask if masked else lambda _: None
-        drafter = EagleDrafter(FixedHead(len(ids)), ids, limits, 2, 1, mask)
+        drafter = ModelDrafter(FixedHead(ids), limits, TreeShape(2, 1), mask)
         made = Engine(
             ToyExecutor(limits), drafter, FixedPolicy(2, 1), BYTES, grammars, EngineOptions()
         )

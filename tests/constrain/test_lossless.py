@@ -7,24 +7,31 @@ from functools import cache
 
 import numpy as np
 import pytest
+from forerun.constrain.grammar_policy import GrammarPolicy
+from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar_policy import GrammarPolicy
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.cost_model import StepCosts
-from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.request import Finish, Request
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
-from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, chosen, compiled, is_person
+from tests.constrain.tools import (
+    BYTES,
+    PERSON,
+    TOKENIZERS,
+    RandomDrafter,
+    chosen,
+    compiled,
+    is_person,
+)
 from tests.engine.toys import ask, drafter, run
 
 pytestmark = pytest.mark.usefixtures("library")
 
-TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
 CITY = Grammar.regex("(Paris|Amsterdam)")
 CASES = {
     "city": (CITY, lambda text: text in ("Paris", "Amsterdam")),
@@ -143,6 +150,18 @@ def test_mixed_and_preempted_batches_change_nothing(name):
         assert heard(ear, request.id)[1] == wanted[1][:120]
     for request in free:
         ear.expect(request)
+
+
+def test_a_rule_may_limit_its_tokens():
+    """llguidance cannot roll such a grammar back."""
+    if chosen.library != "llguidance":
+        pytest.skip("a feature of llguidance's Lark")
+    grammar = compiled(Grammar.grammar('start: "x" a "!"\na[max_tokens=5]: /[a-z]*/'))
+    request = ask("r", "x", 60, grammar=grammar, temperature=3.0, seed=2)
+    wanted = run(engine("none", "bytes"), request)
+    assert wanted.last().finish == Finish.STOP and re.fullmatch("x[a-z]{0,5}!", wanted.text())
+    for name in ("random", "erratic", "grammar"):
+        assert heard(run(engine(name, "bytes"), request)) == heard(wanted)
 
 
 def test_forced_text_needs_fewer_steps():

@@ -240,14 +240,21 @@ def test_only_constrained_rows_pay():
 
 
 class Counted:
-    """An automaton that counts how often it is asked for a mask."""
+    """An automaton that counts how often it and its forks are asked for a mask."""
 
-    def __init__(self, inner):
-        self._inner, self.masks = inner, 0
+    def __init__(self, inner, asked=None):
+        self._inner, self._asked = inner, [] if asked is None else asked
+
+    @property
+    def masks(self):
+        return len(self._asked)
 
     def mask(self):
-        self.masks += 1
+        self._asked.append(1)
         return self._inner.mask()
+
+    def fork(self):
+        return Counted(self._inner.fork(), self._asked)
 
     def __getattr__(self, name):
         return getattr(self._inner, name)

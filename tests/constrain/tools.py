@@ -14,7 +14,7 @@ from forerun.constrain.matcher import Compiled, Matcher
 from forerun.interface.drafter import DrafterTraits
 from forerun.speculative.tree import Draft
 from forerun.text.tokenizer import Tokenizer
-from tests.text.test_tokenizer import byte_level
+from tests.text.test_tokenizer import byte_level, gguf_metadata
 
 BYTES = Tokenizer.byte_level()
 BPE = byte_level("smollm")
@@ -30,6 +30,26 @@ PERSON = {
 }
 
 
+SPANNING = [
+    *('":', '": "', '": 1', '":"', '":1', '": [', '": {', '":["', '":{"', '":true', '"}', '"},'),
+    *('", "', '","', '{"', ', "', ',"', '["', '"]', '"],', '1,', '1}', '1]', '}}', ']}', ': '),
+    *(':"', 'name', 'age', '"name', '"age', '"name"', '"age"', 'kind', 'true', 'false', 'null'),
+]  # fmt: skip
+"""Texts of tokens that reach over several marks of JSON, as those of real vocabularies do."""
+
+
+def spanning() -> Tokenizer:
+    """A byte-level vocabulary with tokens for SPANNING that no merge leads to."""
+    metadata = gguf_metadata("smollm")
+    known = metadata["tokenizer.ggml.tokens"]
+    more = [text.replace(" ", "\u0120") for text in SPANNING]
+    more = [token for token in more if token not in known]
+    types = [*metadata["tokenizer.ggml.token_type"], *(1 for _ in more)]
+    added = {"tokenizer.ggml.tokens": [*known, *more], "tokenizer.ggml.token_type": types}
+    return Tokenizer.from_gguf(metadata | added)
+
+
+TOKENIZERS = {"bytes": BYTES, "bpe": BPE, "spanning": spanning()}
 LIBRARIES = ("llguidance", "xgrammar")
 chosen = SimpleNamespace(library="llguidance")
 """Set by the fixture `library`."""
@@ -37,7 +57,7 @@ chosen = SimpleNamespace(library="llguidance")
 
 @cache
 def compiler(name: str, library: str = "llguidance") -> Compiler:
-    tokenizer = {"bytes": BYTES, "bpe": BPE}[name]
+    tokenizer = TOKENIZERS[name]
     return Compiler(tokenizer, backend(library, tokenizer))
 
 
@@ -48,7 +68,7 @@ def compiled(grammar: Grammar, name: str = "bytes") -> Compiled:
 def fits(grammar: Grammar, text: str, name: str = "bytes") -> bool:
     """Whether the grammar takes exactly this text."""
     matcher = Matcher(compiled(grammar, name))
-    tokenizer = {"bytes": BYTES, "bpe": BPE}[name]
+    tokenizer = TOKENIZERS[name]
     if not all(matcher.advance(token) for token in tokenizer.encode(text).tolist()):
         return False
     return allowed(matcher.mask(), tokenizer.eos_ids[0])
@@ -86,6 +106,9 @@ class RandomDrafter:
     def propose(self, plan) -> list[Draft]:
         sizes = zip(plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True)
         return [random_draft(self._random, self._tokens, *size) for size in sizes]
+
+    def draft_request(self, plan) -> None:
+        pass
 
     def observe(self, plan, trees, outcome) -> None:
         pass

@@ -5,12 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from forerun.control.draft_selector import MARGIN, compare
+from forerun.control.selection import ASKED, PROBE, SELDOM, SelectivePolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.control.cost_model import LiveCosts, StepCosts
-from forerun.control.draft_selector import MARGIN, compare
-from forerun.control.selection import ASKED, PROBE, SELDOM, SelectivePolicy
 from forerun.control.slowdown_guard import MAX_LOSS_SHARE, MOST, SHARE, START, SlowdownGuard
 from forerun.speculative.tree import Draft
 

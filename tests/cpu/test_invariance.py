@@ -29,8 +29,8 @@ class Kept:
 
 
 class KeepingExecutor(CpuExecutor):
-    def verify(self, plan, trees):
-        return Kept(super().verify(plan, trees))
+    def verify(self, plan, trees, draft_request=None):
+        return Kept(super().verify(plan, trees, draft_request))
 
 
 FAMILIES = ("llama", "qwen3")

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.models.arch import FAMILIES
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row
@@ -37,7 +36,7 @@ def distance(found, expected):
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("llama", kind) for kind in KINDS]
-    + [(family, kind) for family in FAMILIES for kind in ("Q4_1", None) if family != "llama"],
+    + [(family, kind) for family in tiny.LLAMAS for kind in ("Q4_1", None) if family != "llama"],
 )
 def test_families_and_formats(executor, checkpoint, random, family, kind):
     source = checkpoint(family, kind)

@@ -86,7 +86,7 @@ class Twin:
             self.product(f"{prefix}{which}_proj", x).reshape(count, n, arch.head_size)
             for which, n in heads.items()
         )
-        if arch.qk_norm:
+        if arch.layer_specs[0].qk_norm:
             q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
             k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
         q, k = self.rotated(q), self.rotated(k).astype(np.float16).astype(np.float64)

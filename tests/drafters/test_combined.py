@@ -1,16 +1,15 @@
 """Lookup where it is sure, a head elsewhere: the text stays, and each does its part."""
 
-import numpy as np
 import pytest
 
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.combined import CombinedDrafter
+from forerun.drafters.model_drafter import TreeShape
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
-from forerun.executors.toy import ToyExecutor
-from tests.drafters.test_eagle import ToyHead, Watched
-from tests.engine.toys import TOKENIZER, VOCAB, ask, limits, run
+from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
+from tests.engine.toys import TOKENIZER, ask, limits, run
 
 
 class Counted(Watched):
@@ -25,9 +24,9 @@ class Counted(Watched):
 
 def served(bar):
     """Steps of a few long texts, and how often the head was asked."""
-    executor = ToyExecutor(limits(pages=200))
+    executor = FeaturedToy(limits(pages=200))
     device = ToyHead(executor.limits)
-    head = Counted(device, np.arange(VOCAB, dtype=np.int32), executor.limits, 2, 3)
+    head = Counted(device, executor.limits, TreeShape(2, 3))
     drafter = CombinedDrafter(NgramDrafter(4), head, bar)
     made = Engine(
         executor, drafter, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions()

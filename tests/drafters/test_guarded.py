@@ -6,7 +6,7 @@ import pytest
 
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters.guarded import GuardedDrafter, GuardedPolicy
+from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
@@ -49,8 +49,8 @@ class Failing(NgramDrafter):
 @pytest.mark.parametrize("calls", [1, 4])
 def test_requests_outlive_the_drafter(verb, calls, caplog):
     inner = Failing(verb, calls)
-    drafter = GuardedDrafter(inner)
-    policy = GuardedPolicy(FixedPolicy(4, 4), drafter)
+    policy = FixedPolicy(4, 4)
+    drafter = GuardedDrafter(inner, failed=policy.disable)
     executor = ToyExecutor(limits())
     made = Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
     requests = [ask(str(i), f"Prompt {i}", 40) for i in range(6)]
@@ -71,8 +71,8 @@ def test_requests_outlive_the_drafter(verb, calls, caplog):
 
 
 def test_a_sound_drafter_is_left_alone():
-    drafter = GuardedDrafter(NgramDrafter(4))
-    policy = GuardedPolicy(FixedPolicy(4, 4), drafter)
+    policy = FixedPolicy(4, 4)
+    drafter = GuardedDrafter(NgramDrafter(4), failed=policy.disable)
     made = Engine(ToyExecutor(limits()), drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
     request = ask(max_tokens=80)
     run(made, request).expect(request)

@@ -24,11 +24,11 @@ class Poisoned(ToyExecutor):
     poison = -1
     dead = False
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         self.dead = self.dead or self.poison in trees.tokens
         if self.dead:
             raise RuntimeError("the toy was poisoned")
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
 
 
 def failing(drafter, calls):

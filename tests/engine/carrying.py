@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from forerun.executors.toy import ToyExecutor
+from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch, batch
 
 
@@ -56,16 +57,19 @@ class CarryingToy(ToyExecutor):
     def carries(self, begun):
         return begun in self._queue
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         begun = self._begin("begin", plan, trees)
         decided = np.isin(trees.roots, self._sampler.plain(plan, trees).nodes).all()
         if decided and not self._sampler.reports(plan.slots) and trees.known.max() == 1:
             self._queue.append(begun)
         else:
-            begun.scores = super().verify(plan, trees)
+            begun.scores = super().verify(plan, trees, draft_request)
         return begun
 
-    def carry(self, plan):
+    def drafting(self, begun):
+        return begun.plan.slots
+
+    def carry(self, plan, draft_request=None):
         assert len(self._queue) == 1, "a step is carried on from one that runs, and no further"
         assert set(plan.slots.tolist()) <= set(self._queue[0].plan.slots.tolist())
         self._queue.append(self._begin("carry", plan, None))
@@ -123,12 +127,15 @@ class CarryingToy(ToyExecutor):
     def _own(self, plan):
         """The plan, with what only the device knows."""
         kv_len, last = np.array([self._state[slot] for slot in plan.slots.tolist()], np.int32).T
-        assert (kv_len <= plan.kv_len).all(), "more came than was thought possible"
+        assert (kv_len <= plan.most_kv).all(), "more came than was thought possible"
         depth = np.minimum(plan.max_depth, plan.ends - kv_len - 1)
-        return replace(
-            plan,
+        return Plan(
+            slots=plan.slots,
             kv_len=kv_len,
             known=tuple(last[:, None]),
+            samples=np.ones(plan.rows, np.bool_),
             max_nodes=np.where(depth > 0, plan.max_nodes, 0).astype(np.int32),
             max_depth=np.maximum(depth, 0).astype(np.int32),
+            page_table=plan.page_table,
+            constrained=np.zeros(plan.rows, np.bool_),
         )

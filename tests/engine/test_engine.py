@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import AdaptivePolicy
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
@@ -388,10 +388,10 @@ class Fragile(ToyExecutor):
         super().close(slot)
         self.bad.discard(slot)
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         if self.how == "verify" and self.bad & set(plan.slots.tolist()):
             raise RuntimeError("the device is on fire")
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, draft_request)
 
     def accept(self, plan, trees, scores, masks):
         def logits_of(node):

@@ -52,7 +52,7 @@ class Parrot(ToyExecutor):
     def close(self, slot):
         pass
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         return None
 
     def accept(self, plan, trees, scores, masks):

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import AdaptivePolicy, Budget, FixedPolicy
+from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.guarded import GuardedDrafter
-from forerun.drafters.selected import SelectedDrafter
-from forerun.engine.overlap import completed
 from forerun.engine.request import Finish
-from forerun.interface.plan import Outcome, Plan
+from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
 
@@ -209,8 +208,8 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
     engine, toy = overlapped("oracle")
     inner = toy._drafter
     guarded = GuardedDrafter(inner)
-    engine._core._overlap._drafter._inner = guarded
-    engine._core._drafter._inner = guarded
+    object.__setattr__(engine._core._parts, "drafter", guarded)
+    engine._core._overlap._drafter = guarded
 
     def broken(plan):
         raise RuntimeError("no more")
@@ -226,11 +225,11 @@ class Counting(FixedPolicy):
 
     def __init__(self):
         super().__init__(3, 3)
-        object.__setattr__(self, "asked", 0)
+        self.asked = 0
 
     def budgets(self, slots, kv_len):
         if len(slots):
-            object.__setattr__(self, "asked", self.asked + 1)
+            self.asked += 1
         return (
             super().budgets(slots, kv_len)
             if self.asked % 7 == 0
@@ -246,7 +245,6 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     toy, policy = CarryingToy(limits()), Counting()
     engine = make(name, executor=toy, overlap=True, policy=policy)
     toy._drafter.traits = replace(toy._drafter.traits, needs_features=features)
-    engine._core._drafter.traits = toy._drafter.traits
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
     stats = engine.stats()
@@ -258,32 +256,33 @@ def test_adaptive_guessing_sees_every_step():
     costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
     policy, toy = AdaptivePolicy(costs, 4, 4), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
-    selected = SelectedDrafter(toy._drafter, policy)
-    engine._core._drafter._inner = selected
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)
     for request in requests:
         ear.expect(request)
     stats = engine.stats()
     assert stats.carried > stats.steps / 3
-    assert stats.acceptance_length > 2 and policy.describe()["acceptance"] > 0.7
+    assert stats.acceptance_length > 2 and policy.describe()["first_draft_token_right"] > 0.7
 
 
 def test_a_plan_is_completed_by_the_outcome_before():
-    def plan(slots, kv_len, **changes):
-        many = np.ones(len(slots), np.int32)
-        known = tuple(np.array([7], np.int32) for _ in slots)
-        facts = (many == 1, many, many, np.zeros((len(slots), 2), np.int32), many == 0)
-        return Plan(np.array(slots), np.array(kv_len), known, *facts, **changes)
-
-    before = plan([4, 2, 9], [10, 20, 30])
+    many, pages = np.ones(3, np.int32), np.zeros((3, 2), np.int32)
+    known = tuple(np.array([7], np.int32) for _ in range(3))
+    before = Plan(
+        np.array([4, 2, 9]), np.array([10, 20, 30]), known, many == 1, many, many, pages, many == 0
+    )
+    most, ends = np.array([32, 12, 22]), np.full(3, 99)
+    carried = CarriedPlan(np.array([9, 4, 2]), most, ends, 2 * many, 3 * many, pages + 5)
     outcome = Outcome(
         n_tokens=np.array([2, 0, 1], np.int32),
         tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
         n_draft_tokens=np.array([1, 1, 0], np.int32),
         finite=np.array([True, False, True]),
     )
-    made = completed(plan([9, 4, 2], [32, 12, 22], ends=np.full(3, 99)), before, outcome)
+    made = carried.completed(before, outcome)
+    assert made.slots.tolist() == [9, 4, 2]
     assert made.kv_len.tolist() == [31, 12, 20]
     assert [known.tolist() for known in made.known] == [[8], [6], [7]]
-    assert made.ends is None
+    assert made.samples.all() and not made.constrained.any()
+    assert (made.max_nodes.tolist(), made.max_depth.tolist()) == ([2] * 3, [3] * 3)
+    assert (made.page_table == 5).all()

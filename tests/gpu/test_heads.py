@@ -7,7 +7,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.parity.test_torch_draft_model import (
+from tests.parity.test_torch_eagle_model import (
     SWITCHES,
     Target,
     Twin,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.models.folder import FolderCheckpoint
-from tests.parity.test_torch_draft_model import Target, learn, opened
+from tests.parity.test_torch_eagle_model import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
 
 

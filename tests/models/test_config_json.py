@@ -3,7 +3,8 @@ import pytest
 from forerun.errors import ModelError
 from forerun.models.arch import FAMILIES
 from forerun.models.config_json import architecture_from, read_json
-from forerun.models.rope import Linear, Yarn
+from forerun.models.layer_spec import AttentionSpec, Dense, Experts
+from forerun.models.rope import Linear, Rope, Yarn
 from tests.models import tiny
 
 
@@ -17,13 +18,61 @@ def read(family, tmp_path, without=(), **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers(family, tmp_path):
     arch = read(family, tmp_path)
-    sizes = (arch.layers, arch.hidden, arch.heads, arch.kv_heads, arch.head_size, arch.ffn)
-    assert (arch.family, *sizes, arch.vocab, arch.context) == (
-        *(family, 2, 64, 4, 2, 16, 96),
-        *(320, 256),
-    )
-    assert (arch.norm_eps, arch.rope.theta, arch.sliding_window) == (1e-5, 1e4, None)
-    assert (arch.qkv_bias, arch.qk_norm) == (family == "qwen2", family == "qwen3")
+    sizes = (arch.hidden, arch.heads, arch.kv_heads, arch.head_size, arch.vocab, arch.context)
+    assert (arch.family, *sizes) == (family, 64, 4, 2, 16, 320, 256)
+    assert (arch.norm_eps, arch.rope.theta) == (1e-5, 1e4)
+    if family in tiny.LLAMAS:
+        (spec,) = set(arch.layer_specs)
+        assert (arch.layers, arch.ffn, spec.feed_forward) == (2, 96, Dense(96))
+        assert spec.attention == AttentionSpec(16**-0.5)
+        assert (spec.qkv_bias, spec.qk_norm) == (family == "qwen2", family == "qwen3")
+        assert not arch.beyond_llama()
+
+
+def test_experts_are_data(tmp_path):
+    changes = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    arch = read("qwen2_moe", tmp_path, ["layer_types"], **changes)
+    experts = Experts(6, 2, 32, shared=48)
+    assert [spec.feed_forward for spec in arch.layer_specs] == [
+        *(Dense(96), experts, Dense(96), Dense(96), Dense(96)),
+    ]
+    assert arch.ffn == 2 * 32 + 48
+    assert read("qwen3_moe", tmp_path).layer_specs[0].feed_forward == Experts(6, 2, 32, True)
+
+
+def test_gemma_3_is_data(tmp_path):
+    arch = read("gemma3_text", tmp_path, final_logit_softcapping=20.0)
+    slides, whole, again = arch.layer_specs
+    assert slides == again
+    assert (slides.attention.window, whole.attention.window) == (24, None)
+    assert (slides.rope, whole.rope) == (Rope(3000.0), Rope(1e4))
+    assert whole.attention.scale == slides.attention.scale == 24**-0.5
+    assert (whole.norms, whole.activation, whole.qk_norm) == ("sandwich", "gelu_tanh", True)
+    assert (arch.embedding_scale, arch.norm_offset, arch.final_softcap) == (8.0, 1.0, 20.0)
+    assert (arch.rope, arch.windowless_context, arch.context) == (Rope(1e4), 24, 256)
+
+
+def test_the_configuration_that_gemma_3_came_with(tmp_path):
+    """As published for the 1B model: two bases, a pattern, no layer_types."""
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None},
+        **{"bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106]},
+        **{"final_logit_softcapping": None, "head_dim": 256, "hidden_size": 1152},
+        **{"hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02},
+        **{"intermediate_size": 6912, "max_position_embeddings": 32768, "pad_token_id": 0},
+        **{"model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26},
+        **{"num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06},
+        **{"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16"},
+        **{"transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144},
+    }
+    arch = architecture_from(config, tmp_path)
+    assert arch.parameters == 999_885_952
+    assert arch.tied_head
+    whole = [layer for layer, spec in enumerate(arch.layer_specs) if not spec.attention.window]
+    assert whole == [5, 11, 17, 23]
+    assert {spec.rope.theta for spec in arch.layer_specs} == {1e4, 1e6}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +94,33 @@ def test_numbers(family, tmp_path):
         ("qwen2", {"mlp_bias": True}, "mlp_bias"),
         ("qwen2", {"head_dim": 32}, "head_dim"),
         ("qwen3", {"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("qwen2_moe", {"num_experts": 0.5}, "num_experts"),
+        ("qwen2_moe", {"num_experts": None}, "num_experts is missing"),
+        ("qwen2_moe", {"num_experts_per_tok": 7}, "experts per token"),
+        ("qwen2_moe", {"num_experts": 1 << 40}, "number of experts"),
+        ("qwen2_moe", {"moe_intermediate_size": 0}, "experts' width"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen2_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
+        ("qwen2_moe", {"use_sliding_window": True, "layer_types": None}, "layer_types"),
+        ("qwen3_moe", {"num_experts": 5}, "num_local_experts"),
+        ("qwen3_moe", {"n_group": 8}, "n_group"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 48}, "shared_expert_intermediate"),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3_text", {"sliding_window": 0}, "sliding window"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ("gemma3_text", {"final_logit_softcapping": -3.0}, "softcap"),
+        ("gemma3_text", {"rope_theta": 1e6}, "rope_theta"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "rope_theta"),
+        ("gemma3_text", {"rope_parameters": {"full_attention": [1]}}, "full_attention"),
+        ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
+        ("gemma2", {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         ("llama", {"vocab_size": "320"}, "vocab_size"),
         ("llama", {"vocab_size": True}, "vocab_size"),
@@ -54,7 +130,8 @@ def test_numbers(family, tmp_path):
         ("llama", {"rms_norm_eps": float("nan")}, "epsilon"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps"),
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings"),
-        ("llama", {"rope_parameters": [1]}, "rope_scaling"),
+        ("llama", {"rope_parameters": [1]}, "rope_parameters"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
@@ -91,7 +168,15 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
     assert (llama.head_size, llama.kv_heads, llama.norm_eps) == (16, 4, 1e-6)
     assert read("qwen3", tmp_path, without=["head_dim"]).head_size == 128
     mistral = read("mistral", tmp_path, ["sliding_window"], max_position_embeddings=32768)
-    assert mistral.context == mistral.sliding_window == 4096
+    assert windows(mistral) == [4096, 4096]
+    assert (mistral.windowless_context, mistral.context) == (4096, 32768)
+    gemma = read("gemma2", tmp_path, ["attn_logit_softcapping", "final_logit_softcapping"])
+    assert (gemma.layer_specs[0].attention.softcap, gemma.final_softcap) == (50.0, 30.0)
+    assert windows(read("gemma3_text", tmp_path, ["layer_types"])) == [24, 24, 24]
+
+
+def windows(arch):
+    return [spec.attention.window for spec in arch.layer_specs]
 
 
 def test_old_spelling_of_rope(tmp_path):
@@ -104,35 +189,31 @@ def test_old_spelling_of_rope(tmp_path):
     assert (scaling.factor, scaling.original_context) == (2.0, 128)
 
 
+ON = {"sliding_window": 100, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
-    ("family", "changes", "context", "window"),
+    ("family", "changes", "expected"),
     [
-        ("mistral", {"sliding_window": 100}, 100, 100),
-        ("mistral", {"sliding_window": 1000}, 256, 1000),
-        ("mistral", {"sliding_window": None}, 256, None),
-        ("qwen2", {"sliding_window": 100}, 256, None),
-        ("qwen2", {"sliding_window": 100, "use_sliding_window": True}, 256, None),
-        (
-            "qwen2",
-            {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}
-            | {"layer_types": None},
-            100,
-            100,
-        ),
-        (
-            "qwen3",
-            {"sliding_window": 100, "use_sliding_window": True}
-            | {"layer_types": ["full_attention", "sliding_attention"]},
-            100,
-            100,
-        ),
+        ("mistral", {"sliding_window": 100}, [100, 100]),
+        ("mistral", {"sliding_window": 1000}, [1000, 1000]),
+        ("mistral", {"sliding_window": None}, [None, None]),
+        ("qwen2", {"sliding_window": 100}, [None, None]),
+        ("qwen2", ON, [None, None]),
+        ("qwen2", ON | {"max_window_layers": 1, "layer_types": None}, [None, 100]),
+        ("qwen2", ON | {"max_window_layers": 0, "layer_types": None}, [100, 100]),
+        ("qwen3", ON | {"layer_types": ["full_attention", "sliding_attention"]}, [None, 100]),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": None}, [None, None]),
+        ("qwen2_moe", ON | {"layer_types": ["sliding_attention"] * 2}, [100, 100]),
+        ("qwen3_moe", ON, [100, 100]),
+        ("gemma2", {"layer_types": None}, [24, None]),
     ],
 )
-def test_context_ends_where_a_window_would_begin_to_matter(
-    family, changes, context, window, tmp_path
-):
+def test_each_layer_has_its_window(family, changes, expected, tmp_path):
     arch = read(family, tmp_path, **changes)
-    assert (arch.context, arch.sliding_window) == (context, window)
+    assert windows(arch) == expected
+    assert arch.context == 256
+    assert arch.windowless_context == min(256, *(window or 256 for window in expected))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from gguf.quants import dequantize
 
 from forerun.hub.catalog import open_model
-from forerun.models.arch import Architecture, expected_tensors
+from forerun.models.arch import Architecture, expected_tensors, plain_layers
 from forerun.models.gguf_header import read_header
 from forerun.models.rope import Rope
 
@@ -21,16 +21,14 @@ def model():
 def test_architecture(model):
     assert model.architecture == Architecture(
         family="llama",
-        layers=30,
         hidden=576,
         heads=9,
         kv_heads=3,
         head_size=64,
-        ffn=1536,
         vocab=49152,
         context=8192,
         norm_eps=1e-5,
-        rope=Rope(100000.0),
+        layer_specs=plain_layers(30, 64, 1536, Rope(100000.0)),
         tied_head=True,
     )
     assert model.architecture.parameters == 134_515_008

@@ -5,7 +5,6 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from forerun.errors import ModelError
-from forerun.models.arch import FAMILIES
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import read_header
@@ -15,7 +14,7 @@ from tests.models import tiny
 IDS = torch.arange(200)[None]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.LLAMAS)
 @pytest.mark.parametrize(
     "rope", [{}, tiny.LINEAR, tiny.LLAMA3, tiny.YARN], ids=lambda r: str(r)[:24]
 )
@@ -136,7 +135,7 @@ def test_metadata_is_honoured_or_refused_by_name(key, value, named, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("general.architecture", "gemma3", "gemma3"),
+        ("general.architecture", "gemma3n", "gemma3n"),
         ("general.architecture", None, "architecture None"),
         ("general.type", "adapter", "adapter"),
         ("split.count", 3, "llama-gguf-split"),
@@ -159,7 +158,8 @@ def test_window_and_yarn_factors(tmp_path):
     }
     path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", metadata=metadata)
     arch = GgufCheckpoint(path).architecture
-    assert (arch.context, arch.sliding_window) == (100, 100)
+    assert (arch.context, arch.windowless_context) == (256, 100)
+    assert {spec.attention.window for spec in arch.layer_specs} == {100}
     assert arch.rope.scaling == Yarn(4.0, 64, 0.5 * (0.1 * np.log(4.0) + 1))
 
 

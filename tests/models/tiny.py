@@ -41,12 +41,31 @@ _CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2_moe": (transformers.Qwen2MoeConfig, transformers.Qwen2MoeForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
+LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
+"""Families of Llama's block: what the compiled core and every format knows."""
+
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
+    # Scores large enough for the cap to bend them.
+    "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "sliding_window": 24},
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+"""What differs from the plain numbers; windows are shorter than the tests' texts."""
+
 
 def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """A 2-layer configuration; `rope` is merged into rope_parameters."""
+    """A configuration of 2 layers (Gemma 3: 3); `rope` is merged into rope_parameters."""
     numbers: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -63,9 +82,11 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
     }
-    if family == "mistral":
-        numbers["sliding_window"] = None
-    return _CLASSES[family][0](**numbers | changes)
+    if family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": 3000.0}
+        ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
+        numbers["rope_parameters"] = ropes
+    return _CLASSES[family][0](**numbers | _OF_FAMILY.get(family, {}) | changes)
 
 
 def model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -73,21 +94,44 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     settings = config(family, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = _CLASSES[family][1](settings).eval()
+        made = _made(family, settings)
+        centre = 0.0 if family.startswith("gemma") else 1.0
         with torch.no_grad():
             for name, weight in made.named_parameters():
                 spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
-                weight.normal_(1.0 if "norm" in name else 0.0, spread)
+                weight.normal_(centre if "norm" in name else 0.0, spread)
     return made
+
+
+def _made(family: str, settings: Any) -> Any:
+    """Eager attention for Gemma 2: transformers caps scores nowhere else."""
+    settings._attn_implementation = "eager" if family == "gemma2" else "sdpa"
+    return _CLASSES[family][1](settings).eval()
 
 
 def weights(hf: Any) -> dict[str, np.ndarray]:
     """Canonical name -> float32, a tied head left out."""
     tied = hf.config.tie_word_embeddings
+    found: dict[str, np.ndarray] = {}
+    for name, tensor in hf.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        array = tensor.detach().float().numpy().copy()
+        if ".mlp.experts." in name:
+            found |= _experts(name, array)
+        else:
+            found[name] = array
+    return found
+
+
+def _experts(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """All experts' matrices, which transformers keeps as one tensor, as files have them."""
+    prefix, kind = name.rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     return {
-        name: tensor.detach().float().numpy().copy()
-        for name, tensor in hf.state_dict().items()
-        if not (tied and name == "lm_head.weight")
+        f"{prefix}.{expert}.{part}.weight": matrix
+        for expert, whole in enumerate(array)
+        for part, matrix in zip(parts, np.split(whole, len(parts)), strict=True)
     }
 
 
@@ -239,12 +283,27 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
 def reference(checkpoint: Checkpoint) -> Any:
     """A transformers model holding the checkpoint's own weights: what logits must equal."""
     arch = checkpoint.architecture
-    biases: dict[str, Any] = {}
+    if arch.family not in LLAMAS:
+        settings = _CLASSES[arch.family][0].from_pretrained(checkpoint.path)
+        made = _made(arch.family, settings)
+        return (
+            type(made)
+            .from_pretrained(checkpoint.path, attn_implementation=settings._attn_implementation)
+            .eval()
+        )
+    first, last = arch.layer_specs[0], arch.layer_specs[-1]
+    changes: dict[str, Any] = {}
+    if arch.family in ("llama", "qwen3"):
+        changes["attention_bias"] = first.qkv_bias
     if arch.family == "llama":
-        biases = {"attention_bias": arch.qkv_bias, "mlp_bias": arch.mlp_bias}
-    if arch.family == "qwen3":
-        biases = {"attention_bias": arch.qkv_bias}
-    made = _CLASSES[arch.family][1](_config_of(arch, **biases)).eval()
+        changes["mlp_bias"] = first.feed_forward.bias
+    elif last.attention.window is not None:
+        changes["sliding_window"] = last.attention.window
+        kinds = ["sliding" if spec.attention.window else "full" for spec in arch.layer_specs]
+        if arch.family != "mistral":
+            changes |= {"use_sliding_window": True}
+            changes |= {"layer_types": [f"{kind}_attention" for kind in kinds]}
+    made = _made(arch.family, _config_of(arch, **changes))
     state = {name: torch.from_numpy(checkpoint.tensor(name).copy()) for name in checkpoint.names()}
     if arch.tied_head:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

@@ -46,7 +46,7 @@ def compiled(function, signature, constants, warps, stages):
     }
 
 
-def attention(dtype, gqa_group, size, tile, parts, pages=None):
+def attention(dtype, gqa_group, size, tile, parts, pages=None, special=False):
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -55,14 +55,15 @@ def attention(dtype, gqa_group, size, tile, parts, pages=None):
         "out": number if parts == 1 else "*fp32",
         "sums": number if parts == 1 else "*fp32",
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
+        "position": "*i32",
         "group_stride": "i64",
-        **dict.fromkeys(("table_stride", "scratch", "count"), "i32"),
-        "scale": "fp32",
+        **dict.fromkeys(("table_stride", "scratch", "count", "window"), "i32"),
+        **{"scale": "fp32", "cap": "fp32"},
     }
     narrow = dtype != "fp32"
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "TILE": tile, "PARTS": parts},
-        "NARROW": pages is not None,
+        **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
         "LINES": max(16, triton.next_power_of_2(tile * gqa_group)),
         "KEYS": triton_attention.KEYS if narrow else triton_attention.KEYS // 2,
     }
@@ -104,9 +105,10 @@ def norm():
     return layer(triton_layers._norm, ("x", "weight", "out"), numbers, {"WIDE": 4096}, 8)
 
 
-def gate():
+def gate(gelu=False):
     numbers = ("gate_stride", "up_stride", "width")
-    return layer(triton_layers._gate, ("gate", "up", "out"), numbers, {"BLOCK": 1024}, 4)
+    constants = {"BLOCK": 1024, "GELU": gelu}
+    return layer(triton_layers._gate, ("gate", "up", "out"), numbers, constants, 4)
 
 
 def rotate():
@@ -132,6 +134,8 @@ def main():
         "attend 135m": lambda: attention("bf16", 3, 64, 1, 32),
         "attend float32": lambda: attention("fp32", 3, 64, 2, 1),
         "attend 8b, float8 pages": lambda: attention("bf16", 4, 128, 1, 32, "fp8e4nv"),
+        "attend 8b, tree, window and cap": lambda: attention("bf16", 4, 128, 16, 1, special=True),
+        "gelu gate": lambda: gate(gelu=True),
         "write float8": lambda: write("fp8e4nv"),
         "merge": lambda: merge("bf16"),
         **{"choose": choice, "pick": pick},

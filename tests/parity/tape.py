@@ -1,13 +1,33 @@
-"""A capture without a GPU: records a program's torch operations and replays those.
+"""A capture without a GPU: torch operations are recorded and replayed under CUDA's own rules.
 
 As in a CUDA graph, a replay runs what was recorded on the tensors that were recorded: whatever
 the host computed in between is frozen. What would make the host wait for the device, or depend
 on what is on it, is an error.
+
+`FakeCuda` stands for torch.cuda under graphs.CudaRecorder and holds it to what breaks on a GPU:
+
+    pools       capturing into a pool whose graphs are all gone while tensors in it live is
+                torch's assertion `it->second->use_count > 0` (CUDACachingAllocator.cpp)
+    streams     what is launched on another stream than the capturing one is no part of the graph
+    workspaces  a stream's first product allocates one that stays: within a capture it lies in that
+                capture's pool, and dies with it for everyone who captures on that stream later
+    devices     kernels are launched on the current device, wherever their tensors are
+    graphs      none is destroyed while it may still run
 """
 
+import re
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from forerun.executors.torch.captured.graphs import CudaRecorder
 
 aten = torch.ops.aten
 WAITS = {
@@ -15,6 +35,8 @@ WAITS = {
     *(aten.equal.default, aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default),
 }
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+PRODUCTS = re.compile(r"(aten|mkldnn)::(mm|bmm|addmm|baddbmm|linear|_linear_pointwise|_scaled_mm)$")
+"""Operations for which cuBLAS takes a workspace."""
 
 
 def storage(value):
@@ -28,15 +50,22 @@ def tensors(values):
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
+def written(func, args, kwargs):
+    """The tensors that an operation writes in place."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+
+
 class Watch(TorchDispatchMode):
-    """Refuses what waits; appends everything else to `tape`, if there is one.
+    """Refuses what waits; tells `cuda` of every launch; appends all to `tape`, if there is one.
 
     before: what tensors held that were written in place, by where they lie
     """
 
-    def __init__(self, tape=None):
+    def __init__(self, tape=None, cuda=None):
         super().__init__()
-        self.tape, self.before = tape, {}
+        self.tape, self.cuda, self.before = tape, cuda, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_mask = func in INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
@@ -45,29 +74,201 @@ class Watch(TorchDispatchMode):
             for tensor in written(func, args, kwargs or {}):
                 kept = tensor.untyped_storage()
                 self.before.setdefault(kept.data_ptr(), (kept, kept.clone()))
+        if self.cuda is not None:
+            self.cuda.launches(func)
         out = func(*args, **(kwargs or {}))
         if self.tape is not None:
             self.tape.append((func, args, kwargs or {}, out))
+            if self.cuda is not None:
+                given = {storage(tensor) for tensor in tensors((args, kwargs))}
+                self.cuda.allocates(t for t in tensors(out) if storage(t) not in given)
         return out
 
 
-def written(func, args, kwargs):
-    """The tensors that an operation writes in place."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+@dataclass(eq=False)
+class Pool:
+    """A graph memory pool.
+
+    captured  whether it ever was captured into
+    graphs    that were captured into it and live: torch's use count
+    tensors   storages that were allocated in it
+    lost      a library's workspace lies in it: that memory is never given back
+    """
+
+    captured: bool = False
+    graphs: int = 0
+    tensors: list = field(default_factory=list)
+    lost: bool = False
+
+    def begin(self):
+        if self.captured and not self.graphs:
+            alive = self.lost or any(not reference.expired() for reference in self.tensors)
+            assert not alive, "use_count > 0: the pool's graphs are gone, tensors in it are not"
+            self.tensors.clear()
+        self.captured = True
+        self.graphs += 1
+
+    def end(self):
+        self.graphs -= 1
 
 
-class Tape:
-    """graphs.Recorder on the CPU. replays: how many programs ran from the tape.
+@dataclass(eq=False)
+class Stream:
+    """device: index. workspace: what its library took; None before its first product."""
+
+    device: int
+    workspace: str | Pool | None = None
+
+    def wait_stream(self, other):
+        assert self.device == other.device, "a stream of another device"
+
+
+class Graph:
+    """torch.cuda.CUDAGraph: a tape, replayed."""
+
+    def __init__(self, cuda):
+        self._cuda, self.tape = cuda, None
+
+    def replay(self):
+        self._cuda.replays += 1
+        for func, args, kwargs, out in self.tape:
+            given = {storage(t) for t in tensors((args, kwargs))}
+            again = func(*args, **kwargs)
+            for old, new in zip(tensors(out), tensors(again), strict=True):
+                if storage(old) not in given:  # Neither a view nor written in place.
+                    old.copy_(new)
+
+
+class FakeCuda:
+    """What CudaRecorder uses of torch.cuda. home: the device that all tensors are on.
+
+    unfinished  called when a graph dies: how many launched pieces of work are not done
+    settle      called by whoever synchronises: does them
+    faults      what broke where nothing can be raised; the next launch raises it
+    captures, replays  how many there were
+    """
+
+    def __init__(self, home=0):
+        self.home, self._now = home, 0
+        self._streams, self._shared = {}, None
+        self._capturing = None
+        self._numbers = count()
+        self.captures = self.replays = 0
+        self.unfinished = lambda: 0
+        self.settle = lambda: None
+        self.CUDAGraph = partial(Graph, self)
+        self.faults = []
+
+    # --- torch.cuda ------------------------------------------------------------------------
+
+    def current_device(self):
+        return self._now
+
+    @contextmanager
+    def device(self, device):
+        before, self._now = self._now, torch.device(device).index
+        try:
+            yield
+        finally:
+            self._now = before
+
+    def Stream(self, device=None):
+        return Stream(self._now if device is None else torch.device(device).index)
+
+    def current_stream(self, device=None):
+        index = self._now if device is None else torch.device(device).index
+        return self._streams.setdefault(index, Stream(index))
+
+    @contextmanager
+    def stream(self, stream):
+        before = self.current_stream(torch.device("cuda", stream.device))
+        with self.device(torch.device("cuda", stream.device)):
+            self._streams[stream.device] = stream
+            try:
+                yield
+            finally:
+                self._streams[stream.device] = before
+
+    def graph_pool_handle(self):
+        return Pool()
+
+    def synchronize(self, device=None):
+        self.settle()
+
+    @contextmanager
+    def graph(self, graph, pool, stream=None, capture_error_mode="global"):
+        if stream is None:
+            self._shared = stream = self._shared or self.Stream()
+        with self.stream(stream):
+            pool.begin()
+            weakref.finalize(graph, self._destroyed, pool)
+            self.captures += 1
+            self._capturing, graph.tape = (stream, pool), []
+            try:
+                with Watch(graph.tape, self) as watch:
+                    yield
+            finally:
+                self._capturing = None
+                for kept, before in watch.before.values():
+                    kept.copy_(before)  # A capture records, and does nothing.
+
+    # --- the rules -------------------------------------------------------------------------
+
+    def _destroyed(self, pool):
+        pool.end()
+        if self.unfinished():
+            self.faults.append("a graph was destroyed while it ran")
+
+    def launches(self, func):
+        """An operation is launched: on the stream that is current on the current device."""
+        assert not self.faults, self.faults
+        assert self._now == self.home, "a kernel is launched on another device than its tensors'"
+        stream = self.current_stream()
+        if self._capturing is not None:
+            assert stream is self._capturing[0], "launched on a stream that is not captured"
+        if not PRODUCTS.match(func._schema.name):
+            return
+        pool = self._capturing[1] if self._capturing is not None else None
+        if stream.workspace is None:
+            stream.workspace = pool or "heap"
+            if pool is not None:
+                pool.lost = True
+        alien = isinstance(stream.workspace, Pool) and stream.workspace is not pool
+        assert not alien, "the stream's workspace lies in a pool of other graphs"
+
+    def allocates(self, made):
+        """Tensors are allocated: while capturing, in its pool."""
+        if self._capturing is not None:
+            _, pool = self._capturing
+            for tensor in made:
+                if storage(tensor) is not None:
+                    pool.tensors.append(StorageWeakRef(tensor.untyped_storage()))
+
+
+class Tape(CudaRecorder):
+    """CudaRecorder on the CPU, under the rules of a `FakeCuda`.
 
     A slow device: what is launched is done when somebody waits for it, or for something later,
     and not a moment sooner. launched, done: how many pieces of work.
     """
 
-    def __init__(self):
-        self.captures = self.replays = self.launched = self.done = 0
+    def __init__(self, device=None, cuda=None):
+        self.cuda = cuda or FakeCuda()
+        self.launched = self.done = 0
         self._queue = []
+        # Whoever synchronises waits for all; what dies before that may be running.
+        self.cuda.settle = self._settle
+        self.cuda.unfinished = lambda: self.launched - self.done
+        super().__init__(device or torch.device("cuda", self.cuda.home))
+
+    @property
+    def captures(self):
+        return self.cuda.captures
+
+    @property
+    def replays(self):
+        """How many programs ran from the tape."""
+        return self.cuda.replays
 
     def launch(self, work):
         self.launched += 1
@@ -76,30 +277,23 @@ class Tape:
 
         def wait():
             while self.done < number:
-                self.done += 1
-                self._queue.pop(0)()
+                self._next()
 
         return wait
 
+    def _next(self):
+        work = self._queue.pop(0)
+        with self.cuda.device(self._device):
+            work()
+        self.done += 1
+
+    def _settle(self):
+        while self.done < self.launched:
+            self._next()
+
     def warm(self, work):
-        with Watch():
-            work()
+        def watched():
+            with Watch(cuda=self.cuda):
+                work()
 
-    def capture(self, work):
-        self.captures += 1
-        tape = []
-        with Watch(tape) as watch:
-            work()
-        for kept, before in watch.before.values():
-            kept.copy_(before)  # A capture records, and does nothing.
-
-        def replay():
-            self.replays += 1
-            for func, args, kwargs, out in tape:
-                given = {storage(t) for t in tensors((args, kwargs))}
-                again = func(*args, **kwargs)
-                for old, new in zip(tensors(out), tensors(again), strict=True):
-                    if storage(old) not in given:  # Neither a view nor written in place.
-                        old.copy_(new)
-
-        return replay
+        super().warm(watched)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
 from forerun.speculative.tree import batch
 from tests.parity.driver import limits
@@ -50,9 +51,28 @@ class Pages:
             self.cache.commit(np.arange(len(part), dtype=np.int32), slots)
         return pair
 
-    def ours(self):
-        blocks = key_blocks(self.plan, self.trees, self.cache, torch.device("cpu"))
-        return attend(torch.from_numpy(self.queries), *self.cache.of_layer(0), blocks).numpy()
+    def ours(self, spec=None):
+        window = spec.window if spec else None
+        blocks = key_blocks(self.plan, self.trees, self.cache, torch.device("cpu"), window)
+        held = self.cache.of_layer(0)
+        return attend(torch.from_numpy(self.queries), *held, blocks, spec).numpy()
+
+    def expected_by(self, spec):
+        """Every node on its own: the keys along its path, by position, and a plain softmax."""
+        place = verify.positions(self.trees, self.plan.kv_len)
+        found = np.empty_like(self.queries)
+        for row, prefix in enumerate(self.prefixes):
+            for node in self.trees.nodes(row):
+                path = [node]
+                while self.trees.parents[path[0]] >= 0:
+                    path.insert(0, int(self.trees.parents[path[0]]))
+                keys, values = (
+                    np.concatenate([cached, own[path]])[-spec.window if spec.window else None :]
+                    for cached, own in zip(prefix, (self.keys, self.values), strict=True)
+                )
+                assert len(keys) == min(place[node] + 1, spec.window or 1 << 30)
+                found[node] = softmax_attention(self.queries[node], keys, values, spec)
+        return found
 
     def expected(self):
         found = []
@@ -62,6 +82,68 @@ class Pages:
             tree = self.keys[part], self.values[part]
             found.append(verify.attend(self.queries[part], self.prefixes[row], tree, mask))
         return np.concatenate(found)
+
+
+def softmax_attention(query, keys, values, spec):
+    """[A,E] of one node's query [A,E] over keys and values [T,G,E], in float64."""
+    shared = len(query) // keys.shape[1]
+    keys, values = (np.repeat(each.astype(np.float64), shared, 1) for each in (keys, values))
+    scores = np.einsum("ae,tae->at", query, keys) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * np.tanh(scores / spec.softcap)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("at,tae->ae", weights / weights.sum(-1, keepdims=True), values)
+
+
+SPECS = st.builds(
+    AttentionSpec,
+    scale=st.sampled_from([0.25, 0.6]),
+    window=st.sampled_from([None, 1, 2, 7, 16, 127, 128, 129, 200]),
+    softcap=st.sampled_from([None, 0.5, 3.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0, 1, 5, 127, 128, 130, 300]), st.integers(1, 20), drafts(12)),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(4, 4), (6, 2), (3, 1)]),
+    page_size=st.sampled_from([1, 16, 256]),
+    spec=SPECS,
+    seed=st.integers(0, 99),
+)
+def test_windows_and_caps_equal_the_reference(rows, heads, page_size, spec, seed):
+    """Across page borders and block borders, in the prefix and along the paths of trees."""
+    known = [np.zeros(count, np.int32) for _, count, _ in rows]
+    trees = batch(known, [draft for _, _, draft in rows])
+    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
+    np.testing.assert_allclose(pages.ours(spec), pages.expected_by(spec), atol=5e-6)
+
+
+def test_blocks_that_no_window_reaches_are_not_read():
+    trees = batch([np.zeros(1, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
+    pages = Pages([4 * BLOCK], trees, 4, 2, 16, 0)
+    made = [
+        key_blocks(pages.plan, trees, pages.cache, torch.device("cpu"), window)
+        for window in (None, 2 * BLOCK, 10)
+    ]
+    assert [len(blocks) for blocks in made] == [5, 3, 2]
+
+
+def test_a_window_along_a_tree_is_counted_by_position():
+    """A long branch beside a short one: each node forgets along its own path."""
+    draft = as_draft([1, 2, 3, 4, 5], [-1, 0, 1, -1, 3])
+    trees = batch([np.zeros(1, np.int32)], [draft])
+    pages = Pages([4], trees, 4, 2, 16, 0)
+    spec = AttentionSpec(0.25, window=2)
+    before = pages.ours(spec)
+    pages.keys[1] += 5.0  # The first draft token: seen by itself and its child only.
+    pages.cache.write(0, torch.from_numpy(pages.keys), torch.from_numpy(pages.values))
+    changed = (pages.ours(spec) != before).any((1, 2))
+    assert changed.tolist() == [False, True, True, False, False, False]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,4 +1,4 @@
-"""CudaGraphRunner that are captured and replayed, by a recorder that has a CUDA graph's manners."""
+"""Rounds that are captured and replayed, by a recorder that has a CUDA graph's manners."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,13 @@ from forerun.executors.torch import TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
-from forerun.executors.torch.captured.runner import MOST_NODES, walk
+from forerun.executors.torch.captured.runner import walk
+from forerun.executors.torch.captured.sizes import MOST_NODES
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import put
 from forerun.executors.torch.layers import PLAIN
+from forerun.interface.executor import DraftShape, PreparedExecutor
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
@@ -41,14 +43,15 @@ def pair(checkpoint):
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            executor,
-            "kernels_for",
-            lambda device: Kernels(attend_dense, choose, pick, write, PLAIN),
-        )
+        patch.setattr(executor, "kernels_for", twins)
         patch.setattr(executor, "recorder", lambda device: tape)
         captured = TorchExecutor(checkpoint("qwen3"), small)
     return captured, TorchExecutor(checkpoint("qwen3"), small), tape
+
+
+def twins(device):
+    """The kernels' slow twins, as if a device had them."""
+    return Kernels(attend_dense, choose, pick, write, PLAIN)
 
 
 def write(keys, values, layer, begin):
@@ -129,8 +132,8 @@ def test_features_are_those_of_an_eager_step(pair):
             driver.step([Row(0), Row(1)])
             tree = as_draft([5, 6, 7], [-1, -1, 0])
             for _ in range(3):
-                driver.step([Row(0, draft=tree), Row(1)])
-            found.append(made.aux_hidden_states)
+                done = driver.step([Row(0, draft=tree), Row(1)])
+            found.append(done.outcome.features.tensor().clone())
     assert found[0].shape == (5, 2 * 64)
     assert (found[0] - found[1]).abs().max() < 1e-5
 
@@ -216,18 +219,17 @@ def test_the_walk_is_the_rule(rows, seed):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4))
-def test_sizes_are_the_smallest_that_hold_the_step(pair, draft_tokens):
+def test_sizes_hold_the_step(pair, draft_tokens):
     with Driver(pair[0]) as driver:
         for slot in range(len(draft_tokens)):
             driver.open(slot, [5])
         rows = [Row(slot, draft=chain_draft(np.full(n, 5))) for slot, n in enumerate(draft_tokens)]
         size = pair[0]._graphs.size_of(*driver.plan(rows))
     if size is None:
-        assert 4 * 2 * (max(draft_tokens) + 1) > 128
+        assert len(rows) * (max(draft_tokens) + 1) > 128
     else:
-        assert len(rows) <= size.rows < 2 * len(rows)
-        assert max(draft_tokens) + 1 <= size.nodes < 2 * (max(draft_tokens) + 1)
-        assert size.rows * size.nodes <= 128
+        assert len(rows) <= size.rows and max(draft_tokens) + 1 <= size.nodes
+        assert size.total <= 128
 
 
 @pytest.mark.parametrize(
@@ -245,14 +247,30 @@ def test_the_recorder_catches_what_waits(work):
         work(x)
 
 
-def test_the_first_round_captures_the_common_sizes(pair):
-    pair[0].request_aux_hidden_states((1,))  # What was captured before does not know of it.
-    assert pair[0].describe()["captured"] == []
-    with Driver(pair[0]) as driver:
-        driver.open(0, [5, 6])
-        driver.step([Row(0)])
-        driver.step([Row(0)])
-    buffers = pair[0].describe()
-    assert {(1, 1, 0, 0), (2, 4, 0, 0), (4, 8, 0, 0)} <= set(buffers["captured"])
-    assert buffers["capture_seconds"] > 0
+def test_declared_sizes_are_captured_before_the_first_step(pair):
+    captured, _, tape = pair
+    captured.request_aux_hidden_states((1,))  # What was captured before does not know of it.
+    assert captured.describe()["captured"] == []
+    told, seconds = [], captured.describe()["capture_seconds"]
+    captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news))
+    rows, nodes = (1, 2, 4), (1, 2, 3, 4)
+    assert set(captured.describe()["captured"]) == {(r, n, 0, 0) for r in rows for n in nodes}
+    assert captured.describe()["capture_seconds"] > seconds
+    assert told == [(done, 12) for done in range(13)]
+    before = tape.captures
+    with Driver(captured) as driver:
+        for slot in range(3):
+            driver.open(slot, [5, 6], SAMPLINGS[0])
+        driver.step([Row(slot) for slot in range(3)])
+        for count in (0, 3, 1, 2):
+            driver.step([Row(slot, draft=chain_draft([5] * count)) for slot in range(3)])
+    assert tape.captures == before
     assert pair[1].describe()["captured"] == []
+
+
+def test_an_executor_says_what_a_step_is_padded_to(pair):
+    captured, eager, _ = pair
+    assert isinstance(captured, PreparedExecutor)
+    assert captured.padded_nodes(3, 10) == 4 * 12
+    assert captured.padded_nodes(3, 200) == 600  # No round: a step as it is.
+    assert eager.padded_nodes(3, 10) == 30

@@ -9,10 +9,9 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters.eagle import EagleDrafter
-from forerun.executors.torch import TorchDraftModel, executor
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
-from forerun.executors.torch.captured import runner
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
@@ -21,7 +20,7 @@ from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import write
-from tests.parity.test_torch_draft_model import SWITCHES, Target, Twin, learn, opened, serve
+from tests.parity.test_torch_eagle_model import SWITCHES, Target, Twin, learn, opened, serve
 
 KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
 
@@ -42,11 +41,13 @@ def learned(dense, tmp_path_factory):
     return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
-def taped(folder, twin, **changes):
-    """The target with rounds that a tape captures."""
+def taped(folder, twin, tape=None, **changes):
+    """The target with rounds that a tape captures when they come up, none before."""
+    tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "kernels_for", lambda device: KERNELS)
-        patch.setattr(executor, "recorder", lambda device: Tape())
+        patch.setattr(executor, "recorder", lambda device: tape)
+        patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
         return opened(folder, twin, **changes)
 
 
@@ -60,17 +61,11 @@ def pair(folder, learned):
         target.close()
 
 
-@pytest.fixture(autouse=True)
-def few_captures(monkeypatch):
-    """Only what comes up: tests/parity/test_torch_rounds.py sees the common sizes."""
-    monkeypatch.setattr(runner, "COMMON", ())
-
-
 @pytest.fixture
 def seen(monkeypatch):
     """What head drafters propose, and how many passes they ask for."""
     found = {"drafts": [], "passes": 0}
-    propose = EagleDrafter.propose
+    propose = ModelDrafter.propose
 
     def proposed(self, plan):
         drafts = propose(self, plan)
@@ -78,15 +73,15 @@ def seen(monkeypatch):
         found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
         return drafts
 
-    monkeypatch.setattr(EagleDrafter, "propose", proposed)
+    monkeypatch.setattr(ModelDrafter, "propose", proposed)
     for name in ("extend", "expand"):
-        asked = getattr(TorchDraftModel, name)
+        asked = getattr(TorchEagleModel, name)
 
-        def counted(self, work, asked=asked):
+        def counted(self, *work, asked=asked):
             found["passes"] += 1
-            return asked(self, work)
+            return asked(self, *work)
 
-        monkeypatch.setattr(TorchDraftModel, name, counted)
+        monkeypatch.setattr(TorchEagleModel, name, counted)
     return found
 
 

@@ -191,10 +191,8 @@ def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
         scores = away.verify(plan, trees)
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (33, tiny.VOCAB)
-        assert away.aux_hidden_states.device.type == "meta" and away.aux_hidden_states.shape == (
-            33,
-            128,
-        )
+        streams = scores.features.tensor()
+        assert streams.device.type == "meta" and streams.shape == (33, 128)
         choice = np.full(33, -1, np.int32)
         choice[29] = 5
         away.commit(plan, trees, scores, HostAccepted(trees, choice, np.ones(1, np.bool_)))

@@ -9,7 +9,6 @@ from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor
 from forerun.executors.torch.accept import choose, pick
-from forerun.executors.torch.captured import runner
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
@@ -110,7 +109,6 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
         kernels = Kernels(attend_dense, choose, pick, write, PLAIN)
         monkeypatch.setattr(executor, "kernels_for", lambda device: kernels)
         monkeypatch.setattr(executor, "recorder", lambda device: Tape())
-        monkeypatch.setattr(runner, "COMMON", (1, 4))
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = TorchExecutor(checkpoint(), small, kv_dtype="float8")
     plain, _ = texts(made, no_draft)

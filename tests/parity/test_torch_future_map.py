@@ -9,7 +9,7 @@ from forerun.executors.host_sampler import Choosing
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
-from forerun.interface.plan import Plan
+from forerun.interface.plan import CarriedPlan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, batch
@@ -63,9 +63,7 @@ def entered(carry, size, slots, bounds):
     most, deep, ends = np.array(bounds, np.int32).T
     choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
     nothing = np.zeros(many, np.int32)
-    plan = Plan(
-        np.array(slots), nothing, (), nothing, most, deep, nothing[:, None], nothing, ends=ends
-    )
+    plan = CarriedPlan(np.array(slots), nothing, ends, most, deep, nothing[:, None])
     prepare_inputs_carried(buffers, size, plan, choosing, most)
     buffers["slot"][:many] = slots
     sized.whole.copy_(sized._staging[0].whole)

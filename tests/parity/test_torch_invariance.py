@@ -5,7 +5,7 @@ position kept. Then random journeys through the same texts, prompt in chunks, ou
 that hold some of the truth, must meet the same bits at every node on the true path.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,15 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.experts import Mixture
 from forerun.executors.torch.layers import (
     MOST_ROWS,
     SIZES,
     Linear,
+    geglu,
     invariant_sizes,
     padded_rows,
     rotation,
+    softcapped,
     swiglu,
 )
+from forerun.executors.torch.weights import Weights
+from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec
+from forerun.models.rope import Rope
+from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.models import tiny
@@ -126,14 +133,26 @@ class Journey:
         self.accepted += max(0, len(result.emitted(row)) - 1)
 
 
+MODELS = {
+    "llama": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+}
+"""One model per family that differs in its block."""
+
+
 @pytest.fixture(scope="module")
 def executors(checkpoint):
-    """One model per family that differs in its block, by page size."""
+    """By family and page size."""
     return {
         (family, page_size): TorchExecutor(
-            checkpoint(family), limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size)
+            checkpoint(family, **changes),
+            limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size),
         )
-        for family in ("llama", "qwen3")
+        for family, changes in MODELS.items()
         for page_size in (1, 16, 256)
     }
 
@@ -147,13 +166,13 @@ def texts(executors):
             plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n)
             for n in lengths
         ]
-        for family in ("llama", "qwen3")
+        for family in MODELS
     }
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
-    family=st.sampled_from(["llama", "qwen3"]),
+    family=st.sampled_from(list(MODELS)),
     page_size=st.sampled_from([1, 16, 256]),
     rows=st.integers(1, 4),
     seed=st.integers(0, 1 << 32),
@@ -169,13 +188,33 @@ def test_journeys_accept_guesses(executors, texts):
     assert journey.accepted > 20
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 256])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
 @pytest.mark.parametrize("chunk", [100, 256])
-def test_prefill_in_one_chunk_or_token_by_token(executors, page_size, chunk):
+def test_prefill_in_one_chunk_or_token_by_token(executors, family, chunk):
     prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 300)
-    one = plain_text(executors["llama", 16], prompt, 1, 0).logits
-    many = plain_text(executors["llama", page_size], prompt, 1, 0, chunk).logits
-    assert torch.equal(one, many)
+    one = plain_text(executors[family, 16], prompt, 1, 0).logits
+    for page_size in (1, 16, 256):
+        many = plain_text(executors[family, page_size], prompt, 1, 0, chunk).logits
+        assert torch.equal(one, many)
+
+
+@pytest.mark.parametrize("about", [Experts(7, 3, 24), Experts(7, 2, 24, True, shared=40)])
+def test_experts_bits_do_not_depend_on_the_other_rows(about):
+    """Rows alone, in any company and order, and where all of them want the same expert."""
+    layer = LayerSpec(AttentionSpec(0.25), Rope(1e4), about)
+    arch = replace(shape_named("tiny"), layer_specs=(layer,))
+    weights = Weights(RandomCheckpoint(arch), torch.device("cpu"), torch.float32, Linear)
+    mixture = Mixture(weights, "model.layers.0.mlp", about, swiglu)
+    sizes = invariant_sizes(mixture.linears)
+    x = torch.randn(MOST_ROWS, arch.hidden) * 8
+    x[:40] = x[0] + torch.randn(40, arch.hidden) * 0.01
+    expected = mixture(x, sizes)
+    _, chosen = mixture._routes(x)
+    assert len(chosen[40:].unique()) == about.count
+    for count in sizes:
+        some = torch.randperm(MOST_ROWS)[:count]
+        assert torch.equal(mixture(x[some], sizes), expected[some])
+    assert torch.equal(mixture(x[:32], sizes), expected[:32])
 
 
 def test_two_threads(executors):
@@ -220,11 +259,16 @@ def test_elementwise_bits_do_not_depend_on_the_place(rows):
     gate, up = torch.randn(2, 31, 1001) * 4
     positions = torch.arange(31) * 271
     frequencies = torch.rand(13)
-    whole = swiglu(gate, up), *rotation(positions, frequencies, 1.1)
-    parts = swiglu(gate[:rows], up[:rows]), *rotation(positions[:rows], frequencies, 1.1)
+    whole = swiglu(gate, up), geglu(gate, up), softcapped(gate, 2.0)
+    whole += rotation(positions, frequencies, 1.1)
+    gate, up = gate[:rows], up[:rows]
+    parts = swiglu(gate, up), geglu(gate, up), softcapped(gate, 2.0)
+    parts += rotation(positions[:rows], frequencies, 1.1)
     for all_rows, some in zip(whole, parts, strict=True):
         assert torch.equal(all_rows[:rows], some)
-    torch.testing.assert_close(whole[0], torch.nn.functional.silu(gate) * up)
+    torch.testing.assert_close(whole[0][:rows], torch.nn.functional.silu(gate) * up)
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    torch.testing.assert_close(whole[1][:rows], gelu * up)
 
 
 def test_padded_rows():

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from forerun.build import drafting
-from forerun.build.engine import make_engine
+from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
-from forerun.drafters.eagle import EagleDrafter
+from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
-from forerun.executors.torch.captured import future_map, runner
+from forerun.executors.torch.captured import future_map
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_draft_model import Target, learn, opened
-from tests.parity.test_torch_drafting import KERNELS, Uneven
+from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
+from tests.parity.test_torch_eagle_model import Target, learn, opened, opened_config
 
 OFF = {"speculation": "off"}
 SHAPES = [OFF] + [
@@ -42,19 +42,11 @@ def learned(folder, tmp_path_factory):
     return learn(Target(FolderCheckpoint(folder)), tmp_path_factory.mktemp("draft"))
 
 
-@pytest.fixture(autouse=True)
-def few_captures(monkeypatch):
-    monkeypatch.setattr(runner, "COMMON", ())
-
-
 @pytest.fixture(scope="module")
 def slow(folder, learned):
     """The target and head on a device that is slow, and its tape."""
     tape = Tape()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "kernels_for", lambda device: KERNELS)
-        patch.setattr(executor, "recorder", lambda device: tape)
-        target = opened(folder, learned[0], max_step_nodes=128, context=128)
+    target = taped(folder, learned[0], tape, max_step_nodes=128, context=128)
     yield target, tape
     target.close()
 
@@ -70,7 +62,7 @@ def eager(folder, learned):
 def trees(monkeypatch):
     """What every slot ran, in order: (kv_len, tokens, parents), as drafters are told."""
     seen = {}
-    observe = EagleDrafter.observe
+    observe = ModelDrafter.observe
 
     def observed(self, plan, trees, outcome):
         for row, slot in enumerate(plan.slots.tolist()):
@@ -81,7 +73,7 @@ def trees(monkeypatch):
             seen.setdefault(slot, []).append(ran)
         observe(self, plan, trees, outcome)
 
-    monkeypatch.setattr(EagleDrafter, "observe", observed)
+    monkeypatch.setattr(ModelDrafter, "observe", observed)
     return seen
 
 
@@ -253,3 +245,29 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     assert output_tokens[1] == expected[1][:9]
     assert found[1][-1].finish == Finish.ERROR and "not finite" in found[1][-1].error
     assert stats.carried > 10
+
+
+def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
+    """The head and overlap come before the captures: neither voids them afterwards."""
+    tape, told = Tape(), []
+    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(executor, "recorder", lambda device: tape)
+    shape = {"draft_nodes": 2, "draft_depth": 2, "draft_width": 1, "speculation": "head"}
+    small = {"max_step_nodes": 32, "context": 128, "max_sequences": 2, "overlap": True}
+    config = opened_config(folder, learned[0], **small, **shape)
+    target = open_target(config, lambda *news: told.append(news))
+    try:
+        ready = set(target.executor.describe()["captured"])
+        assert ready == {
+            *((rows, nodes, 0, 0) for rows in (1, 2) for nodes in (1, 2, 3)),
+            *((rows, 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
+            *((rows, levels + 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
+        }
+        assert [news for news in told if news[0] == "preparing step sizes"][-1][1:] == (14, 14)
+        _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), True)
+        assert stats.carried > 5
+        captured = target.executor.describe()["captured"]
+        assert ready <= set(captured)
+        assert tape.captures == len(captured)  # None of them twice.
+    finally:
+        target.close()

@@ -1,18 +1,22 @@
 """The Triton kernels, interpreted on the CPU, against plain torch and the reference."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.errors import EngineError
 from forerun.executors.torch.geometry import attend_dense, geometry_of
 from forerun.executors.torch.layers import FLOAT8
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.parity.interpreted import load
-from tests.parity.test_torch_attention import Pages
+from tests.parity.test_torch_attention import SPECS, Pages
 from tests.speculative.worlds import as_draft, drafts
 
 attention = load("triton_attention")
@@ -24,8 +28,8 @@ def geometry(pages):
     return geometry_of(pages.plan, pages.trees, pages.cache, gqa_group, CPU)
 
 
-def both(pages, parts=None):
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0), geometry(pages)
+def both(pages, parts=None, spec=None):
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0), geometry(pages), spec
     return attention.attend(*inputs, parts).numpy(), attend_dense(*inputs).numpy()
 
 
@@ -60,6 +64,53 @@ def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
     np.testing.assert_allclose(fast, pages.expected(), atol=3e-6)
 
 
+@settings(max_examples=16, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0, 1, 63, 64, 130]), st.integers(1, 12), drafts(9)),
+        min_size=1,
+        max_size=3,
+    ),
+    heads=st.sampled_from([(4, 4), (6, 2), (7, 1)]),
+    page_size=st.sampled_from([1, 16, 256]),
+    parts=st.sampled_from([1, 2, 8]),
+    spec=SPECS,
+    seed=st.integers(0, 99),
+)
+def test_windows_and_caps_equal_the_reference(rows, heads, page_size, parts, spec, seed):
+    known = [np.zeros(count, np.int32) for _, count, _ in rows]
+    trees = batch(known, [draft for _, _, draft in rows])
+    pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
+    fast, slow = both(pages, parts, spec)
+    expected = pages.expected_by(spec)
+    np.testing.assert_allclose(slow, expected, atol=5e-6)
+    np.testing.assert_allclose(fast, expected, atol=5e-6)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_windows_and_caps_on_float8_pages(parts):
+    trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
+    pages = Pages([150, 5], trees, 6, 2, 16, 0, FLOAT8)
+    for spec in (
+        AttentionSpec(0.25, 40),
+        AttentionSpec(0.4, 3, 1.5),
+        AttentionSpec(0.4, None, 1.5),
+    ):
+        fast, slow = both(pages, parts, spec)
+        np.testing.assert_allclose(fast, slow, atol=3e-6)
+        np.testing.assert_allclose(pages.ours(spec), slow, atol=3e-6)
+
+
+def test_a_window_without_positions_is_refused():
+    pages = Pages([5], batch([np.zeros(3, np.int32)], [as_draft([], [])]), 4, 2, 16, 0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    nowhere = replace(geometry(pages), position=None)
+    for attend in (attention.attend, attend_dense):
+        with pytest.raises(EngineError, match="positions"):
+            attend(*inputs, nowhere, AttentionSpec(0.25, 3))
+        attend(*inputs, nowhere, AttentionSpec(0.25))
+
+
 def test_a_long_chunk_over_several_tiles_and_turns():
     trees = batch([np.zeros(200, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
     pages = Pages([70], trees, 4, 2, 16, 0)
@@ -74,7 +125,7 @@ def test_narrow_inputs(dtype):
     keys, values = (staging.to(dtype) for staging in pages.cache.of_layer(0))
     queries = torch.from_numpy(pages.queries).to(dtype)
     for parts in (1, 4):
-        found = attention.attend(queries, keys, values, geometry(pages), parts)
+        found = attention.attend(queries, keys, values, geometry(pages), parts=parts)
         assert found.dtype == dtype
         error = found.float().numpy() - pages.expected()
         assert 0 < np.linalg.norm(error) < 8e-3 * np.linalg.norm(pages.expected())
@@ -89,7 +140,7 @@ def test_float8_pages(dtype, parts):
     keys, values = pages.cache.of_layer(0)
     assert keys.numbers.dtype == FLOAT8
     queries = torch.from_numpy(pages.queries).to(dtype)
-    found = attention.attend(queries, keys, values, geometry(pages), parts).float().numpy()
+    found = attention.attend(queries, keys, values, geometry(pages), parts=parts).float().numpy()
     expected = attend_dense(queries, keys, values, geometry(pages)).float().numpy()
     within = 3e-6 if dtype == torch.float32 else 2e-2
     np.testing.assert_allclose(found, expected, atol=within)

@@ -10,9 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CASES = [
-    *("attend 8b, one node", "attend 8b, tree", "attend 135m", "merge", "choose"),
+    *("attend 8b, one node", "attend 8b, tree", "attend 135m"),
+    *("attend 8b, tree, window and cap", "merge", "choose"),
     *("attend 8b, float8 pages", "write float8"),
-    *("pick", "norm", "gate", "rotate", "write"),
+    *("pick", "norm", "gate", "gelu gate", "rotate", "write"),
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +41,7 @@ def test_no_register_is_spilt(usage, case):
     assert usage[case]["STACK"] == usage[case]["LOCAL"] == 0
 
 
-@pytest.mark.parametrize("case", CASES[:3])
+@pytest.mark.parametrize("case", CASES[:4])
 def test_attention_fetches_ahead_and_multiplies_on_tensor_cores(usage, case):
     assert usage[case]["async_copies"] >= 20
     assert usage[case]["tensor_cores"]

@@ -34,6 +34,7 @@ def test_norm(dtype):
 def test_gate(dtype):
     both = torch.randn(3, 2 * 1100).to(dtype) * 4
     same(layers.gate(*both.chunk(2, -1)), PLAIN.gate(*both.chunk(2, -1)))
+    same(layers.gelu_gate(*both.chunk(2, -1)), PLAIN.gelu_gate(*both.chunk(2, -1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,13 +9,19 @@ from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
 
 PRODUCT = sources("forerun")
 LAZY = {
+    "forerun/bench/frontier.py",
+    "forerun/bench/picture.py",
+    "forerun/build/device.py",
     "forerun/build/engine.py",
+    "forerun/cli/doctor.py",
+    "forerun/cli/eval.py",
     "forerun/cli/main.py",
     "forerun/constrain/backends.py",
     "forerun/executors/torch/kernels.py",
 }
-"""Files whose functions may import: an executor is loaded only when chosen, Triton on CUDA,
-xgrammar when asked for.
+"""Files whose functions may import what is optional or slow: an executor is loaded only when
+chosen, torch where `doctor` and `eval` look at it or a GPU is there, Triton on CUDA, matplotlib for
+a picture, xgrammar when asked for.
 """
 
 HOSTS = [
@@ -60,6 +66,22 @@ def test_no_import_hides_in_a_function():
         and not (path.name == "attention.py" and node.name == "choose")
         for inner in ast.walk(node)
         if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert not hidden
+
+
+def test_no_import_is_a_string():
+    """A module that is named in a string is imported past the layers, and past every tool that
+    reads imports. `forerun.cli.main` loads the command that was asked for.
+    """
+    hidden = [
+        f"{relative(path)}:{node.lineno}"
+        for path in PRODUCT
+        if relative(path) != "forerun/cli/main.py"
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call)
+        and re.fullmatch(r"(importlib\.)?import_module|__import__", ast.unparse(node.func))
+        and any(isinstance(part, ast.Constant | ast.JoinedStr) for part in node.args)
     ]
     assert not hidden
 

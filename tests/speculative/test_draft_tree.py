@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.draft_tree import Growth, full_draft, grow
+from forerun.speculative.draft_tree import DraftTree, full_draft, grow
 
 WORDS = 5
 
 
-def path_of(growth: Growth, node: int) -> tuple[int, ...]:
+def path_of(growth: DraftTree, node: int) -> tuple[int, ...]:
     path: tuple[int, ...] = ()
     while node >= 0:
         path = (int(growth.tokens[node]), *path)
@@ -32,7 +32,7 @@ class Model:
             logits = np.round(logits / 2)
         return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
-    def expand(self, growth: Growth, nodes: np.ndarray, width: int):
+    def expand(self, growth: DraftTree, nodes: np.ndarray, width: int):
         tokens, values = [], []
         for node in nodes:
             path = path_of(growth, int(node))
@@ -136,7 +136,7 @@ def test_a_drafter_with_nothing_to_say_ends_the_growth():
 
 def test_rows_grown_side_by_side_equal_rows_grown_alone():
     models = [Model(seed, False) for seed in range(3)]
-    growths = [Growth(3) for _ in models]
+    growths = [DraftTree(3) for _ in models]
     for _ in range(3):
         for model, growth in zip(models, growths, strict=True):
             growth.extend(*model.expand(growth, growth.frontier(), 3))
@@ -149,10 +149,10 @@ def test_rows_grown_side_by_side_equal_rows_grown_alone():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
 def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed):
-    """Growth.regrown of a tree with holes, at any depth."""
+    """DraftTree.regrown of a tree with holes, at any depth."""
     random = np.random.default_rng(seed)
     depth = min(depth, levels)
-    whole, cut, full = Growth(width), Growth(width), []
+    whole, cut, full = DraftTree(width), DraftTree(width), []
     for level in range(levels):
         frontier = whole.frontier()
         rows = np.full((width if level else 1, width), -np.inf, np.float32)
@@ -169,7 +169,7 @@ def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed)
         if level < depth:
             cut.extend(tokens[: len(frontier)], found)
     record = _full(full, width)
-    regrown = Growth.regrown(width, depth, *record)
+    regrown = DraftTree.regrown(width, depth, *record)
     assert regrown.tokens.tolist() == cut.tokens.tolist()
     assert regrown.parents.tolist() == cut.parents.tolist()
     assert regrown.value.tolist() == cut.value.tolist()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
-from forerun.models.arch import Architecture
+from forerun.models.arch import Architecture, plain_layers
 from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.rope import Llama3, Rope
@@ -19,16 +19,14 @@ from forerun.train.export import export_head
 
 TARGET = Architecture(
     family="llama",
-    layers=8,
     hidden=16,
     heads=4,
     kv_heads=2,
     head_size=8,
-    ffn=24,
     vocab=30,
     context=64,
     norm_eps=1e-5,
-    rope=Rope(5000.0, Llama3(8.0, 1.0, 4.0, 32)),
+    layer_specs=plain_layers(8, 8, 24, Rope(5000.0, Llama3(8.0, 1.0, 4.0, 32))),
     tied_head=True,
 )
 IDS = np.array([0, 2, 3, 5, 7, 11, 13, 17, 19, 29], np.int32)
@@ -205,7 +203,7 @@ def test_what_speculators_leave_out_means_true(tmp_path):
     [
         ({"vocab": 31}, "another tokenizer"),
         ({"hidden": 32, "heads": 4}, "width 16, the target's are 32"),
-        ({"layers": 4}, "lie beyond"),
+        ({"layer_specs": TARGET.layer_specs[:4]}, "lie beyond"),
     ],
 )
 def test_draft_for_another_target(good, changes, message):
@@ -224,4 +222,4 @@ def test_traps_are_warned_of_by_name(good):
 
 def test_a_target_of_too_few_layers_is_refused():
     with pytest.raises(ModelError, match="3 layers, at least 6"):
-        head_for(replace(TARGET, layers=3), 10)
+        head_for(replace(TARGET, layer_specs=TARGET.layer_specs[:3]), 10)

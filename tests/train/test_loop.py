@@ -24,8 +24,9 @@ from forerun.train.corpus import (
 )
 from forerun.train.ema import WeightEma
 from forerun.train.init import SCALES, calibrate
-from forerun.train.loop import Progress, Schedule, TrainingError, Trial, evaluate, train
+from forerun.train.loop import Schedule, TrainingError, Trial, evaluate, train
 from forerun.train.loss import Vocabulary
+from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
 
 VOCAB, HIDDEN = 40, 32

@@ -30,7 +30,7 @@ from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
-from forerun.train.loop import Progress
+from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
 from tests.train.conftest import TRAINING
 
@@ -75,18 +75,15 @@ def test_what_was_learnt_by_heart_is_accepted(small):
 def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
     """The mistakes that lose acceptance and nothing else. See the one before: rightly, > 0.98."""
     reading = mistake if "=" in mistake else None
-    true_extend = cpu.CpuDraftModel.extend
+    true_extend = cpu.CpuEagleModel.extend
 
-    def forgetful(self, work):
-        return self._run(work, extend=True)  # And nothing is committed.
-
-    def starved(self, work):
-        return true_extend(self, replace(work, sources=np.zeros_like(work.sources)))
+    def starved(self, work, features):
+        return true_extend(self, work, features.select(np.zeros_like(work.tokens)))
 
     if mistake == "no cache":
-        monkeypatch.setattr(cpu.CpuDraftModel, "extend", forgetful)
+        monkeypatch.setattr(cpu.CpuEagleModel, "_commit", lambda self, places: None)
     if mistake == "features of one node":
-        monkeypatch.setattr(cpu.CpuDraftModel, "extend", starved)
+        monkeypatch.setattr(cpu.CpuEagleModel, "extend", starved)
     histogram, accepted = served(small, small.draft, draft_reading=reading)
     print(histogram, accepted)
     assert accepted < 0.7

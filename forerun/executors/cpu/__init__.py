@@ -1,16 +1,23 @@
 """Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
-from forerun.executors.cpu.draft_model import CpuDraftModel
-from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
+from forerun.executors.cpu.eagle_model import CpuEagleModel
+from forerun.executors.cpu.executor import (
+    CpuExecutor,
+    cache_bytes_per_token,
+    check_runs,
+    refusal,
+)
 from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.ngram import CpuNgramDrafter
 
 __all__ = [
-    "CpuDraftModel",
+    "CpuEagleModel",
     "CpuExecutor",
     "CpuNgramDrafter",
     "HiddenStates",
     "available",
     "cache_bytes_per_token",
+    "check_runs",
+    "refusal",
 ]

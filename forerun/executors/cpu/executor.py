@@ -12,13 +12,15 @@ from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.features import KeptFeatures
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Floats, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 MOST_THREADS = 16
 """Used unless more are asked for. A step has some 300 barriers, which cost more with each."""
@@ -35,6 +37,28 @@ class Logits:
         """float32[V] of one flat node."""
         row: Floats = self.logits[np.searchsorted(self.scored, node)]
         return row
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """Features of nodes of the compiled core's last step; they stay there.
+
+    nodes  int[n] flat nodes of that step
+    """
+
+    executor: "CpuExecutor"
+    width: int
+    nodes: AnyArray
+
+    def select(self, nodes: AnyArray) -> "CpuFeatures":
+        """Of these nodes, in this order; the core refuses those that are not there."""
+        return CpuFeatures(self.executor, self.width, self.nodes[nodes])
+
+    def keep(self) -> KeptFeatures:
+        """A copy in 16 bits."""
+        count = int(self.nodes.max()) + 1
+        values = self.executor.features(count, self.width)[self.nodes]
+        return KeptFeatures(values.astype(np.float16))
 
 
 class CpuExecutor:
@@ -59,7 +83,9 @@ class CpuExecutor:
         kernels: str = "",
     ) -> None:
         arch = checkpoint.architecture
-        _check_runs(arch, limits)
+        check_runs(arch, limits.context)
+        if limits.vocab != arch.vocab:
+            raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
         self.limits = limits
         self._arch = arch
         self._library = native.load()
@@ -72,6 +98,7 @@ class CpuExecutor:
         self._box = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._model: int | None = None
         self._drafts: list[int] = []
+        self._features_width = 0
         packer = Packer(self._library, checkpoint)
         self._weight_bytes = packer.planned_bytes()
         self._model = self._open()
@@ -129,9 +156,11 @@ class CpuExecutor:
         """Forget a slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> Logits:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Logits:
         """Score every node in one native call; known nodes write their pages. The result is valid
-        until the next `verify`.
+        until the next `verify`. No draft request is answered: every pass is asked for.
         """
         scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
@@ -192,7 +221,10 @@ class CpuExecutor:
             )
             if code:
                 raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
-        return self._sampler.outcome(plan, trees, accepted)
+        features = None
+        if self._features_width:
+            features = CpuFeatures(self, self._features_width, np.arange(len(trees.tokens)))
+        return self._sampler.outcome(plan, trees, accepted, features)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
@@ -223,9 +255,19 @@ class CpuExecutor:
         """The compiled core's handle, for a draft head beside it (head.py)."""
         return self._alive()
 
-    def adopt(self, draft: int) -> None:
-        """Close this native draft head together with the model whose threads it uses."""
+    def adopt(self, draft: int, features_width: int) -> None:
+        """Close this native draft head together with the model whose threads it uses, and hand
+        out from now on the features [M,features_width] that it made the model keep.
+        """
         self._drafts.append(draft)
+        self._features_width = features_width
+
+    def features(self, count: int, width: int) -> Floats:
+        """float32[count,width] copies of the features of the last step's first `count` nodes."""
+        found = np.empty((count, width), np.float32)
+        if self._library.forerun_aux_hidden_states(self._alive(), count, found.ctypes.data):
+            raise EngineError(self._library.forerun_error().decode())
+        return found
 
     def _alive(self) -> int:
         if self._model is None:
@@ -238,11 +280,25 @@ def cache_bytes_per_token(arch: Architecture) -> int:
     return arch.layers * 2 * arch.kv_heads * arch.head_size * 2
 
 
-def _check_runs(arch: Architecture, limits: ExecutorLimits) -> None:
-    if arch.head_size % 8:
-        raise ModelError(
-            f"the CPU executor needs a head size that is a multiple of 8, not {arch.head_size}; "
-            "use the torch executor"
+def refusal(arch: Architecture, context: int | None = None) -> str | None:
+    """Why the compiled core cannot run this model up to `context` tokens, in one clause; None
+    where it can. Without a context: up to where the first sliding window would hide something.
+    """
+    beyond, size, exact = arch.beyond_llama(), arch.head_size, arch.windowless_context
+    if beyond:
+        return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
+    if size % 8:
+        return f"the CPU core needs a head size that is a multiple of 8, not {size}"
+    if context is not None and exact < min(context, arch.context):
+        return (
+            f"the CPU core knows no sliding windows: this model's has {exact} tokens and the "
+            f"context is {context}"
         )
-    if limits.vocab != arch.vocab:
-        raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    return None
+
+
+def check_runs(arch: Architecture, context: int | None) -> None:
+    """Raise ModelError where `refusal` has a reason."""
+    reason = refusal(arch, context)
+    if reason is not None:
+        raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -13,9 +13,10 @@ from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.types import Ints
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
@@ -40,7 +41,7 @@ class CpuNgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._library = native.load_short()
         rules = native.NgramRules(
@@ -122,7 +123,10 @@ class CpuNgramDrafter:
                 )
                 begin = end
 
-    def carry(self, plan: Plan) -> bool:
+    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+        """There is no draft model."""
+
+    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

@@ -65,7 +65,7 @@ def matrices(arch: Architecture) -> list[Place]:
 
 def vectors(arch: Architecture) -> list[Place]:
     """All norms' weights."""
-    names = _LAYER_VECTORS if arch.qk_norm else _LAYER_VECTORS[:2]
+    names = _LAYER_VECTORS if arch.layer_specs[0].qk_norm else _LAYER_VECTORS[:2]
     places = [
         Place(f"model.layers.{layer}.{name}", layer, which)
         for layer in range(arch.layers)

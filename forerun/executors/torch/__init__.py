@@ -1,6 +1,6 @@
 """The torch executor: reference on CPU, and CUDA."""
 
-from forerun.executors.torch.draft_model import TorchDraftModel
+from forerun.executors.torch.eagle_model import TorchEagleModel
 from forerun.executors.torch.executor import TorchExecutor
 
-__all__ = ["TorchDraftModel", "TorchExecutor"]
+__all__ = ["TorchEagleModel", "TorchExecutor"]

@@ -10,6 +10,9 @@ exist, what stands in them and the shape of every product depend on the node's p
 a block of which a node sees nothing changes none of its bits (factor exp(0), addends 0). Hence
 the same bits alone and in a batch, under any tree, from pages of any size, in any chunks.
 
+With a sliding window of w tokens a node at position p sees the keys at positions above p - w, along
+its own path as in the prefix; blocks that a tile's nodes all see nothing of are left out.
+
     row     |<-------- cached: kv_len -------->| known | draft tokens
     blocks  |  0  |  1  |  2  |  3  |  4  |  5   ...
             '- full of cached keys: shared  -'  '- from here on: one copy per chain
@@ -24,7 +27,9 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.kv import CacheTensor, PagedCache, Slots, read
+from forerun.executors.torch.layers import softcapped
 from forerun.interface.plan import Plan
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
 from forerun.types import Ints
@@ -51,6 +56,32 @@ class KeyBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """The keys that each node sees: those at positions first[m] to last[m], both included.
+
+    int[M+1]; the last is nobody. first None: all from position 0.
+    """
+
+    first: Slots | None
+    last: Ints
+
+    @staticmethod
+    def of(position: Ints, window: int | None) -> "Seen":
+        """What the nodes at `position` int32[M] see. Nobody sees everything, which saves it from
+        a softmax over nothing.
+        """
+        last = np.append(position, np.iinfo(np.int32).max)
+        if window is None:
+            return Seen(None, last)
+        first = np.maximum(position.astype(np.int64) - window + 1, 0)
+        return Seen(np.append(first, 0), last)
+
+    def first_block(self, nodes: Ints) -> int:
+        """The first block of which any of these nodes sees something."""
+        return 0 if self.first is None else int(self.first[nodes].min()) // BLOCK
+
+
+@dataclass(frozen=True, slots=True)
 class RowKeys:
     """One row of a pass and what its nodes can see, each as far as its own position.
 
@@ -66,9 +97,15 @@ class RowKeys:
 
 
 def key_blocks(
-    plan: Plan, trees: TreeBatch, cache: PagedCache, device: torch.device
+    plan: Plan,
+    trees: TreeBatch,
+    cache: PagedCache,
+    device: torch.device,
+    window: int | None = None,
 ) -> list[KeyBlock]:
-    """All blocks of a target's step, by ascending position. The same for every layer."""
+    """All blocks of a target's step, by ascending position. The same for every layer of one
+    window, in tokens; None: every node sees all before it.
+    """
     rows = [
         RowKeys(
             nodes=np.array(trees.nodes(row), np.int32),
@@ -77,34 +114,40 @@ def key_blocks(
         )
         for row in range(plan.rows)
     ]
-    return blocks_of(rows, positions(trees, plan.kv_len), cache.null, device)
+    return blocks_of(rows, positions(trees, plan.kv_len), cache.null, device, window)
 
 
 def blocks_of(
-    rows: Iterable[RowKeys], position: Ints, null: int, device: torch.device
+    rows: Iterable[RowKeys],
+    position: Ints,
+    null: int,
+    device: torch.device,
+    window: int | None = None,
 ) -> list[KeyBlock]:
     """All blocks of a pass, by ascending position.
 
     position  int32[M] of every flat node
     null      where there is no key
+    window    as in key_blocks
     """
+    seen = Seen.of(position, window)
     tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
     for row in rows:
-        for block, nodes, slots in _row_tiles(row, position, null):
+        for block, nodes, slots in _row_tiles(row, seen, null):
             tiles[block].append((nodes, slots))
-    # Nobody sees everything, which saves it from a softmax over nothing.
-    seen = np.append(position, np.iinfo(np.int32).max)
     return [_stacked(block, tiles[block], seen, device) for block in sorted(tiles)]
 
 
 def _stacked(
-    block: int, tiles: list[tuple[Ints, Slots]], seen: Ints, device: torch.device
+    block: int, tiles: list[tuple[Ints, Slots]], seen: Seen, device: torch.device
 ) -> KeyBlock:
-    nodes = np.full((len(tiles), TILE), len(seen) - 1, np.int64)
+    nodes = np.full((len(tiles), TILE), len(seen.last) - 1, np.int64)
     for line, (members, _) in zip(nodes, tiles, strict=True):
         line[: len(members)] = members
     keys = block * BLOCK + np.arange(BLOCK)
-    hidden = keys > seen[nodes][:, :, None]
+    hidden = keys > seen.last[nodes][:, :, None]
+    if seen.first is not None:
+        hidden |= keys < seen.first[nodes][:, :, None]
     return KeyBlock(
         nodes=torch.from_numpy(nodes.ravel()).to(device),
         slots=torch.from_numpy(np.concatenate([slots for _, slots in tiles])).to(device),
@@ -112,17 +155,18 @@ def _stacked(
     )
 
 
-def _row_tiles(row: RowKeys, position: Ints, null: int) -> Iterator[tuple[int, Ints, Slots]]:
+def _row_tiles(row: RowKeys, seen: Seen, null: int) -> Iterator[tuple[int, Ints, Slots]]:
     """(block, at most TILE nodes, BLOCK slots) for all that the nodes of one row can see."""
     full = len(row.cached) // BLOCK
     for nodes in _tiles(row.nodes):
-        for block in range(full):
+        for block in range(seen.first_block(nodes), full):
             yield block, nodes, row.cached[block * BLOCK : (block + 1) * BLOCK]
     for chain, readers in row.chains:
         slots = np.concatenate([row.cached[full * BLOCK :], chain])
         slots = np.pad(slots, (0, -len(slots) % BLOCK), constant_values=null)
         for nodes in _tiles(readers):
-            for block in range(full, int(position[nodes].max()) // BLOCK + 1):
+            last = int(seen.last[nodes].max()) // BLOCK
+            for block in range(max(full, seen.first_block(nodes)), last + 1):
                 begin = (block - full) * BLOCK
                 yield block, nodes, slots[begin : begin + BLOCK]
 
@@ -155,17 +199,23 @@ def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
 
 
 def attend(
-    queries: Tensor, keys: CacheTensor, values: CacheTensor, blocks: list[KeyBlock]
+    queries: Tensor,
+    keys: CacheTensor,
+    values: CacheTensor,
+    blocks: list[KeyBlock],
+    spec: AttentionSpec | None = None,
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The step's own keys and values must be in scratch. Queries that no block names get zeros.
+    spec  how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
     """
     count, heads, size = queries.shape
     groups = len(keys)
+    spec = spec or AttentionSpec(size**-0.5)
     running = _Running(queries, groups)
     query = queries.new_zeros(groups, count + 1, heads // groups, size)
-    query[:, :count] = (queries * size**-0.5).unflatten(1, (groups, -1)).transpose(0, 1)
+    query[:, :count] = (queries * spec.scale).unflatten(1, (groups, -1)).transpose(0, 1)
     for block in blocks:
         tiles = len(block.nodes) // TILE
         # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
@@ -174,11 +224,11 @@ def attend(
             read(cached, block.slots).to(queries.dtype).view(-1, BLOCK, size)
             for cached in (keys, values)
         )
-        scores = torch.bmm(tile, key.transpose(1, 2)).float()
+        scores = softcapped(torch.bmm(tile, key.transpose(1, 2)).float(), spec.softcap)
         scores = scores.view(groups, tiles, TILE, -1, BLOCK)
         if block.hidden is not None:
             scores.masked_fill_(block.hidden[:, :, None], -torch.inf)
-        running.merge(block.nodes, scores.flatten(1, 2), value)
+        running.merge(block.nodes, scores.flatten(1, 2), value, spec.window is not None)
     return running.context(queries.dtype)
 
 
@@ -195,12 +245,17 @@ class _Running:
         self._total = torch.zeros(shape, device=queries.device)
         self._sum = torch.zeros((*shape, size), device=queries.device)
 
-    def merge(self, nodes: Tensor, scores: Tensor, values: Tensor) -> None:
-        """Add a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E]."""
+    def merge(self, nodes: Tensor, scores: Tensor, values: Tensor, windowed: bool) -> None:
+        """Add a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E].
+
+        windowed  a node may see nothing of this block and have seen nothing before it
+        """
         before = self._most.index_select(1, nodes)
         most = torch.maximum(before, scores.amax(-1))
-        weights = torch.exp(scores - most.unsqueeze(-1))
-        fade = torch.exp(before - most)
+        # Nothing to subtract where nothing was seen: minus infinity less itself is no number.
+        level = torch.where(most == -torch.inf, 0.0, most) if windowed else most
+        weights = torch.exp(scores - level.unsqueeze(-1))
+        fade = torch.exp(before - level)
         shape = len(values), -1, BLOCK
         mixed = torch.bmm(weights.view(shape).to(values.dtype), values).float()
         mixed = mixed.view(*scores.shape[:3], -1)

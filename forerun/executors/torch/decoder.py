@@ -1,4 +1,5 @@
-"""The target model: embeddings, L pre-norm blocks, final norm, head. All families in one block.
+"""The target model: embeddings, L layers as their specs say, final norm, head. All families, for
+serving and for training.
 
 How nodes see each other is not known here: `attend` gets a layer's queries, keys and values
 and returns the context.
@@ -6,92 +7,96 @@ and returns the context.
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.experts import FeedForward, Mixture
 from forerun.executors.torch.layers import (
     PLAIN,
     Elementwise,
-    Float8Linear,
     Linear,
+    Product,
     invariant_sizes,
     padded_rows,
     rotation,
+    softcapped,
 )
+from forerun.executors.torch.weights import Weights
+from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
 
-
-class Weights:
-    """A checkpoint's tensors on `device` in `dtype`, read when asked for.
-
-    float8  products inside the blocks run in float8
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, float8: bool
-    ) -> None:
-        self._float8 = float8
-        self._checkpoint, self._names = checkpoint, set(checkpoint.names())
-        self.device, self.dtype = device, dtype
-
-    def vector(self, name: str) -> Tensor | None:
-        """float32 whatever the dtype, or None where the model has no such tensor."""
-        return self._load(name).float() if name in self._names else None
-
-    def matrix(self, name: str) -> Tensor:
-        """[N,K] in the dtype."""
-        return self._load(name).to(self.dtype)
-
-    def block_linear(self, *names: str) -> Linear | Float8Linear:
-        """`linear`, in float8 where that was asked for."""
-        return self.linear(*names, kind=Float8Linear if self._float8 else Linear)
-
-    def linear(
-        self, *names: str, kind: type[Linear] | type[Float8Linear] = Linear
-    ) -> Linear | Float8Linear:
-        """The matrices called names, one above the other, as one product."""
-        biases = [self.vector(f"{name}.bias") for name in names]
-        present = [bias for bias in biases if bias is not None]
-        weight = torch.cat([self.matrix(f"{name}.weight") for name in names])
-        return kind(weight, torch.cat(present).to(self.dtype) if present else None)
-
-    def _load(self, name: str) -> Tensor:
-        array = np.array(self._checkpoint.tensor(name))  # A copy: the file's view is read-only.
-        return torch.from_numpy(array).to(self.device)
+Rotary = tuple[Tensor, Tensor]
+"""Cos and sin, each float32[M,E/2]."""
 
 
 class Block:
-    """One decoder layer."""
+    """One decoder layer, as `spec` says."""
 
-    def __init__(self, weights: Weights, prefix: str) -> None:
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight")
-        self.qkv = weights.block_linear(*(f"{attention}.{part}_proj" for part in "qkv"))
-        self.q_norm = weights.vector(f"{attention}.q_norm.weight")
-        self.k_norm = weights.vector(f"{attention}.k_norm.weight")
-        self.out = weights.block_linear(f"{attention}.o_proj")
-        self.mlp_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight")
-        self.gate_up = weights.block_linear(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-        self.down = weights.block_linear(f"{mlp}.down_proj")
+    def __init__(
+        self, weights: Weights, layer: int, spec: LayerSpec, arch: Architecture, parts: Elementwise
+    ) -> None:
+        prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
+        attention = f"{prefix}.self_attn"
+        self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
+
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else weights.norm(f"{prefix}.{name}.weight")
+
+        self._before_attention = norm(names.before_attention)
+        self._after_attention = norm(names.after_attention)
+        self._before_feed_forward = norm(names.before_feed_forward)
+        self._after_feed_forward = norm(names.after_feed_forward)
+        self._q_norm = norm("self_attn.q_norm" if spec.qk_norm else None)
+        self._k_norm = norm("self_attn.k_norm" if spec.qk_norm else None)
+        self._qkv = weights.block_linear(*(f"{attention}.{part}_proj" for part in "qkv"))
+        self._out = weights.block_linear(f"{attention}.o_proj")
+        gate = parts.gate if spec.activation == "silu" else parts.gelu_gate
+        self._feed_forward = (
+            FeedForward(weights, f"{prefix}.mlp", gate)
+            if isinstance(spec.feed_forward, Dense)
+            else Mixture(weights, f"{prefix}.mlp", spec.feed_forward, gate)
+        )
 
     @property
-    def linears(self) -> tuple[Linear | Float8Linear, ...]:
+    def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
-        return self.qkv, self.out, self.gate_up, self.down
+        return self._qkv, self._out, *self._feed_forward.linears
+
+    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]) -> Tensor:
+        """The residual stream [M,H] after this layer, from the one [M,H] entering it.
+
+        sizes  row counts that experts' products may be run at; empty = any
+        """
+        attended = self._attention(self._normed(x, self._before_attention), rotary, attend)
+        x = x + self._normed(attended, self._after_attention)
+        fed = self._feed_forward(self._normed(x, self._before_feed_forward), sizes)
+        return x + self._normed(fed, self._after_feed_forward)
+
+    def _attention(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        arch = self._arch
+        parts = [arch.heads, arch.kv_heads, arch.kv_heads]
+        q, k, v = self._qkv(x).view(len(x), -1, arch.head_size).split(parts, 1)
+        q = self._parts.rotate(self._normed(q, self._q_norm), *rotary)
+        k = self._parts.rotate(self._normed(k, self._k_norm), *rotary)
+        return self._out(attend(self._layer, q, k, v).flatten(1))
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
 
 
 class Decoder:
     """A target's weights and its forward pass over M flat nodes.
 
-    row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
-               may depend on the batch: anywhere but in float32 on the CPU, as it is written
-    float8     the blocks' products run in float8; embedding and head stay in `dtype`
+    products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
+               stay in `dtype`), or WholeLinear for whole sequences
     parts      what stands between the products
+    row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
+               may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
     """
 
     def __init__(
@@ -99,21 +104,33 @@ class Decoder:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        float8: bool = False,
+        products: type[Product] = Linear,
         parts: Elementwise = PLAIN,
     ) -> None:
         arch = self.arch = checkpoint.architecture
-        weights = Weights(checkpoint, device, dtype, float8)
+        weights = Weights(checkpoint, device, dtype, products)
         self._parts = parts
-        self._embed = weights.matrix("model.embed_tokens.weight")
-        self._blocks = [Block(weights, f"model.layers.{i}") for i in range(arch.layers)]
-        self._norm = weights.vector("model.norm.weight")
-        self._head = Linear(self._embed) if arch.tied_head else weights.linear("lm_head")
-        self._frequencies = torch.from_numpy(arch.rope.frequencies(arch.head_size)).to(device)
+        self.embedding = weights.matrix("model.embed_tokens.weight")
+        self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()
+        self._blocks = [
+            Block(weights, layer, spec, arch, parts) for layer, spec in enumerate(arch.layer_specs)
+        ]
+        self._norm = weights.norm("model.norm.weight")
+        self.head = weights.head(self.embedding)
+        self._frequencies = {
+            spec.rope: torch.from_numpy(spec.rope.frequencies(arch.head_size)).to(device)
+            for spec in arch.layer_specs
+        }
         self.row_sizes: tuple[int, ...] = ()
-        if device.type == "cpu" and dtype == torch.float32 and parts is PLAIN:
+        in_float32 = device.type == "cpu" and dtype == torch.float32
+        if in_float32 and products is Linear and parts is PLAIN:
             linears = [linear for block in self._blocks for linear in block.linears]
-            self.row_sizes = invariant_sizes([*linears, self._head])
+            self.row_sizes = invariant_sizes([*linears, self.head])
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass only launches, which is what a captured program may do."""
+        return all(isinstance(spec.feed_forward, Dense) for spec in self.arch.layer_specs)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, features: tuple[int, ...] = ()
@@ -123,20 +140,26 @@ class Decoder:
         M must be `padded_rows` of something. Also returns the stream [M,H] entering each layer
         of `features`, in that order (transformers' hidden_states; L = after the last layer).
         """
-        factor = self.arch.rope.attention_factor
-        rotary = rotation(positions, self._frequencies, factor)
+        rotary = {
+            rope: rotation(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in self._frequencies.items()
+        }
         x = self.embed(tokens)
-        entering = []
-        for layer, block in enumerate(self._blocks):
-            entering.append(x)
-            x = x + self._attention(layer, block, x, rotary, attend)
-            x = x + self._mlp(block, x)
-        entering.append(x)
-        return x, [entering[layer] for layer in features]
+        if self._scale != 1.0:
+            x = x * self._scale
+        kept: dict[int, Tensor] = {}
+        for layer, (spec, block) in enumerate(
+            zip(self.arch.layer_specs, self._blocks, strict=True)
+        ):
+            if layer in features:
+                kept[layer] = x
+            x = block(x, rotary[spec.rope], attend, self.row_sizes)
+        kept[self.arch.layers] = x
+        return x, [kept[layer] for layer in features]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[M,H] for tokens int64[M]."""
-        return F.embedding(tokens, self._embed)
+        """[M,H] for tokens int64[M]: rows of the embedding, not scaled."""
+        return F.embedding(tokens, self.embedding)
 
     def final_norm(self, last: Tensor) -> Tensor:
         """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
@@ -145,25 +168,13 @@ class Decoder:
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
         """float32[n,V] from residual streams [n,H] after the last layer; into `out`, if given."""
         padding = padded_rows(len(last), self.row_sizes) - len(last)
-        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)))
-        logits = self._head(normed)[: len(last)]
+        return self.read(self.final_norm(F.pad(last, (0, 0, 0, padding))), len(last), out)
+
+    def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; into `out`,
+        if given. n as M in `forward`.
+        """
+        logits = self.head(normed)[:count]
+        if self.arch.final_softcap is not None:
+            logits = softcapped(logits.float(), self.arch.final_softcap)
         return logits.float() if out is None else out.copy_(logits)
-
-    def _attention(
-        self, layer: int, block: Block, x: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
-        arch = self.arch
-        parts = [arch.heads, arch.kv_heads, arch.kv_heads]
-        qkv = block.qkv(self._parts.norm(x, block.attention_norm, arch.norm_eps))
-        q, k, v = qkv.view(len(x), -1, arch.head_size).split(parts, 1)
-        if arch.qk_norm:
-            q, k = (
-                self._parts.norm(heads, weight, arch.norm_eps)
-                for heads, weight in ((q, block.q_norm), (k, block.k_norm))
-            )
-        q, k = (self._parts.rotate(heads, *rotary) for heads in (q, k))
-        return block.out(attend(layer, q, k, v).flatten(1))
-
-    def _mlp(self, block: Block, x: Tensor) -> Tensor:
-        gate_up = block.gate_up(self._parts.norm(x, block.mlp_norm, self.arch.norm_eps))
-        return block.down(self._parts.gate(*gate_up.chunk(2, -1)))

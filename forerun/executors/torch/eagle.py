@@ -64,7 +64,8 @@ class _Attention(nn.Module):
         values = self.v_proj(x).view(split)
         asking, *rotary = (_chosen(rows, only) for rows in (x, cos, sin))
         queries = turned(self.q_proj(asking).unflatten(-1, split[-2:]), *rotary)
-        return self.o_proj(attend(queries, keys, values).flatten(-2))
+        mixed: Tensor = self.o_proj(attend(queries, keys, values).flatten(-2))
+        return mixed
 
 
 class _Mlp(nn.Module):
@@ -78,12 +79,12 @@ class _Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(
-            F.silu(gate) * up if self.parts is None else self.parts.gate(gate, up)
-        )
+        gated = F.silu(gate) * up if self.parts is None else self.parts.gate(gate, up)
+        out: Tensor = self.down_proj(gated)
+        return out
 
 
-class _Layer(nn.Module):
+class DraftLayer(nn.Module):
     """One decoder layer. Norms that EAGLE-1 does not have are absent."""
 
     def __init__(self, head: DraftHead) -> None:
@@ -116,8 +117,15 @@ class EagleHead(nn.Module):
             self.fc_norm = nn.ModuleList(
                 Norm(head.target_hidden, head.norm_eps) for _ in head.features
             )
-        self.layers = nn.ModuleList([_Layer(head)])
+        self.layers = nn.ModuleList([DraftLayer(head)])
         self.lm_head = nn.Linear(head.hidden, head.vocab, bias=False)
+
+    @property
+    def layer(self) -> DraftLayer:
+        """The one decoder layer."""
+        (layer,) = self.layers
+        assert isinstance(layer, DraftLayer)
+        return layer
 
     def use(self, parts: Elementwise) -> None:
         """Let these do, for rows [N,H], what stands between the products; not for training."""
@@ -137,7 +145,8 @@ class EagleHead(nn.Module):
         if self.head.feature_norm == "each":
             chunks = features.split(self.head.target_hidden, -1)
             features = torch.cat([n(c) for n, c in zip(self.fc_norm, chunks, strict=True)], -1)
-        return self.fc(features)
+        fused: Tensor = self.fc(features)
+        return fused
 
     def forward(
         self,
@@ -156,7 +165,7 @@ class EagleHead(nn.Module):
         only int64[R]: of N rows [N,H] these run; all N give keys and values. Then queries and
         results are [R, ...].
         """
-        layer = self.layers[0]
+        layer = self.layer
         if self.head.algorithm == "eagle1":
             residual = x = self.fc(torch.cat([embedded, hidden], -1))
         else:
@@ -173,4 +182,5 @@ class EagleHead(nn.Module):
 
     def logits(self, read: Tensor) -> Tensor:
         """Draft logits [..., Vd] from what `forward` says the head reads."""
-        return self.lm_head(read)
+        logits: Tensor = self.lm_head(read)
+        return logits

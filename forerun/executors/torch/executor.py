@@ -18,12 +18,21 @@ from forerun.executors.torch.captured.graphs import recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import FLOAT8, PLAIN, compiled, padded_rows
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.executors.torch.layers import (
+    FLOAT8,
+    PLAIN,
+    Float8Linear,
+    Linear,
+    compiled,
+    padded_rows,
+)
+from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
@@ -43,6 +52,8 @@ DTYPES = {
 KV_DTYPES = {"same": None, "float8": FLOAT8}
 """Names and what pages are kept in; None: as activations."""
 
+_NOBODY: Ints = np.zeros(0, np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:
@@ -53,12 +64,14 @@ class Scores:
     plain   the nodes whose choice the device makes
     round   the captured round that does it all, perhaps still running; None after an eager step.
             Of one that carries on from another, row_of and plain are empty
+    features  of the nodes, where they were requested; of a round see InFlightStep
     """
 
     logits: Tensor
     row_of: Ints
     plain: PlainNodes | None
     round: InFlightStep | None = None
+    features: TorchFeatures | None = None
 
 
 class TorchExecutor:
@@ -100,8 +113,6 @@ class TorchExecutor:
         self._bytes["cache"] = _kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
-        self._aux_hidden_states = torch.empty(0, 0, device=self.device)
-        self._place: Ints | None = None
         self._sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
         kernels = self.kernels = kernels_for(self.device)
@@ -109,7 +120,7 @@ class TorchExecutor:
             checkpoint,
             self.device,
             self.dtype,
-            float8=dtype == "float8",
+            products=Float8Linear if dtype == "float8" else Linear,
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
         self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
@@ -141,21 +152,21 @@ class TorchExecutor:
         if self._graphs is not None:
             self._graphs.request_aux_hidden_states(layers, self.dtype)
 
-    @property
-    def aux_hidden_states(self) -> Tensor:
-        """[M,F*H] of the last step's M nodes: the F residual streams that
-        `request_aux_hidden_states` asked for, side by side, on the device.
-        """
-        if self._place is not None:  # In a round nodes have gaps between them.
-            place, self._place = self._place, None
-            self._aux_hidden_states = self._aux_hidden_states[self._padded(place, len(place))]
-        return self._aux_hidden_states
-
     def draft_extend(self, drafting: Drafting) -> bool:
         """Let rounds do a draft head's work at their end. False where there are no rounds."""
         if self._graphs is not None:
             self._graphs.draft_extend(drafting)
         return self._graphs is not None
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the rounds that such drafts will need. Nothing where there are no rounds."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.warm_up(draft, progress)
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
+        return rows * nodes if self._graphs is None else self._graphs.padded_nodes(rows, nodes)
 
     def keep_state(self) -> bool:
         """Let rounds carry on from each other. False where there are none."""
@@ -170,14 +181,18 @@ class TorchExecutor:
             return False
         return not self._sampler.reports(in_flight.slots)
 
+    def drafting(self, scores: Scores) -> Ints:
+        """Slots of the rows that a round extends; an eager step extends none."""
+        return scores.round.drafting() if scores.round is not None else _NOBODY
+
     @torch.inference_mode()
-    def carry(self, plan: Plan) -> Scores | None:
+    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
         """Begin a step on what the running round leaves. Raises EngineError for a bad plan."""
         self._alive()
         graphs = self._graphs
         if graphs is None:
             return None
-        in_flight = graphs.carry_on(plan, self._sampler.choosing, graphs.take())
+        in_flight = graphs.carry_on(plan, self._sampler.choosing, draft_request)
         return (
             None
             if in_flight is None
@@ -191,18 +206,20 @@ class TorchExecutor:
         return scores.round.trees()
 
     @torch.inference_mode()
-    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
         """Score every node of every tree in one forward pass.
 
-        Writes scratch; a captured round also accepts, and writes, what it can decide, and may
-        still be doing so: `accept` waits for it.
+        Writes scratch; a captured round also accepts, and writes, what it can decide, drafts what
+        is requested, and may still be doing so: `accept` waits for it.
         """
         decoder, cache = self._alive()
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         if self._graphs is not None:
-            found = self._round(self._graphs, plan, trees)
+            found = self._round(self._graphs, plan, trees, draft_request)
             if found is not None:
                 return found
         scored = self._sampler.scored(plan, trees)
@@ -213,55 +230,60 @@ class TorchExecutor:
                 cache.write(layer, keys[:count], values[:count])
             else:
                 self.kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
-            return attend_layer(queries, *cache.of_layer(layer))
+            spec = decoder.arch.layer_specs[layer].attention
+            return attend_layer(queries, *cache.of_layer(layer), spec=spec)
 
         # Our kernels know no padding; the bits are the batch's affair where they run.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         position = self._padded(positions(trees, plan.kv_len), rows)
         last, streams = decoder.forward(tokens, position, attend_pages, self._aux_layers)
+        features = None
         if streams:
-            self._aux_hidden_states = torch.cat([stream[:count] for stream in streams], -1)
-            self._place = None
+            aligned = torch.cat([stream[:count] for stream in streams], -1)
+            features = TorchFeatures(aligned, np.arange(count))
         row_of = np.full(count, -1, np.int32)
         row_of[scored] = np.arange(len(scored), dtype=np.int32)
         return Scores(
             logits=decoder.logits(last[self._padded(scored, len(scored))]),
             row_of=row_of,
             plain=self._sampler.plain(plan, trees),
+            features=features,
         )
 
-    def _attention(
-        self, plan: Plan, trees: TreeBatch, cache: PagedCache
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """A layer's attention in this step: queries, keys, values -> context."""
+    def _attention(self, plan: Plan, trees: TreeBatch, cache: PagedCache) -> Callable[..., Tensor]:
+        """A layer's attention in this step: queries, keys, values, its spec -> context."""
         kernels, arch = self.kernels, self.decoder.arch
         if kernels is None:
-            blocks = key_blocks(plan, trees, cache, self.device)
-            return partial(attend, blocks=blocks)
+            windows = dict.fromkeys(spec.attention.window for spec in arch.layer_specs)
+            blocks = {w: key_blocks(plan, trees, cache, self.device, w) for w in windows}
+            return lambda q, k, v, spec: attend(q, k, v, blocks[spec.window], spec)
         gqa_group = arch.heads // arch.kv_heads
         return partial(
             kernels.attend, geometry=geometry_of(plan, trees, cache, gqa_group, self.device)
         )
 
     def _captured_rounds(self) -> CudaGraphRunner | None:
-        """None where nothing captures. The first round captures the common ones."""
+        """None where nothing captures."""
         records = recorder(self.device)
-        if records is None or self.kernels is None:
-            return None
         decoder, cache = self._alive()
+        if records is None or self.kernels is None or not decoder.capturable:
+            return None
         return CudaGraphRunner(decoder, cache, self.limits, self.kernels, records)
 
-    def _round(self, graphs: CudaGraphRunner, plan: Plan, trees: TreeBatch) -> Scores | None:
+    def _round(
+        self,
+        graphs: CudaGraphRunner,
+        plan: Plan,
+        trees: TreeBatch,
+        draft_request: DraftRequest | None,
+    ) -> Scores | None:
         """The step as a captured round; None where it cannot be one."""
-        draft_request = graphs.take()
         size = graphs.size_of(plan, trees, draft_request)
         if size is None:
             return None
         plain = self._sampler.plain(plan, trees)
         in_flight = graphs.launch(size, plan, trees, plain, draft_request)
-        if in_flight.features is not None:
-            self._aux_hidden_states, self._place = in_flight.features, in_flight.places()
         return Scores(in_flight.logits, in_flight.places(), plain, in_flight)
 
     @torch.inference_mode()
@@ -319,7 +341,12 @@ class TorchExecutor:
             nodes = np.concatenate(paths)
             place = scores.round.places()[nodes] if scores.round is not None else nodes
             cache.commit(place, np.concatenate(slots))
-        return self._sampler.outcome(plan, trees, accepted)
+        if scores.round is None:
+            return self._sampler.outcome(plan, trees, accepted, scores.features)
+        in_flight = scores.round
+        return self._sampler.outcome(
+            plan, trees, accepted, in_flight.node_features(), in_flight.drafts()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""

@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.errors import EngineError
 from forerun.executors.torch.kv import CacheTensor, PagedCache, read
+from forerun.executors.torch.layers import softcapped
 from forerun.interface.plan import Plan
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
-from forerun.speculative.verify import intervals
+from forerun.speculative.verify import intervals, positions
 from forerun.types import Ints
 
 LINES = 64
@@ -30,6 +33,7 @@ class Geometry:
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
                    are read
     tree_intervals  [2,M]  enter and leave, see above
+    position [M]   of every node, in tokens; None where no layer has a window
     tiles   [T,2]  row and first node of every tile: up to `tile` consecutive nodes of a row
     scratch        slot of node 0 (see kv.py)
     """
@@ -42,6 +46,7 @@ class Geometry:
     tile: int
     page_size: int
     scratch: int
+    position: Tensor | None = None
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
@@ -82,16 +87,30 @@ def geometry_of(
         tile=tile,
         page_size=cache.page_size,
         scratch=cache.scratch_begin,
+        position=there(positions(trees, plan.kv_len)),
     )
 
 
+def positions_of(geometry: Geometry) -> Tensor:
+    """Its positions, where a layer's window asks for them. Raises EngineError without them."""
+    if geometry.position is None:
+        raise EngineError("a layer has a sliding window, but the step's positions were not given")
+    return geometry.position
+
+
 def attend_dense(
-    queries: Tensor, keys: CacheTensor, values: CacheTensor, geometry: Geometry
+    queries: Tensor,
+    keys: CacheTensor,
+    values: CacheTensor,
+    geometry: Geometry,
+    spec: AttentionSpec | None = None,
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
+
+    spec  how scores are made; None: scaled by 1/sqrt(E), no window
     """
     count, _, size = queries.shape
     width = geometry.table.shape[1]
@@ -100,9 +119,14 @@ def attend_dense(
     position = torch.arange(width * geometry.page_size, device=queries.device)
     page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
     slots = (page * geometry.page_size + position % geometry.page_size)[row]
+    spec = spec or AttentionSpec(size**-0.5)
     cached = position < geometry.kv_len[row, None]
     enter, leave = geometry.tree_intervals
     own = (enter <= enter[:, None]) & (enter[:, None] < leave) & (row == row[:, None])
+    if spec.window is not None:
+        mine = positions_of(geometry)
+        cached &= position > mine[:, None] - spec.window
+        own &= mine > mine[:, None] - spec.window
     seen = torch.cat([cached, own], 1)
     slots = torch.cat([slots, (geometry.scratch + nodes).expand(count, -1)], 1)
     # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
@@ -110,6 +134,7 @@ def attend_dense(
         torch.where(seen[..., None], read(cached, slots), 0.0).float() for cached in (keys, values)
     )
     grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
-    scores = torch.einsum("gmae,gmte->gmat", grouped, key) * size**-0.5
+    scores = torch.einsum("gmae,gmte->gmat", grouped, key) * spec.scale
+    scores = softcapped(scores, spec.softcap)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     return torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)

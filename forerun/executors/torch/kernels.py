@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,9 +12,28 @@ from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kv import CacheTensor
 from forerun.executors.torch.layers import Elementwise
+from forerun.models.layer_spec import AttentionSpec
 
-Attend = Callable[[Tensor, CacheTensor, CacheTensor, Geometry], Tensor]
-"""(queries [M,A,E], keys and values of a layer, geometry) -> context [M,A,E]."""
+
+class Attend(Protocol):
+    """Attention over pages and trees, launched."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: CacheTensor,
+        values: CacheTensor,
+        geometry: Geometry,
+        spec: AttentionSpec | None = None,
+    ) -> Tensor:
+        """Context [M,A,E] of queries [M,A,E] over keys and values of a layer, whose scores are
+        made as `spec` says; None: scaled by 1/sqrt(E), no window.
+        """
+        ...
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
@@ -35,6 +56,17 @@ class Kernels:
     parts: Elementwise
 
 
+def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
+    """`launch` with `device` as the current one: Triton launches there, whatever it is given."""
+
+    @wraps(launch)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(device):
+            return launch(*args, **kwargs)
+
+    return inside
+
+
 def kernels_for(device: torch.device) -> Kernels | None:
     """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
     if device.type != "cuda":
@@ -46,9 +78,14 @@ def kernels_for(device: torch.device) -> Kernels | None:
     )
 
     return Kernels(
-        attend=triton_attention.attend,
-        choose=triton_choice.choose,
-        pick=triton_choice.pick,
-        write=triton_layers.write,
-        parts=triton_layers.PARTS,
+        attend=guarded(device, triton_attention.attend),
+        choose=guarded(device, triton_choice.choose),
+        pick=guarded(device, triton_choice.pick),
+        write=guarded(device, triton_layers.write),
+        parts=Elementwise(
+            norm=guarded(device, triton_layers.norm),
+            gate=guarded(device, triton_layers.gate),
+            gelu_gate=guarded(device, triton_layers.gelu_gate),
+            rotate=guarded(device, triton_layers.rotate),
+        ),
     )

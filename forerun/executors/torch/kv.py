@@ -74,7 +74,8 @@ def read(cached: CacheTensor, slots: Tensor) -> Tensor:
         found = cached.numbers.index_select(1, flat).float() * scale
     else:
         found = cached.index_select(1, flat)
-    return found.unflatten(1, slots.shape)
+    numbers: Tensor = found.unflatten(1, slots.shape)
+    return numbers
 
 
 def put(cached: CacheTensor, begin: int, rows: Tensor) -> None:

@@ -35,7 +35,7 @@ class Linear:
         self._packed = packs and torch.backends.mkldnn.is_available()
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self._weight = weight
+        self._weight: Tensor = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M,K] -> [M,N]."""
@@ -44,9 +44,27 @@ class Linear:
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
 
     def _product(self, x: Tensor) -> Tensor:
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+        if not self._packed:
+            return F.linear(x, self._weight, self._bias)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._weight, self._bias, "none", [], ""
+        )
+        return product
+
+
+class WholeLinear:
+    """y = x W^T + b at any number of rows in one call, for whole sequences: training's product.
+
+    A row's last bits may depend on how many others there are.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self.weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        return F.linear(x, self.weight, self._bias)
 
 
 FLOAT8 = torch.float8_e4m3fn
@@ -90,24 +108,29 @@ def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-_FLOAT8_MOST, _FLOAT8_MOST).to(FLOAT8), scale
 
 
+Product = Linear | WholeLinear | Float8Linear
+"""A matrix product with its weight: [M,K] -> [M,N]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What stands between a decoder's products: `rms_norm`, `swiglu`, `turned`, or what computes
-    the same.
+    """What stands between a decoder's products: `rms_norm`, `swiglu`, `turned`, `geglu`, or what
+    computes the same.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     gate: Callable[[Tensor, Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gelu_gate: Callable[[Tensor, Tensor], Tensor]
 
 
 def compiled(parts: Elementwise) -> Elementwise:
     """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
-    functions = (parts.norm, parts.gate, parts.rotate)
+    functions = (parts.norm, parts.gate, parts.rotate, parts.gelu_gate)
     return Elementwise(*(torch.compile(each, dynamic=True) for each in functions))
 
 
-def invariant_sizes(linears: Iterable[Linear]) -> tuple[int, ...]:
+def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
     """Row counts of SIZES at which these products give each row the bits of the largest.
 
     Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
@@ -153,6 +176,27 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-wide)) * up).to(gate.dtype)
 
 
+_GELU = 2 * (2 / torch.pi) ** 0.5
+"""Twice the square root of 2/pi."""
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
+    `gate`.
+
+    0.5 g (1 + tanh(a)) = g / (1 + exp(-2a)). Not F.gelu: on the CPU its bits depend on where in
+    the tensor an element stands.
+    """
+    wide = gate.float()
+    angle = _GELU * (wide + 0.044715 * wide * wide * wide)
+    return (wide / (1 + torch.exp(-angle)) * up).to(gate.dtype)
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
     first, second = x.chunk(2, -1)
@@ -171,4 +215,4 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Ten
     return angles.cos() * factor, angles.sin() * factor
 
 
-PLAIN = Elementwise(rms_norm, swiglu, turned)
+PLAIN = Elementwise(rms_norm, swiglu, turned, geglu)

@@ -12,6 +12,9 @@ Keys and values are read where they lie (kv.py): the prefix through the page tab
 from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32. Keys
 and values may be float8 with a scale for each head of a slot: multiplied into scores and weights,
 so that a scale costs one product per key and not one per number.
+
+A sliding window is a number at run time: a tile's loop begins at the first key that one of its
+nodes sees. Kernels without window or softcap are compiled without a trace of them.
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
@@ -20,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.geometry import Geometry, positions_of
 from forerun.executors.torch.kv import CacheTensor, Narrow
+from forerun.models.layer_spec import AttentionSpec
 
 KEYS = 64
 """Keys of one turn of the loop."""
@@ -49,10 +53,15 @@ def _see(
     seen,
     there,
     scale,
+    cap,
     E: tl.constexpr,
     NARROW: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
-    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS]."""
+    """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
+
+    Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
+    """
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
@@ -60,6 +69,9 @@ def _see(
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
     if NARROW:
         scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
+    if CAPPED:
+        # tanh(x), without overflow at either end.
+        scores = cap * (1 - 2 / (tl.exp(2 * scores) + 1))
     scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(most, tl.max(scores, 1))
     # A line that has seen nothing yet has no maximum to subtract.
@@ -74,7 +86,7 @@ def _see(
     return now, total, mixed
 
 
-@triton.jit(do_not_specialize=["table_stride", "scratch", "count"])
+@triton.jit(do_not_specialize=["table_stride", "scratch", "count", "window"])
 def _attend(
     queries,
     keys,
@@ -88,11 +100,14 @@ def _attend(
     kv_len,
     table,
     tree_intervals,
+    position,
     group_stride,
     table_stride,
     scratch,
     count,
+    window,
     scale,
+    cap,
     GQA_GROUP: tl.constexpr,
     E: tl.constexpr,
     PAGE: tl.constexpr,
@@ -101,6 +116,8 @@ def _attend(
     KEYS: tl.constexpr,
     PARTS: tl.constexpr,
     NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
     score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
@@ -127,13 +144,22 @@ def _attend(
     cached = tl.load(kv_len + row)
     length = tl.cdiv(tl.cdiv(cached, KEYS), PARTS) * KEYS
     high = tl.minimum((part + 1) * length, cached)
-    for at in range(part * length, high, KEYS):
+    low = part * length
+    # The first position that each line sees; no window reaches above a node's own.
+    oldest = tl.zeros([LINES], tl.int32)
+    if WINDOWED:
+        oldest = tl.load(position + node, mask=mine, other=2147483647) - window + 1
+        low = tl.maximum(low, tl.min(oldest, 0) // KEYS * KEYS)
+    for at in range(low, high, KEYS):
         there = at + key < high
         page = tl.load(table + row * table_stride + (at + key) // PAGE, mask=there, other=0)
         slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
+        if WINDOWED:
+            seen = seen & ((at + key)[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
-        )
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
+            E, NARROW, CAPPED,
+        )  # fmt: skip
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
     last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
@@ -143,9 +169,13 @@ def _attend(
         enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
         leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
         slot, seen = scratch + at + key, there[None, :] & (enter <= step) & (step < leave)
+        if WINDOWED:
+            where = tl.load(position + at + key, mask=there, other=-1)
+            seen = seen & (where[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, E, NARROW
-        )
+            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
+            E, NARROW, CAPPED,
+        )  # fmt: skip
 
     if PARTS == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
@@ -184,14 +214,20 @@ def attend(
     keys: CacheTensor,
     values: CacheTensor,
     geometry: Geometry,
+    spec: AttentionSpec | None = None,
     parts: int | None = None,
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
-    The step's own keys and values must be in scratch. `parts`: a power of two; by default as
-    many as fill the device. Launches only: nothing here waits for the device.
+    The step's own keys and values must be in scratch. Launches only: nothing here waits for the
+    device.
+
+    spec   how scores are made; None: scaled by 1/sqrt(E), no window
+    parts  a power of two; by default as many as fill the device
     """
     count, heads, size = queries.shape
+    spec = spec or AttentionSpec(size**-0.5)
+    windowed, cap = spec.window is not None, spec.softcap
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
     queries = queries.contiguous()
@@ -211,11 +247,14 @@ def attend(
         geometry.kv_len,
         geometry.table,
         geometry.tree_intervals,
+        positions_of(geometry) if windowed else geometry.tree_intervals,
         numbers[0].stride(0),
         geometry.table.stride(0),
         geometry.scratch,
         count,
-        size**-0.5 * _LOG2E,
+        spec.window or 0,
+        spec.scale * _LOG2E if cap is None else spec.scale / cap,
+        (cap or 0.0) * _LOG2E,
         GQA_GROUP=gqa_group,
         E=size,
         PAGE=geometry.page_size,
@@ -224,6 +263,8 @@ def attend(
         KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
         PARTS=parts,
         NARROW=isinstance(keys, Narrow),
+        WINDOWED=windowed,
+        CAPPED=cap is not None,
         num_warps=4,
         num_stages=3 if queries.itemsize == 2 else 2,
     )

@@ -27,13 +27,16 @@ def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexp
 
 
 @triton.jit
-def _gate(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr):
+def _gate(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
     opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
     value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
-    found = opened / (1 + tl.exp(-opened)) * value
+    angle = opened
+    if GELU:
+        angle = 1.5957691216057308 * (opened + 0.044715 * opened * opened * opened)
+    found = opened / (1 + tl.exp(-angle)) * value
     tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=there)
 
 
@@ -115,14 +118,27 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def gate(opened: Tensor, up: Tensor) -> Tensor:
-    """layers.swiglu of [M,I] and [M,I]."""
+def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
+    """layers.swiglu of [M,I] and [M,I]; with `gelu` layers.geglu."""
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
-        opened, up, out, opened.stride(0), up.stride(0), width, BLOCK=1024, num_warps=4
+        opened,
+        up,
+        out,
+        opened.stride(0),
+        up.stride(0),
+        width,
+        BLOCK=1024,
+        GELU=gelu,
+        num_warps=4,
     )
     return out
+
+
+def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
+    """layers.geglu of [M,I] and [M,I]."""
+    return gate(opened, up, gelu=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -155,4 +171,4 @@ def write(keys: Tensor, values: Tensor, layer: tuple[CacheTensor, CacheTensor], 
     )
 
 
-PARTS = Elementwise(norm, gate, rotate)
+PARTS = Elementwise(norm, gate, rotate, gelu_gate)

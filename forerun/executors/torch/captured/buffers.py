@@ -18,7 +18,7 @@ from forerun.types import AnyArray
 
 
 class Size(NamedTuple):
-    """R rows of N nodes, both powers of two, after which full trees of draft tokens are grown,
+    """R rows of N nodes (see sizes.py), after which full trees of draft tokens are grown,
     `levels` deep; no levels: none are.
     """
 

@@ -3,8 +3,9 @@
     round      ... -> walk -> move pages -> extend -> level 1 -> level 2 -> ... -> record
     per slot                                  '-> the last output, for passes that the host asks for
 
-The arithmetic is that of forerun.drafters.eagle and forerun.speculative.draft_tree, in fixed shapes
-and with nothing that waits: what the host decides by looking is sorted, gathered or masked here.
+The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree, in
+fixed shapes and with nothing that waits: what the host decides by looking is sorted, gathered or
+masked here.
 
 The extension runs the head over *all* nodes of the step, in the target's own geometry: node n
 pairs its features with the target's choice there, so along the accepted path stand exactly the
@@ -29,9 +30,9 @@ from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import rotation
-from forerun.interface.draft_model import CANDIDATES, DraftRequest, GrownDrafts
+from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.draft_tree import full_size
-from forerun.types import Bools, Ints
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +95,18 @@ class _Below:
 
 
 class Drafting:
-    """The head's part of a round.
-
-    draft_request  counts for the next step alone
-    grown      what came of the last one that was read
-    extending  int32[.] slots that the last one that was launched follows
-    """
+    """The head's part of a round. Between rounds it knows nothing of them."""
 
     def __init__(self, arrays: HeadArrays, kernels: Kernels, max_nodes: int) -> None:
         self._arrays, self._kernels, self._max_nodes = arrays, kernels, max_nodes
         self._head = arrays.module.head
         self._gqa_group = self._head.heads // self._head.kv_heads
         self._forests: dict[Size, _Forest] = {}
-        self.draft_request: DraftRequest | None = None
-        self.grown: GrownDrafts | None = None
-        self.extending: Ints = np.zeros(0, np.int32)
-
-    def take(self) -> DraftRequest | None:
-        """The wish for the step that begins now; what the last one grew is forgotten."""
-        draft_request, self.draft_request, self.grown = self.draft_request, None, None
-        self.extending = self.extending[:0]
-        return draft_request
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the nodes that run, and a child for every place."""
         run = size.rows * max(size.levels - 1, 0) * size.width
         return run <= self._max_nodes and size.width <= self._head.vocab
-
-    def done(self, size: Size, extended: Bools, record: Ints) -> None:
-        """The round is over: read its part of the record."""
-        parts = record.reshape(3, size.rows, size.draft_tokens)[:, : len(extended)].copy()
-        tokens, parents, value = parts
-        self.grown = GrownDrafts(
-            extended, size.width, size.levels, tokens, parents, value.view(np.float32)
-        )
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 

@@ -117,7 +117,7 @@ class FutureMap:
     def _tree(
         self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
     ) -> dict[str, Tensor]:
-        """The best nodes of the slots' trees, as forerun.speculative.draft_tree.Growth.draft keeps
+        """The best nodes of the slots' trees, as speculative.draft_tree.DraftTree.draft keeps
         them.
         """
         value = self._value.index_select(0, slot)

@@ -6,12 +6,26 @@ changes from step to step must live in tensors made beforehand, and nothing may 
 """
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-Size = TypeVar("Size")
-"""What tells programs of one kind apart: a number, or several, that can be sorted."""
+
+class Sortable(Protocol):
+    """What has an order and a hash: a number, or a tuple of some."""
+
+    def __lt__(self, other: Any, /) -> bool:
+        """Whether it comes first."""
+        ...
+
+    def __hash__(self) -> int:
+        """As for a key of a dictionary."""
+        ...
+
+
+Size = TypeVar("Size", bound=Sortable)
+"""What tells programs of one kind apart."""
 
 
 class Recorder(Protocol):
@@ -29,35 +43,66 @@ class Recorder(Protocol):
         """Record `work`, without running it; returns what replays it."""
         ...
 
+    def forget(self) -> None:
+        """Wait for what was begun: everything captured so far may be dropped afterwards, and
+        nothing captured later shares memory with it.
+        """
+        ...
+
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool: they never run at the same time."""
+    """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
+
+    Warm-ups and captures run on one stream of the recorder's own. A library sets itself up per
+    stream (cuBLAS takes its workspace when a stream first multiplies): the warm-up has that done
+    outside of the pool, so that no workspace dies with a graph, and nobody else's captures meet
+    it. A pool is never captured into again once its graphs are gone: torch asserts that somebody
+    still uses it while tensors in it live, and a draft head's last levels do.
+
+    cuda  the library; tests have one with its rules and without a device
+    """
+
+    cuda = torch.cuda
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        index = self.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+        with self.cuda.device(self._device):
+            self._stream = self.cuda.Stream()
+            self._pool = self.cuda.graph_pool_handle()
 
     def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """On the current stream, with an event behind it."""
-        work()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        """On the device's current stream, with an event behind it."""
+        with self.cuda.device(self._device):
+            work()
+            event = self.cuda.Event()
+            event.record(self.cuda.current_stream())
         return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
-        """Run on a side stream, as a capture will."""
-        staging = torch.cuda.Stream()
-        staging.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(staging):
-            work()
-        torch.cuda.current_stream().wait_stream(staging)
+        """Run on the stream that captures, in order with the current one."""
+        with self.cuda.device(self._device):
+            current = self.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with self.cuda.stream(self._stream):
+                work()
+            current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """One graph; its random numbers go on from replay to replay."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
+        """One graph. Other threads may go on using the device meanwhile."""
+        with self.cuda.device(self._device):
+            graph = self.cuda.CUDAGraph()
+            with self.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
         return graph.replay
+
+    def forget(self) -> None:
+        """A graph must not be destroyed while it runs; the next capture gets a fresh pool."""
+        with self.cuda.device(self._device):
+            self.cuda.synchronize()
+            self._pool = self.cuda.graph_pool_handle()
 
 
 def recorder(device: torch.device) -> Recorder | None:
@@ -70,11 +115,14 @@ class Programs(Generic[Size]):
 
     The first call of a size runs it as it is, which is also its warm-up: every call does the
     work exactly once.
+
+    seconds  spent on first calls and captures
     """
 
     def __init__(self, work: Callable[[Size], None], records: Recorder | None) -> None:
         self._work, self._records = work, records
         self._replays: dict[Size, Callable[[], None] | None] = {}
+        self.seconds = 0.0
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -83,6 +131,8 @@ class Programs(Generic[Size]):
 
     def forget(self) -> None:
         """Capture everything anew: the work is another from now on."""
+        if self._records is not None:
+            self._records.forget()
         self._replays.clear()
 
     def run(self, size: Size) -> None:
@@ -90,10 +140,15 @@ class Programs(Generic[Size]):
         if self._records is None:
             self._work(size)
         elif size not in self._replays:
+            begun = perf_counter()
             self._records.warm(lambda: self._work(size))
             self._replays[size] = None
+            self.seconds += perf_counter() - begun
         else:
-            replay = self._replays[size]
-            if replay is None:
-                replay = self._replays[size] = self._records.capture(lambda: self._work(size))
-            replay()
+            (self._replays[size] or self._captured(size, self._records))()
+
+    def _captured(self, size: Size, records: Recorder) -> Callable[[], None]:
+        begun = perf_counter()
+        replay = self._replays[size] = records.capture(lambda: self._work(size))
+        self.seconds += perf_counter() - begun
+        return replay

@@ -7,6 +7,8 @@ import numpy as np
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
+from forerun.executors.torch.features import TorchFeatures
+from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Ints
 
@@ -17,22 +19,24 @@ class InFlightStep:
 
     slots    int32[B]
     decided  bool[B]  rows whose accepted path the device commits
+    extends  bool[B]  rows that the draft model is extended by, and drafted for
     place    int32[M] a flat node's number in scratch, logits and features; of a round that carries
              on from another it is known when the round is over
     result   where the record comes to; it is another round's as soon as this one has been read
     wait     returns when it is there
-    over     told the record when it is read
+    over     called when the record is read
     logits   float32[R*N,V] on the device, until the next round
-    features [R*N,F*H] likewise; None where nothing is requested
+    features [R*N,F*H] likewise, by place; None where nothing is requested
     """
 
     size: Size
     slots: Ints
     decided: Bools
+    extends: Bools
     place: Ints | None
     result: Tensor
     wait: Callable[[], None]
-    over: Callable[[Ints], None]
+    over: Callable[[], None]
     logits: Tensor
     features: Tensor | None
     _record: Ints | None = None
@@ -42,13 +46,33 @@ class InFlightStep:
         if self._record is None:
             self.wait()
             self._record = self.result.numpy().copy()
-            self.over(self._record)
+            self.over()
         return self._record
 
     def choices(self) -> Ints:
         """int32[M] of flat nodes on an accepted path of a decided row; NOTHING elsewhere."""
         choices: Ints = Record.of(self.size, self.record()).choices[self.places()]
         return choices
+
+    def drafting(self) -> Ints:
+        """int32[.] slots of the rows that it drafts for. Waits for nothing."""
+        slots: Ints = self.slots[self.extends]
+        return slots
+
+    def drafts(self) -> NextDrafts | None:
+        """What was drafted for the next step; None where nothing was asked for."""
+        size, rows = self.size, len(self.slots)
+        if not size.levels:
+            return None
+        grown = Record.of(size, self.record()).grown
+        tokens, parents, value = grown.reshape(3, size.rows, size.draft_tokens)[:, :rows].copy()
+        return NextDrafts(
+            self.extends, size.width, size.levels, tokens, parents, value.view(np.float32)
+        )
+
+    def node_features(self) -> TorchFeatures | None:
+        """Features of the flat nodes."""
+        return None if self.features is None else TorchFeatures(self.features, self.places())
 
     def places(self) -> Ints:
         """`place`, whoever knows it."""

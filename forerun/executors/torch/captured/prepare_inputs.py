@@ -7,7 +7,7 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import Choosing, PlainNodes
 from forerun.executors.torch.captured.buffers import Size
-from forerun.interface.plan import Plan
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
@@ -33,7 +33,7 @@ def prepare_inputs(
     chosen = np.flatnonzero(decided)
     _put_choosing(buffers, chosen, plain.seeds[roots], plain.temperatures[roots])
     buffers["position"][chosen] = plain.positions[roots]
-    _put_pages(buffers, plan)
+    _put_pages(buffers, plan.page_table)
     buffers["tokens"][place] = trees.tokens
     buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     buffers["depth"][place] = trees.depth
@@ -42,37 +42,40 @@ def prepare_inputs(
 
 
 def prepare_inputs_carried(
-    buffers: Buffers, size: Size, plan: Plan, choosing: Choosing, most: AnyArray
+    buffers: Buffers, size: Size, plan: CarriedPlan, choosing: Choosing, most: AnyArray
 ) -> None:
     """Write a carried plan: bounds, and what a sequence never changes. most int[B] draft tokens.
 
     Of nodes, what stands there in a chain of any length; of trees the device knows better.
     """
-    assert plan.ends is not None
     rows, places = np.arange(plan.rows), np.arange(size.nodes)
     buffers["carried"][rows] = buffers["decided"][rows] = buffers["count"][rows] = 1
     buffers["most"][rows], buffers["deep"][rows] = most, plan.max_depth
     buffers["last"][rows] = plan.ends - 1
     _put_choosing(buffers, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
-    _put_pages(buffers, plan)
+    _put_pages(buffers, plan.page_table)
     buffers["parents"].reshape(-1, size.nodes)[rows] = places - 1
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[0, rows] = places
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[1, rows] = 1
 
 
-def check_pages(plan: Plan, trees: TreeBatch | None, page_size: int) -> None:
-    """Raise EngineError where a position has no page. trees None: a carried plan."""
-    if trees is not None:
-        row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
-        position = plan.kv_len[row] + trees.depth
-    else:
-        assert plan.ends is not None
-        row = np.arange(plan.rows)
-        deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
-        position = np.maximum(plan.kv_len, deepest)
+def check_pages(plan: Plan, trees: TreeBatch, page_size: int) -> None:
+    """Raise EngineError where a node's position has no page."""
+    row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
+    _check_pages(plan.page_table, row, plan.kv_len[row] + trees.depth, page_size)
+
+
+def check_pages_carried(plan: CarriedPlan, page_size: int) -> None:
+    """Raise EngineError where the last position that a row can reach has no page."""
+    deepest = np.minimum(plan.most_kv + plan.max_depth, plan.ends - 1)
+    position = np.maximum(plan.most_kv, deepest)
+    _check_pages(plan.page_table, np.arange(plan.rows), position, page_size)
+
+
+def _check_pages(page_table: Ints, row: AnyArray, position: AnyArray, page_size: int) -> None:
     page = position // page_size
-    inside = page < plan.page_table.shape[1]
-    if not inside.all() or (plan.page_table[row, page] < 0).any():
+    inside = page < page_table.shape[1]
+    if not inside.all() or (page_table[row, page] < 0).any():
         raise EngineError("a plan's position has no page: the page table is too short")
 
 
@@ -85,9 +88,9 @@ def _put_choosing(
     buffers["temperature"].view(np.float32)[rows] = temperatures
 
 
-def _put_pages(buffers: Buffers, plan: Plan) -> None:
-    width = plan.page_table.shape[1]
-    buffers["table"][: plan.rows, :width] = np.maximum(plan.page_table, 0)
+def _put_pages(buffers: Buffers, page_table: Ints) -> None:
+    rows, width = page_table.shape
+    buffers["table"][:rows, :width] = np.maximum(page_table, 0)
 
 
 def tree_intervals(trees: TreeBatch, row: AnyArray) -> AnyArray:

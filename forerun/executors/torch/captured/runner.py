@@ -11,14 +11,15 @@ row has been found and its keys and values moved into pages.
 Nothing waits until the record is wanted (flight.py). Where rounds keep state (carry.py), another
 one may be launched before that: it takes up on the device what this one leaves there.
 
-Where a draft head wished for it (drafting.py), the same program extends the head by what was
-accepted and grows the next trees, which come back in the same copy.
+Where a draft request comes with the step (drafting.py), the same program extends the draft model
+by what was accepted and grows the next trees, which come back in the same copy.
 
 Rows that the device cannot decide (a grammar, penalties) run along: it walks no path for them, and
 the host decides and commits them from the logits, as in an eager step. A row that does not
 begin with exactly one known token, which is a prompt's, makes the whole step an eager one.
 """
 
+import logging
 from collections.abc import Callable
 from time import perf_counter
 
@@ -35,29 +36,27 @@ from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.prepare_inputs import (
     check_pages,
+    check_pages_carried,
     prepare_inputs,
     prepare_inputs_carried,
 )
+from forerun.executors.torch.captured.sizes import declared, padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
-from forerun.interface.draft_model import DraftRequest
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan
+from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Ints
 
-MOST_NODES = 64
-"""Nodes of a row, at most, in a captured round."""
+log = logging.getLogger("forerun.executors.torch")
 
-COMMON = (1, 2, 4, 8)
-"""Nodes per row that are captured before the first round; others when they first come up."""
-
-CAPTURE_SECONDS = 20.0
-"""No further one is begun then after this long."""
+CAPTURE_SECONDS = 60.0
+"""No further size is captured before the first request after this long."""
 
 
 class CudaGraphRunner:
@@ -92,12 +91,15 @@ class CudaGraphRunner:
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self._features: Tensor | None = None
-        self.capture_seconds = 0.0
         self.count, self.seconds = 0, 0.0
         self._read = 0.0
-        self._warm = False
         self._future: FutureMap | None = None
         self.last: InFlightStep | None = None
+
+    @property
+    def capture_seconds(self) -> float:
+        """Spent on first calls and captures."""
+        return self._programs.seconds
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -111,60 +113,57 @@ class CudaGraphRunner:
         shape = self._limits.max_nodes, width
         self._features = torch.zeros(shape, dtype=dtype, device=self._device)
         self._programs.forget()
-        self._warm = False
 
     def draft_extend(self, drafting: Drafting) -> None:
-        """Do this at the end of rounds that a wish came before."""
+        """Do this at the end of rounds that a draft request comes with."""
         self.drafting = drafting
-
-    def take(self) -> DraftRequest | None:
-        """What a draft head wishes for the step that begins now."""
-        return self.drafting.take() if self.drafting is not None else None
 
     def keep_state(self) -> None:
         """Let rounds leave what the next one needs; what was captured is forgotten."""
         if self._future is None:
             self._future = FutureMap(self._limits.slots, self._device)
             self._programs.forget()
-            self._warm = False
 
-    def _capture_common(self, first: Size) -> None:
-        """Capture the sizes that are likely to come up, the first round's and the smallest first,
-        within CAPTURE_SECONDS.
-        """
-        self._warm, began = True, perf_counter()
-        rows = [1 << power for power in range(self._limits.slots.bit_length())]
-        likely = [first, *(first._replace(rows=r) for r in rows)] if first.levels else []
-        for size in (*likely, *(Size(r, n) for r in rows for n in COMMON)):
-            if perf_counter() - began > CAPTURE_SECONDS:
-                break
-            if self._fits(size) and size not in self.captured:
-                for _ in range(2):
-                    self._go(size, self._of(size).staging())()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.capture_seconds = perf_counter() - began
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the sizes that are declared for such drafts, within CAPTURE_SECONDS."""
+        sizes = [size for size in declared(self._limits, draft) if self._fits(size)]
+        if self._future is not None and draft.levels:
+            self._future.grow(Size(1, 1, draft.levels, draft.width))
+        begun = perf_counter()
+        for done, size in enumerate(sizes):
+            if perf_counter() - begun > CAPTURE_SECONDS:
+                log.warning("captured %d of %d sizes in %.0f s", done, len(sizes), CAPTURE_SECONDS)
+                return
+            progress(done, len(sizes))
+            for _ in range(2):
+                self._go(size, self._of(size).staging())()
+        progress(len(sizes), len(sizes))
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a round of such a step runs; those of the step itself where none does."""
+        size = padded_size(rows, nodes, self._limits.max_nodes)
+        return rows * nodes if size is None else size.total
 
     def size_of(
         self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
     ) -> Size | None:
         """The smallest size that holds the step; None where it cannot be run as a round.
 
-        What is wished for is part of it, where it fits.
+        What is requested is part of it, where it fits.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        return self._size(plan, int(np.diff(trees.start).max()), draft_request)
+        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request)
 
-    def _size(self, plan: Plan, nodes: int, draft_request: DraftRequest | None) -> Size | None:
-        """The smallest size for rows of so many nodes."""
-        size = Size(_power(plan.rows), _power(nodes))
-        if size.nodes > MOST_NODES or not self._fits(size):
+    def _size(self, slots: Ints, nodes: int, draft_request: DraftRequest | None) -> Size | None:
+        """The smallest size for rows, in these slots, of so many nodes."""
+        size = padded_size(len(slots), nodes, self._limits.max_nodes)
+        if size is None:
             return None
         if (
             draft_request is None
             or self.drafting is None
-            or not np.isin(plan.slots, draft_request.slots).any()
+            or not np.isin(slots, draft_request.slots).any()
         ):
             return size
         larger = size._replace(levels=draft_request.levels, width=draft_request.width)
@@ -183,14 +182,14 @@ class CudaGraphRunner:
         self._prepare(size)
         staging = self._of(size).staging()
         place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
-        return self._begin(size, staging, plan, (decided, place), draft_request)
+        return self._begin(size, staging, plan.slots, (decided, place), draft_request)
 
     def carry_on(
-        self, plan: Plan, choosing: Choosing, draft_request: DraftRequest | None
+        self, plan: CarriedPlan, choosing: Choosing, draft_request: DraftRequest | None
     ) -> InFlightStep | None:
         """Begin a carried plan: see forerun.interface.plan. None where no round can."""
         before = self.last
-        if self._future is None or before is None or plan.ends is None:
+        if self._future is None or before is None:
             return None
         grown = before.size.levels, before.size.width
         depth = np.minimum(plan.max_depth, grown[0]).tolist()
@@ -198,7 +197,7 @@ class CudaGraphRunner:
             min(nodes, full_size(grown[1], levels))
             for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
         ]
-        size = self._size(plan, 1 + max(most), draft_request)
+        size = self._size(plan.slots, 1 + max(most), draft_request)
         # Room for deeper trees would be another's room.
         if (
             size is None
@@ -206,51 +205,47 @@ class CudaGraphRunner:
             or self._future.lacks(size)
         ):
             return None
-        check_pages(plan, None, self._limits.page_size)
+        check_pages_carried(plan, self._limits.page_size)
         self._prepare(size)
         staging = self._of(size).staging()
         prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
-        return self._begin(size, staging, plan, (np.ones(plan.rows, np.bool_), None), draft_request)
+        known = np.ones(plan.rows, np.bool_), None
+        return self._begin(size, staging, plan.slots, known, draft_request)
 
     def _prepare(self, size: Size) -> None:
-        """Have everything that a round of this size writes, and what is likely to come captured."""
+        """Have everything that a round of this size writes."""
         if self._future is not None and self._future.grow(size):
             self._programs.forget()
-        if not self._warm:
-            self._capture_common(size)
 
     def _begin(
         self,
         size: Size,
         staging: StagingBuffer,
-        plan: Plan,
+        slots: Ints,
         known: tuple[Bools, Ints | None],
         draft_request: DraftRequest | None,
     ) -> InFlightStep:
         """Launch what `staging` is filled with. known: decided rows; places, if they are known."""
         decided, place = known
-        count = plan.rows
-        staging.buffers["slot"][:count] = plan.slots
-        extended = np.zeros(count, np.bool_)
+        count = len(slots)
+        staging.buffers["slot"][:count] = slots
+        extends = np.zeros(count, np.bool_)
         if draft_request is not None and size.levels:
-            extended = decided & np.isin(plan.slots, draft_request.slots)
-            staging.buffers["draft_slot"][:count][extended] = plan.slots[extended]
-        if self.drafting is not None:
-            self.drafting.extending = plan.slots[extended]
+            extends = decided & np.isin(slots, draft_request.slots)
+            staging.buffers["draft_slot"][:count][extends] = slots[extends]
         begun = perf_counter()
 
-        def over(record: Ints) -> None:
+        def over() -> None:
             now = perf_counter()
             self.count += 1
             self.seconds += now - max(begun, self._read)
             self._read = now
-            if self.drafting is not None and size.levels:
-                self.drafting.done(size, extended, Record.of(size, record).grown)
 
         self.last = InFlightStep(
             size=size,
-            slots=plan.slots,
+            slots=slots,
             decided=decided,
+            extends=extends,
             place=place,
             result=staging.result,
             wait=self._go(size, staging),
@@ -288,6 +283,7 @@ class CudaGraphRunner:
         buffers, total = sized.there, size.total
         if self._future is not None:
             buffers = self._future.enter(size, buffers)
+        position = buffers["kv_len"][sized.row] + buffers["depth"]
         geometry = Geometry(
             start=sized.start,
             kv_len=buffers["kv_len"],
@@ -297,14 +293,15 @@ class CudaGraphRunner:
             tile=sized.tile,
             page_size=cache.page_size,
             scratch=cache.scratch_begin,
+            position=position,
         )
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             held = cache.of_layer(layer)
             self._kernels.write(keys, values, held, cache.scratch_begin)
-            return self._kernels.attend(queries, *held, geometry)
+            spec = decoder.arch.layer_specs[layer].attention
+            return self._kernels.attend(queries, *held, geometry, spec)
 
-        position = buffers["kv_len"][sized.row] + buffers["depth"]
         last, streams = decoder.forward(
             buffers["tokens"].long(), position.long(), attend, self.aux_layers
         )
@@ -354,8 +351,3 @@ def walk(choices: Tensor, buffers: dict[str, Tensor], size: Size) -> Tensor:
     right &= (order < buffers["count"][:, None]) & (buffers["decided"][:, None] > 0)
     above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     return ~(above & ~right[:, None]).any(-1)
-
-
-def _power(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
-    return 1 << (count - 1).bit_length()

@@ -1,4 +1,4 @@
-"""A draft head on the compiled core, beside its target."""
+"""An EAGLE draft head on the compiled core, beside its target."""
 
 import ctypes
 from dataclasses import dataclass
@@ -8,9 +8,18 @@ import numpy as np
 
 from forerun.errors import EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.executor import CpuExecutor
+from forerun.executors.cpu.executor import CpuExecutor, CpuFeatures
 from forerun.executors.cpu.weights import set_matrix, set_vector
-from forerun.interface.draft_model import Children, DraftForward, DraftRequest, GrownDrafts
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+    FeatureNeeds,
+)
+from forerun.interface.features import Features, KeptFeatures
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_config import DraftHead
 from forerun.models.draft_folder import DraftFile
@@ -53,7 +62,28 @@ def _vectors(head: DraftHead) -> list[_Place]:
     return places
 
 
-class CpuDraftModel:
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What an extension and a level have in common, as the core reads it (csrc/draft.h).
+
+    sources   int32[n] see there
+    features  float32[n,F*H], where an extension does not read the core's own last step
+    """
+
+    tokens: Ints
+    sources: Ints
+    parents: Ints
+    start: Ints
+    kv_len: Ints
+    slots: Ints
+    pages: Ints
+    first: int
+    scored: Ints
+    extend: bool
+    features: Floats | None = None
+
+
+class CpuEagleModel:
     """DraftModel on the compiled core: 8 bits in groups of 32, the target's rows as stored.
 
     Raises ModelError for a head this executor cannot run, MemoryPlanError where it does not fit.
@@ -61,6 +91,11 @@ class CpuDraftModel:
 
     def __init__(self, executor: CpuExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:
         head, limits = draft.head, executor.limits
+        if len(head.cache) != 1:
+            raise ModelError(
+                f"{draft.path}: the CPU executor runs drafts of one EAGLE layer, not of "
+                f"{len(head.cache)}; use the torch executor"
+            )
         if head.hidden % 32 or head.target_hidden % 32 or head.hidden != head.target_hidden:
             raise ModelError(
                 f"{draft.path}: the CPU executor runs drafts of the target's width, a multiple of "
@@ -68,7 +103,14 @@ class CpuDraftModel:
             )
         if head.fc_bias and head.algorithm == "eagle3":
             raise ModelError(f"{draft.path}: fc.bias in an EAGLE-3 head; use the torch executor")
-        self.max_nodes, self.vocab = limits.max_nodes, head.vocab
+        last = head.algorithm == "eagle1"
+        self.traits = DraftModelTraits(
+            name=head.algorithm,
+            cache=head.cache,
+            target_ids=draft.target_ids,
+            max_nodes=limits.max_nodes,
+            features=FeatureNeeds("last") if last else FeatureNeeds("aux", head.features),
+        )
         self._executor, self._library, self._head = executor, native.load(), head
         self._weight_bytes = self._planned_bytes(checkpoint, draft)
         self._model = self._open()
@@ -108,7 +150,7 @@ class CpuDraftModel:
             vocab=head.vocab,
             page_size=limits.page_size,
             pages=limits.pages,
-            max_nodes=self.max_nodes,
+            max_nodes=limits.max_nodes,
             context=limits.context,
             threads=1,  # It works with the target's.
             norm_eps=head.norm_eps,
@@ -138,7 +180,7 @@ class CpuDraftModel:
                 f"the draft head ({self._weight_bytes:,} bytes and its cache) does not fit: "
                 f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
             )
-        self._executor.adopt(model)
+        self._executor.adopt(model, len(head.features) * head.target_hidden)
         return model
 
     def _load(self, checkpoint: Checkpoint, draft: DraftFile) -> None:
@@ -163,54 +205,84 @@ class CpuDraftModel:
                 self._library, self._model, (vector.name, vector.layer, vector.which), values
             )
 
-    def features(self, nodes: Ints) -> Floats:
-        """Copies of the target's features of `nodes`."""
-        count = int(nodes.max()) + 1
-        aux_hidden_states = np.empty(
-            (count, len(self._head.features) * self._head.target_hidden), np.float32
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run the tokens after those that became permanent, beside these' features."""
+        count = len(extension.tokens)
+        sources, given = np.zeros(count, np.int32), None
+        if isinstance(features, KeptFeatures):
+            given = np.ascontiguousarray(features.values, np.float32)
+        elif isinstance(features, CpuFeatures):
+            sources = features.nodes.astype(np.int32)
+        else:
+            raise EngineError("an EAGLE head was extended without features of the compiled core")
+        if len(sources if given is None else given) != count:
+            raise EngineError("an extension whose features are not one row per token")
+        places = self._places(extension)
+        candidates = self._run(
+            _Pass(
+                tokens=extension.next_tokens,
+                sources=sources,
+                parents=np.full(count, -1, np.int32),
+                start=extension.start,
+                kv_len=extension.kv_len,
+                slots=extension.slots,
+                pages=extension.pages,
+                first=0,
+                scored=extension.scored,
+                extend=True,
+                features=given,
+            ),
+            extension.candidates,
         )
-        model = self._executor.native_model()
-        self._raise_for(
-            self._library.forerun_aux_hidden_states(model, count, aux_hidden_states.ctypes.data)
-        )
-        found: Floats = aux_hidden_states[nodes]
-        return found
+        self._commit(places)
+        return candidates
 
-    def extend(self, work: DraftForward) -> Children:
-        """Run an extension and make its keys and values permanent."""
-        children = self._run(work, extend=True)
-        size = self._executor.limits.page_size
-        rows = np.repeat(np.arange(len(work.kv_len)), np.diff(work.start))
-        position = work.kv_len[rows] + np.arange(len(rows)) - work.start[rows]
-        page = work.pages[rows, position // size]
+    def _places(self, extension: Extension) -> Ints:
+        """int32[n] page slots of the tokens. Raises EngineError where there is no page."""
+        size, start = self._executor.limits.page_size, extension.start
+        rows = np.repeat(np.arange(len(extension.kv_len)), np.diff(start))
+        position = extension.kv_len[rows] + np.arange(len(rows)) - start[rows]
+        column, width = position // size, extension.pages.shape[1]
+        page = np.where(column < width, extension.pages[rows, np.minimum(column, width - 1)], -1)
         if np.any((page < 0) | (page >= self._executor.limits.pages)):
-            raise EngineError("a draft was extended to a page that does not exist")
-        slots = (page * size + position % size).astype(np.int32)
-        nodes = np.arange(len(rows), dtype=np.int32)
+            raise EngineError("a draft step was refused: a token's page does not exist")
+        places: Ints = (page * size + position % size).astype(np.int32)
+        return places
+
+    def _commit(self, places: Ints) -> None:
+        """Make the keys and values of the nodes of an extension permanent."""
+        nodes = np.arange(len(places), dtype=np.int32)
         code = self._library.forerun_commit(
-            self._model, nodes.ctypes.data, slots.ctypes.data, len(nodes)
+            self._model, nodes.ctypes.data, places.ctypes.data, len(nodes)
         )
         self._raise_for(code)
-        return children
 
-    def expand(self, work: DraftForward) -> Children:
-        """Run own draft tokens."""
-        return self._run(work, extend=False)
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens."""
+        kept = -1 - np.repeat(level.slots, np.diff(level.start))
+        return self._run(
+            _Pass(
+                tokens=level.tokens,
+                sources=np.where(level.parents < 0, kept, level.parents),
+                parents=level.parents,
+                start=level.start,
+                kv_len=level.kv_len,
+                slots=level.slots,
+                pages=level.pages,
+                first=level.first,
+                scored=np.arange(len(level.tokens), dtype=np.int32),
+                extend=False,
+            ),
+            level.candidates,
+        )
 
-    def draft_request(self, draft_request: DraftRequest) -> None:
-        """Unheard: every pass is asked for here."""
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """An EAGLE head proposes level by level. Raises EngineError."""
+        raise EngineError("an EAGLE head proposes level by level, not a block")
 
-    def grown(self) -> GrownDrafts | None:
-        """None."""
-        return None
-
-    def following(self) -> Ints:
-        """Nobody."""
-        return np.zeros(0, np.int32)
-
-    def _run(self, work: DraftForward, extend: bool) -> Children:
+    def _run(self, work: _Pass, candidates: int) -> Candidates:
         if len(work.scored) > len(self._logits):
-            self._logits = np.empty((len(work.scored), self.vocab), np.float32)
+            self._logits = np.empty((len(work.scored), self.traits.vocab), np.float32)
         arrays = {
             "tokens": work.tokens,
             "sources": work.sources,
@@ -222,22 +294,19 @@ class CpuDraftModel:
             "scored_nodes": work.scored,
         }
         held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
-        given = None
-        if work.features is not None:
-            given = np.ascontiguousarray(work.features, np.float32)
         step = native.DraftStep(
-            features=None if given is None else given.ctypes.data,
+            features=None if work.features is None else work.features.ctypes.data,
             rows=len(work.kv_len),
             nodes=len(work.tokens),
             first=work.first,
-            extend=extend,
+            extend=work.extend,
             page_width=held["pages"].shape[1],
             scored=len(work.scored),
             logits=self._logits.ctypes.data,
             **{name: array.ctypes.data for name, array in held.items()},
         )
         self._raise_for(self._library.forerun_draft(self._model, ctypes.byref(step)))
-        return _likeliest(self._logits[: len(work.scored)], work.children)
+        return _likeliest(self._logits[: len(work.scored)], candidates)
 
     def _raise_for(self, code: int) -> None:
         if code:
@@ -247,13 +316,13 @@ class CpuDraftModel:
         """Facts for /server_info."""
         return {
             "algorithm": self._head.algorithm,
-            "vocab": self.vocab,
+            "vocab": self.traits.vocab,
             "features": list(self._head.features),
             "weight_bytes": self._weight_bytes,
         }
 
 
-def _likeliest(logits: Floats, count: int) -> Children:
+def _likeliest(logits: Floats, count: int) -> Candidates:
     """The best `count` of each row of logits [s,Vd]."""
     count = min(count, logits.shape[1])
     top = logits.max(-1, keepdims=True, initial=-np.inf)
@@ -265,4 +334,4 @@ def _likeliest(logits: Floats, count: int) -> Children:
         ids = np.take_along_axis(ids, order, -1)
     values = np.take_along_axis(logits, ids, -1) - top
     values -= np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    return Children(ids.astype(np.int32), values)
+    return Candidates(ids.astype(np.int32), values)

@@ -13,10 +13,10 @@ from forerun.build.engine import load, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.errors import EngineError, ModelError
-from forerun.executors.torch import TorchDraftModel, TorchExecutor
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
-from forerun.interface.draft_model import DraftForward
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
@@ -130,26 +130,31 @@ def _attend(past, query, key, value):
     return torch.einsum("at,tae->ae", scores.softmax(-1), values)
 
 
-def work(tokens, sources, parents, start, rows, **changes):
-    """A pass over driver sequences `rows` = [(slot, kv_len, pages)], all children wanted."""
-
-    def ints(values):
-        return np.array(values, np.int32)
-
+def where(rows):
+    """What extensions and levels of driver sequences `rows` = [(slot, kv_len, pages)] share."""
     width = max(len(pages) for _, _, pages in rows)
-    values = {
-        "tokens": ints(tokens),
-        "sources": ints(sources),
-        "parents": ints(parents),
-        "start": ints(start),
+    return {
         "kv_len": ints([kv_len for _, kv_len, _ in rows]),
         "slots": ints([slot for slot, _, _ in rows]),
         "pages": ints([[*pages, *[-1] * (width - len(pages))] for _, _, pages in rows]),
-        "first": 0,
-        "scored": np.arange(len(tokens), dtype=np.int32),
-        "children": 10**6,
     }
-    return DraftForward(**values | changes)
+
+
+def ints(values):
+    return np.array(values, np.int32)
+
+
+def extension(tokens, next_tokens, start, rows, **changes):
+    """An extension; all candidates of all tokens wanted."""
+    values = {"scored": np.arange(len(tokens), dtype=np.int32), "candidates": 10**6}
+    tokens = ints(tokens), ints(next_tokens), ints(start)
+    return Extension(*tokens, **where(rows) | values | changes)
+
+
+def level(tokens, parents, start, rows, **changes):
+    """A level of draft tokens, all candidates wanted."""
+    tokens = ints(tokens), ints(parents), ints(start)
+    return DraftLevel(*tokens, **where(rows) | {"first": 0, "candidates": 10**6} | changes)
 
 
 def by_id(children):
@@ -168,7 +173,7 @@ def test_extensions_and_trees_are_the_unrolled_forward(dense, checkpoint, tmp_pa
 
 def compare(twin, executor, error):
     """Two rows of different length, across blocks and pages, in chunks; then a tree each."""
-    device = TorchDraftModel(executor, twin.dense.checkpoint, twin.draft)
+    device = TorchEagleModel(executor, twin.dense.checkpoint, twin.draft)
 
     def close(found, wanted):
         assert np.abs(found - wanted).max() < error * np.abs(wanted).max()
@@ -181,53 +186,52 @@ def compare(twin, executor, error):
             driver.open(slot, text[:-1])
         for chunks in ({2: 100, 0: 5}, {2: 49, 0: 15}):  # Together all tokens but the last.
             before = {slot: driver.sequences[slot].kv_len for slot in texts}
-            driver.step([Row(slot, known=count) for slot, count in chunks.items()])
+            done = driver.step([Row(slot, known=count) for slot, count in chunks.items()])
+            outcome = done.outcome
             ends = np.cumsum([0, *chunks.values()])
+            ran = [t[before[s] : before[s] + chunks[s]] for s, t in texts.items()]
             after = [t[before[s] + 1 : before[s] + chunks[s] + 1] for s, t in texts.items()]
             rows = [(s, before[s], driver.sequences[s].pages) for s in texts]
-            nodes = np.arange(ends[-1])
-            logits = by_id(
-                device.extend(work(np.concatenate(after), nodes, nodes * 0 - 1, ends, rows))
-            )
+            tokens = np.concatenate(ran), np.concatenate(after)
+            logits = by_id(device.extend(extension(*tokens, ends, rows), outcome.features))
             for index, slot in enumerate(texts):
                 found[slot].append(logits[ends[index] : ends[index + 1]])
         # A tree per row: a, b below the root; c below a, d and e below b; f below d.
         a, b, c, d, e, f = [5, 7, 9, 11, 13, 15]
         rows = [(s, len(t) - 1, driver.sequences[s].pages) for s, t in texts.items()]
-        first = work([a, b, a, b], [-3, -3, -1, -1], [-1] * 4, [0, 2, 4], rows)
+        first = level([a, b, a, b], [-1] * 4, [0, 2, 4], rows)
         levels = [by_id(device.expand(first))]
         parents = [0, 1, 1, 2, 3, 3]
-        second = work([c, d, e] * 2, parents, parents, [0, 3, 6], rows, first=4)
+        second = level([c, d, e] * 2, parents, [0, 3, 6], rows, first=4)
         levels.append(by_id(device.expand(second)))
-        third = work([f, f], [5, 8], [5, 8], [0, 1, 2], rows, first=10)
+        third = level([f, f], [5, 8], [0, 1, 2], rows, first=10)
         levels.append(by_id(device.expand(third)))
     for index, (slot, text) in enumerate(texts.items()):
         expected = twin.log_probs(text, 1)[0, : len(text) - 1]
         close(np.concatenate(found[slot]), expected.numpy())
-        for level, node, path in [
+        for which, node, path in [
             (0, 2 * index, [a]), (0, 2 * index + 1, [b]), (1, 3 * index, [a, c]),
             (1, 3 * index + 1, [b, d]), (1, 3 * index + 2, [b, e]), (2, index, [b, d, f]),
         ]:  # fmt: skip
             # The features of a draft token do not exist yet: whatever stands there must not matter.
             wanted = twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)
             wanted = wanted[len(path), len(text) - 2].numpy()
-            close(levels[level][node], wanted)
+            close(levels[which][node], wanted)
     executor.shutdown()
 
 
 def test_few_children_are_the_best_of_all(dense, checkpoint, tmp_path):
     twin = Twin(dense, tmp_path, {})
     executor = TorchExecutor(checkpoint, limits(tiny.VOCAB), dtype="bfloat16")
-    device = TorchDraftModel(executor, checkpoint, twin.draft)
+    device = TorchEagleModel(executor, checkpoint, twin.draft)
     text = np.random.default_rng(3).integers(0, tiny.VOCAB, 40)
     with Driver(executor) as driver:
         driver.open(1, text[:-1])
-        driver.step([Row(1)])
+        features = driver.step([Row(1)]).outcome.features
         rows = [(1, 0, driver.sequences[1].pages)]
-        nodes = np.arange(39)
-        whole = work(text[1:], nodes, nodes * 0 - 1, [0, 39], rows, scored=nodes[[4, 38]])
-        every = device.extend(whole)
-        few = device.extend(replace(whole, children=3))
+        whole = extension(text[:-1], text[1:], [0, 39], rows, scored=ints([4, 38]))
+        every = device.extend(whole, features)
+        few = device.extend(replace(whole, candidates=3), features)
         assert few.ids.shape == (2, 3) and few.ids.dtype == np.int32
         assert (few.log_probs == every.log_probs[:, :3]).all()
         # In bfloat16 it is still the same head.
@@ -239,31 +243,45 @@ def test_few_children_are_the_best_of_all(dense, checkpoint, tmp_path):
 
 def test_bad_passes_are_refused(dense, checkpoint, tmp_path):
     executor = TorchExecutor(checkpoint, limits(tiny.VOCAB))
-    device = TorchDraftModel(executor, checkpoint, Twin(dense, tmp_path, {}).draft)
+    device = TorchEagleModel(executor, checkpoint, Twin(dense, tmp_path, {}).draft)
     with Driver(executor) as driver:
         driver.open(0, [1, 2, 3])
-        driver.step([Row(0)])
+        features = driver.step([Row(0)]).outcome.features
         rows = [(0, 2, driver.sequences[0].pages)]
-        good = work([5], [-1], [-1], [0, 1], rows)
+        good = level([5], [-1], [0, 1], rows)
         device.expand(good)
         one = np.ones(1, np.int32)
         for name, value in {
             "tokens": one * tiny.VOCAB,
-            "sources": one,
             "parents": one,
             "kv_len": one * 1000,
             "slots": one * 4,
             "first": 384,
-            "scored": one,
         }.items():
             with pytest.raises(EngineError, match=f"refused: {name}"):
                 device.expand(replace(good, **{name: value}))
-        with pytest.raises(EngineError, match="refused: sources"):
-            device.extend(replace(good, sources=one * 3))
-        with pytest.raises(EngineError, match="refused: sources"):
-            device.extend(good)
+        last = features.select(one)
+        good = extension([5], [6], [0, 1], rows)
+        for name, value in {
+            "tokens": -one,
+            "next_tokens": one * tiny.VOCAB,
+            "kv_len": one * 1000,
+            "slots": one * 4,
+            "scored": one,
+        }.items():
+            with pytest.raises(EngineError, match=f"refused: {name}"):
+                device.extend(replace(good, **{name: value}), last)
+        with pytest.raises(EngineError, match="one row per token"):
+            device.extend(good, features)
+        with pytest.raises(EngineError, match="without the target's features"):
+            device.extend(good, None)
+        for node in (-one, one * 3):
+            with pytest.raises(EngineError, match=r"outside of 0\.\.2"):
+                features.select(node)
         with pytest.raises(EngineError, match="no page"):
-            device.extend(replace(good, sources=one, pages=-one[None]))
+            device.extend(replace(good, pages=-one[None]), last)
+        with pytest.raises(EngineError, match="level by level"):
+            device.block(DraftBlock(one, one, one, one[None], depth=1, candidates=1))
 
 
 def test_a_narrow_head_without_its_embedding_is_refused(dense, checkpoint, tmp_path):
@@ -274,7 +292,7 @@ def test_a_narrow_head_without_its_embedding_is_refused(dense, checkpoint, tmp_p
     save_file(tensors, file)
     executor = TorchExecutor(checkpoint, limits(tiny.VOCAB))
     with pytest.raises(ModelError, match="needs embed_tokens"):
-        TorchDraftModel(executor, checkpoint, open_draft(tmp_path, twin.dense.arch))
+        TorchEagleModel(executor, checkpoint, open_draft(tmp_path, twin.dense.arch))
 
 
 # --- served ------------------------------------------------------------------------------
@@ -353,6 +371,10 @@ def target(folder, learned):
 
 def opened(folder, twin, device="cpu", **changes):
     """The target with the twin's head, in float32."""
+    return open_target(opened_config(folder, twin, device, **changes))
+
+
+def opened_config(folder, twin, device="cpu", **changes):
     config = EngineConfig(
         model=str(folder),
         executor="torch",
@@ -364,7 +386,7 @@ def opened(folder, twin, device="cpu", **changes):
         max_step_nodes=64,
         kv_tokens=2048,
     )
-    return open_target(replace(config, **changes))
+    return replace(config, **changes)
 
 
 def serve(target, prompts, speculation="head", tokens=60, temperature=0.0, **changes):

@@ -1,18 +1,21 @@
 """A draft head on the compiled core against the class that is trained, in torch."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.eagle import EagleDrafter, accepted_nodes
+from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
+from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
-from forerun.interface.draft_model import DraftForward
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import Plan, SlotInit
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
@@ -48,9 +51,6 @@ class World:
     """A target and a head on the CPU core, and both in torch."""
 
     def __init__(self, checkpoint, folder, changes):
-        from forerun.executors.cpu.draft_model import CpuDraftModel
-        from forerun.executors.cpu.executor import CpuExecutor
-
         arch = checkpoint.architecture
         limits = replace(LIMITS, vocab=arch.vocab)
         self.ids = np.arange(0, arch.vocab, 2, dtype=np.int32)
@@ -70,7 +70,7 @@ class World:
         export_head(self.head, self.ids, folder)
         self.draft = open_draft(folder, arch)
         self.executor = CpuExecutor(checkpoint, limits, threads=2)
-        self.device = CpuDraftModel(self.executor, checkpoint, self.draft)
+        self.device = CpuEagleModel(self.executor, checkpoint, self.draft)
         self.limits = limits
         self.keys, self.values = [], []
         self.frequencies = torch.from_numpy(arch.rope.frequencies(arch.head_size))
@@ -110,13 +110,28 @@ def plan_of(known, kv_len=0, nodes=0, depth=0, slot=1):
     )
 
 
+def extension_of(plan, tokens, candidates):
+    """All but the last of `tokens` become permanent, in the one row of `plan`."""
+    count = len(tokens) - 1
+    return Extension(
+        tokens=tokens[:-1],
+        next_tokens=tokens[1:],
+        start=np.array([0, count], np.int32),
+        kv_len=plan.kv_len,
+        slots=plan.slots,
+        pages=plan.page_table,
+        scored=np.arange(count, dtype=np.int32),
+        candidates=candidates,
+    )
+
+
 def every(run, work):
     """float32[s,Vd] log-probabilities of all children, by draft id."""
     found = run(work)
     assert (np.diff(found.log_probs) <= 0).all()
     out = np.empty_like(found.log_probs)
     np.put_along_axis(out, found.ids.astype(np.int64), found.log_probs, -1)
-    few = run(replace(work, children=3))
+    few = run(replace(work, candidates=3))
     assert few.ids.shape == (len(out), 3)
     assert (few.log_probs == found.log_probs[:, :3]).all()
     return out
@@ -138,22 +153,11 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
     world.executor.open(SlotInit(1, tokens[:count], count, Sampling(temperature=0.0)))
     trees = batch(list(plan.known), [Draft()])
     scores = world.executor.verify(plan, trees)
-    world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
-    chain = np.arange(count, dtype=np.int32)
+    accepted = world.executor.accept(plan, trees, scores, None)
+    outcome = world.executor.commit(plan, trees, scores, accepted)
     found = every(
-        world.device.extend,
-        DraftForward(
-            tokens=tokens[1:],
-            sources=chain,
-            parents=np.full(count, -1, np.int32),
-            start=np.array([0, count], np.int32),
-            kv_len=plan.kv_len,
-            slots=plan.slots,
-            pages=plan.page_table,
-            first=0,
-            scored=chain,
-            children=world.device.vocab,
-        ),
+        lambda work: world.device.extend(work, outcome.features),
+        extension_of(plan, tokens, world.device.traits.vocab),
     )
     features = world.features(tokens[:count])
     for q in range(count):
@@ -164,17 +168,15 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
     for level, token in enumerate((5, 77, 123)):
         drafted = every(
             world.device.expand,
-            DraftForward(
+            DraftLevel(
                 tokens=np.array([token], np.int32),
-                sources=np.array([level - 1 if level else -1 - 1], np.int32),
                 parents=np.array([level - 1], np.int32),
                 start=np.array([0, 1], np.int32),
                 kv_len=np.array([count], np.int32),
                 slots=plan.slots,
                 pages=plan.page_table,
                 first=level,
-                scored=np.zeros(1, np.int32),
-                children=world.device.vocab,
+                candidates=world.device.traits.vocab,
             ),
         )[0]
         logits, hidden = world.run(count + level, token, hidden)
@@ -189,7 +191,7 @@ def test_chunks_and_company_change_no_bit(checkpoint, tmp_path):
     tokens = tokens.astype(np.int32)
     for number, cuts in enumerate(((13,), (5, 9, 13), (1, 2, 12, 13))):
         world = World(checkpoint, tmp_path / str(number), {})
-        drafter = EagleDrafter(world.device, world.ids, world.limits, width=3, depth=3)
+        drafter = ModelDrafter(world.device, world.limits, TreeShape(3, 3))
         slot_init = SlotInit(1, tokens[:13], 13, Sampling(temperature=0.0))
         world.executor.open(slot_init)
         drafter.begin(slot_init)
@@ -211,38 +213,55 @@ def test_chunks_and_company_change_no_bit(checkpoint, tmp_path):
     assert drafts[0] == drafts[1] == drafts[2]
 
 
-def test_accepted_nodes_follow_the_first_child():
-    draft = Draft(np.array([4, 4, 7, 9], np.int32), np.array([-1, -1, 0, 1], np.int32), np.zeros(4))
-    trees = batch([np.array([1, 2], np.int32)], [draft])
-    assert accepted_nodes(trees, 0, np.array([4, 7])).tolist() == [2, 4]
-
-
 def test_bad_passes_are_refused(checkpoint, tmp_path):
     world = World(checkpoint, tmp_path, {})
     one = np.zeros(1, np.int32)
     good = {
         "tokens": one,
-        "sources": -1 - one,
         "parents": one - 1,
         "start": np.array([0, 1], np.int32),
         "kv_len": one,
         "slots": one,
         "pages": one[None],
         "first": 0,
-        "scored": one,
-        "children": 1,
+        "candidates": 1,
     }
-    world.device.expand(DraftForward(**good))
+    world.device.expand(DraftLevel(**good))
     for change in (
         {"tokens": one + 10_000},
-        {"sources": one},
         {"parents": one + 3},
         {"kv_len": one + 20},
         {"first": 64},
-        {"scored": one + 1},
+        {"slots": one + 3},
     ):
         with pytest.raises(EngineError, match="refused"):
-            world.device.expand(DraftForward(**good | change))
+            world.device.expand(DraftLevel(**good | change))
+    tokens = np.array([3, 4, 5], np.int32)
+    plan, trees = plan_of(tokens[:2]), batch([tokens[:2]], [Draft()])
+    world.executor.open(SlotInit(1, tokens[:2], 2, Sampling(temperature=0.0)))
+    scores = world.executor.verify(plan, trees)
+    accepted = world.executor.accept(plan, trees, scores, None)
+    features = world.executor.commit(plan, trees, scores, accepted).features
+    work = extension_of(plan, tokens, 1)
+    world.device.extend(work, features)
+    for change in (
+        {"next_tokens": tokens[1:] + 10_000},
+        {"kv_len": one + 23},
+        {"slots": one + 3},
+        {"scored": one + 2},
+    ):
+        with pytest.raises(EngineError, match="refused"):
+            world.device.extend(replace(work, **change), features)
+    with pytest.raises(EngineError, match="refused"):
+        world.device.extend(work, replace(features, nodes=np.array([0, 64])))
+    with pytest.raises(EngineError, match="one row per token"):
+        world.device.extend(work, features.select(one))
+    with pytest.raises(EngineError, match="without features"):
+        world.device.extend(work, None)
+    with pytest.raises(EngineError, match="does not exist"):
+        world.device.extend(replace(work, pages=work.pages * 0 - 1), features)
+    with pytest.raises(EngineError, match="level by level"):
+        world.device.block(DraftBlock(one, one, one, one[None], depth=1, candidates=1))
     world.executor.shutdown()
 
 
@@ -260,26 +279,31 @@ def test_features_that_were_kept_do_as_well(checkpoint, tmp_path, changes):
     world.executor.open(SlotInit(1, tokens[:-1], 8, Sampling(temperature=0.0)))
     trees = batch(list(plan.known), [Draft()])
     scores = world.executor.verify(plan, trees)
-    world.executor.commit(plan, trees, scores, world.executor.accept(plan, trees, scores, None))
-    nodes = np.arange(8, dtype=np.int32)
-    work = DraftForward(
-        tokens=tokens[1:],
-        sources=nodes,
-        parents=np.full(8, -1, np.int32),
-        start=np.array([0, 8], np.int32),
-        kv_len=np.zeros(1, np.int32),
-        slots=plan.slots,
-        pages=plan.page_table,
-        first=0,
-        scored=nodes,
-        children=5,
-    )
-    at_once = world.device.extend(work)
-    kept = world.device.features(nodes[::-1])[::-1]
+    accepted = world.executor.accept(plan, trees, scores, None)
+    features = world.executor.commit(plan, trees, scores, accepted).features
+    work = extension_of(plan, tokens, 5)
+    at_once = world.device.extend(work, features)
+    kept = features.select(np.arange(8)[::-1]).keep().select(np.arange(8)[::-1])
+    rounded = KeptFeatures(features.keep().values.astype(np.float16))
+    assert (kept.values == rounded.values).all()
+    whole = KeptFeatures(world.executor.features(8, kept.values.shape[1]))
     other = plan_of(tokens[:3], slot=0)
     world.executor.open(SlotInit(0, tokens[:3], 3, Sampling(temperature=0.0)))
     world.executor.verify(other, batch(list(other.known), [Draft()]))
-    later = world.device.extend(replace(work, sources=np.zeros(8, np.int32), features=kept))
+    later = world.device.extend(work, whole)
     assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
-    wrong = world.device.extend(replace(work, sources=np.zeros(8, np.int32)))
+    wrong = world.device.extend(work, features.select(np.zeros(8, np.int32)))
     assert (wrong.log_probs != later.log_probs).any()
+    near = world.device.extend(work, kept)
+    # Sixteen bits move a product's 8-bit scales by a step here and there.
+    assert np.corrcoef(near.log_probs.ravel(), later.log_probs.ravel())[0, 1] > 0.99
+
+
+def test_a_draft_of_more_layers_is_refused(checkpoint, tmp_path):
+    draft = World(checkpoint, tmp_path, {}).draft
+    about = {name: getattr(draft.head, name) for name in draft.head.__dataclass_fields__}
+    deeper = SimpleNamespace(**about, cache=draft.head.cache * 3)
+    executor = CpuExecutor(checkpoint, replace(LIMITS, vocab=checkpoint.architecture.vocab))
+    with pytest.raises(ModelError, match="runs drafts of one EAGLE layer, not of 3; use the torch"):
+        CpuEagleModel(executor, checkpoint, SimpleNamespace(head=deeper, path="deeper"))
+    executor.shutdown()

@@ -1,52 +1,92 @@
-"""What a draft head finds in its pages, whatever the engine does with them."""
+"""What a draft model finds in its pages, whatever the engine does with them."""
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters import eagle
-from forerun.drafters.eagle import PATIENCE, EagleDrafter
+from forerun.drafters import model_drafter
+from forerun.drafters.model_drafter import PATIENCE, ModelDrafter, TreeShape
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.draft_model import Children
+from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
+from forerun.interface.features import KeptFeatures
+from forerun.models.cache_layer import CacheLayer
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
+
+
+@dataclass(frozen=True)
+class ToyFeatures:
+    """The feature of a node is its token; of a step that is over, nobody may read it."""
+
+    executor: ToyExecutor
+    step: int
+    tokens: np.ndarray
+
+    def select(self, nodes):
+        return replace(self, tokens=self.tokens[nodes])
+
+    def values(self):
+        assert self.step == self.executor.steps, "features of a step that is over"
+        return self.tokens[:, None]
+
+    def keep(self):
+        return KeptFeatures(self.values().astype(np.float16))
+
+
+class FeaturedToy(ToyExecutor):
+    """A toy that hands out features."""
+
+    steps = 0
+
+    def verify(self, plan, trees, draft_request=None):
+        self.steps += 1
+        return super().verify(plan, trees, draft_request)
+
+    def commit(self, plan, trees, scores, accepted):
+        features = ToyFeatures(self, self.steps, trees.tokens)
+        return replace(super().commit(plan, trees, scores, accepted), features=features)
 
 
 class ToyHead:
     """A head whose entry for position q is the token after it, and which looks at all of them.
 
-    It draft tokens what the toy will say when it is told the text.
+    It drafts what the toy will say when it is told the text.
     """
 
     def __init__(self, shape):
-        self.max_nodes, self.vocab = shape.max_nodes, VOCAB
+        self.traits = DraftModelTraits(
+            name="toy head",
+            cache=(CacheLayer(1, 1),),
+            target_ids=np.arange(VOCAB, dtype=np.int32),
+            max_nodes=shape.max_nodes,
+            features=FeatureNeeds("aux", (0,)),
+        )
         self.entries = np.full((shape.pages, shape.page_size), -1, np.int32)
         self.texts: dict[int, list[int]] = {}
         self.looked = self.late = 0
 
-    def extend(self, work):
-        self.late += work.features is not None
+    def extend(self, work, features):
+        kept = isinstance(features, KeptFeatures)
+        self.late += kept
+        assert (features.values if kept else features.values()).ravel().tolist() == (
+            work.tokens.tolist()
+        )
         for row in range(len(work.slots)):
-            self._process_outputs(work, row)
-            tokens = work.tokens[work.start[row] : work.start[row + 1]]
-            for offset, token in enumerate(tokens):
+            self._look(work, row)
+            own = slice(work.start[row], work.start[row + 1])
+            text = self.texts[int(work.slots[row])]
+            assert text[work.kv_len[row] :][: own.stop - own.start] == work.tokens[own].tolist()
+            for offset, token in enumerate(work.next_tokens[own]):
                 self.entries[self._place(work, row, work.kv_len[row] + offset)] = token
-        return self._children(work)
-
-    def features(self, nodes):
-        return np.zeros((len(nodes), 1), np.float32)
+        return self._candidates(work, work.scored)
 
     def expand(self, work):
         for row in range(len(work.slots)):
-            self._process_outputs(work, row)
-        return self._children(work)
-
-    def draft_request(self, draft_request):
-        pass
-
-    def grown(self):
-        return None
+            self._look(work, row)
+        return self._candidates(work, np.arange(len(work.tokens)))
 
     def describe(self):
         return {}
@@ -55,39 +95,39 @@ class ToyHead:
         size = self.entries.shape[1]
         return work.pages[row, position // size], position % size
 
-    def _process_outputs(self, work, row):
+    def _look(self, work, row):
         text = self.texts[int(work.slots[row])]
         for position in range(work.kv_len[row]):
             found = self.entries[self._place(work, row, position)]
             assert found == text[position + 1], f"position {position} of {bytes(text)}"
             self.looked += 1
 
-    def _children(self, work):
+    def _candidates(self, work, nodes):
         """Two per node: what follows the row's text, right below the root, and a wrong one."""
-        rows = np.searchsorted(work.start, work.scored, side="right") - 1
+        rows = np.searchsorted(work.start, nodes, side="right") - 1
         texts = [self.texts[int(work.slots[row])] for row in rows]
         ids = np.array([[following(text, 1)[0], 5] for text in texts], np.int32).reshape(-1, 2)
-        return Children(ids, np.tile(np.log(np.float32([0.8, 0.1])), (len(ids), 1)))
+        return Candidates(ids, np.tile(np.log(np.float32([0.8, 0.1])), (len(ids), 1)))
 
 
-class Watched(EagleDrafter):
+class Watched(ModelDrafter):
     """Tells the toy head the texts, as the contract lets a drafter know them."""
 
     def begin(self, slot_init):
-        self._device.texts[slot_init.slot] = slot_init.tokens.tolist()
+        self._model.texts[slot_init.slot] = slot_init.tokens.tolist()
         super().begin(slot_init)
 
     def observe(self, plan, trees, outcome):
         for row, slot in enumerate(plan.slots.tolist()):
             emitted = outcome.tokens[row, : outcome.n_tokens[row]].tolist()
-            self._device.texts[slot].extend(emitted)
+            self._model.texts[slot].extend(emitted)
         super().observe(plan, trees, outcome)
 
 
 def engine_with_head(policy=None, **shape):
-    executor = ToyExecutor(limits(**shape))
+    executor = FeaturedToy(limits(**shape))
     device = ToyHead(executor.limits)
-    drafter = Watched(device, np.arange(VOCAB, dtype=np.int32), executor.limits, 2, 3)
+    drafter = Watched(device, executor.limits, TreeShape(2, 3))
     made = Engine(
         executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip
@@ -169,7 +209,7 @@ def test_a_head_catches_up_in_one_pass(rest):
 
 
 def test_a_head_that_lags_too_far_is_left_behind(monkeypatch):
-    monkeypatch.setattr(eagle, "MOST_BEHIND", 30)
+    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 30)
     made, device = engine_with_head(Moody(lambda step: step > 60), page_size=8)
     request = ask("long", "A prompt", 100)
     run(made, request).expect(request)

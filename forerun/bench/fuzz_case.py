@@ -1,0 +1,222 @@
+"""Cases of differential fuzzing: what one is, drawing one, making one smaller, and their files."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun import __version__
+from forerun.config import EngineConfig
+from forerun.constrain.grammar import Grammar
+from forerun.errors import ConfigError
+from forerun.types import Ints
+
+SHAPES = ("page_size", "max_sequences", "max_step_nodes", "context", "kv_tokens")
+"""What a case changes of the executor itself, which is then opened anew."""
+
+GRAMMARS: dict[str, Callable[[], Grammar]] = {
+    "open object": lambda: Grammar.json_schema(
+        {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+    ),
+    "closed object": lambda: Grammar.json_schema(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+            "required": ["name", "ok"],
+            "additionalProperties": False,
+        }
+    ),
+    "enum": lambda: Grammar.json_schema({"enum": ["red", "green", "blue", "bluish"]}),
+    "regex": lambda: Grammar.regex(r"(ab|cd){1,6}e?[0-9]{2,4}"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request of a case.
+
+    prompt    token ids
+    options   keyword options of forerun.client.completion.make_request
+    grammar   a name of GRAMMARS, or None
+    speculation  fields of forerun.engine.request.Speculation
+    arrives   step before which it is submitted
+    aborts    step before which it is aborted, or None
+    """
+
+    prompt: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    grammar: str | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
+    arrives: int = 0
+    aborts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Fields of EngineConfig that differ from the given configuration, and the requests."""
+
+    changes: dict[str, Any]
+    requests: tuple[Asked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A case and what was wrong with it, in words."""
+
+    case: Case
+    what: str
+
+
+class CaseSource:
+    """Draws cases from a seed.
+
+    texts    int32[.] token ids that prompts are cut from
+    vocab    V
+    overlap  whether the executor can overlap steps
+    """
+
+    def __init__(self, texts: list[Ints], vocab: int, overlap: bool, seed: int) -> None:
+        self._texts, self._vocab, self._overlap = texts, vocab, overlap
+        self._random = np.random.default_rng(seed)
+
+    def _pick(self, *values: Any) -> Any:
+        return values[int(self._random.integers(len(values)))]
+
+    def shape(self) -> dict[str, Any]:
+        """Pages, slots and room of an executor: see SHAPES."""
+        return {
+            "page_size": self._pick(1, 2, 16, 16, 64),
+            "max_sequences": self._pick(1, 4, 8, 16),
+            "max_step_nodes": self._pick(16, 64, 512),
+            "context": 256,
+            "kv_tokens": self._pick(256, 256, 256, 2048),
+        }
+
+    def drafting(self) -> dict[str, Any]:
+        """How an engine speculates: fields of EngineConfig."""
+        if self._random.random() < 0.1:
+            return {"speculation": "off"}
+        nodes = self._pick(1, 2, 4, 8, 16)
+        return {
+            "draft_nodes": nodes,
+            "draft_depth": min(nodes, self._pick(1, 2, 4, 8)),
+            "policy": self._pick("fixed", "fixed", "adaptive"),
+            "overlap": self._overlap and self._pick(False, True),
+        }
+
+    def requests(self) -> tuple[Asked, ...]:
+        """Several begin alike, and some are asked again: what the prefix cache keeps is used."""
+        made: list[Asked] = []
+        for _ in range(int(self._random.integers(1, 10))):
+            again = made and self._random.random() < 0.3
+            prompt = self._pick(*(one.prompt for one in made)) if again else self._prompt()
+            arrives = int(self._random.integers(0, 40))
+            aborts = arrives + int(self._random.integers(1, 30))
+            made.append(
+                Asked(
+                    prompt=prompt,
+                    options=self._options(),
+                    grammar=self._pick(*GRAMMARS) if self._random.random() < 0.25 else None,
+                    speculation=self._pick({}, {}, {}, {"max_nodes": 2}, {"enabled": False}),
+                    arrives=arrives,
+                    aborts=aborts if self._random.random() < 0.15 else None,
+                )
+            )
+        return tuple(made)
+
+    def _prompt(self) -> tuple[int, ...]:
+        text: Ints = self._texts[int(self._random.integers(len(self._texts)))]
+        length = int(self._random.integers(1, min(len(text), 90) + 1))
+        ids = text[:length].tolist()
+        if self._random.random() < 0.2:  # Something that repeats, for lookup to find.
+            ids = (ids[-12:] * 8)[:90]
+        return tuple(ids)
+
+    def _options(self) -> dict[str, Any]:
+        """Any sampling parameters; each is left at its default mostly."""
+        ids = self._random.integers(0, self._vocab, 3).tolist()
+        usual: dict[str, tuple[Any, ...]] = {
+            "temperature": (0.0, 0.0, 0.3, 0.8, 1.5),
+            "seed": (0, 1, 2**63 - 1),
+            "top_k": (0, 0, 0, 1, 20),
+            "top_p": (1.0, 1.0, 0.9, 0.5),
+            "min_p": (0.0, 0.0, 0.05),
+            "repetition_penalty": (1.0, 1.0, 1.2, 0.9),
+            "frequency_penalty": (0.0, 0.0, 0.7),
+            "presence_penalty": (0.0, 0.0, -0.5),
+            "logit_bias": ((), (), tuple((token, 4.0) for token in ids)),
+            "logprobs": (None, None, None, 0, 3),
+            "prompt_logprobs": (None,) * 7 + (1,),
+            "min_tokens": (0, 0, 0, 5),
+            "n": (1, 1, 1, 3),
+            "stop": ((), (), ("e",), ("th", "an o")),
+            "include_stop": (False, True),
+            "ignore_eos": (False, True),
+        }
+        options = {name: self._pick(*values) for name, values in usual.items()}
+        most = self._pick(48, 48, 150)
+        return options | {"max_tokens": int(self._random.integers(5, most))}
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """Smaller cases, the boldest steps first."""
+    for number in range(len(case.requests)):
+        if len(case.requests) > 1:
+            rest = case.requests[:number] + case.requests[number + 1 :]
+            yield replace(case, requests=rest)
+    for name in case.changes:
+        if name not in SHAPES:
+            rest_changes = {key: value for key, value in case.changes.items() if key != name}
+            yield replace(case, changes=rest_changes)
+    for number, asked in enumerate(case.requests):
+        for one in _simpler_request(asked):
+            requests = list(case.requests)
+            requests[number] = one
+            yield replace(case, requests=tuple(requests))
+
+
+def _simpler_request(asked: Asked) -> Iterator[Asked]:
+    for name in asked.options:
+        if name != "max_tokens":
+            options = {key: value for key, value in asked.options.items() if key != name}
+            yield replace(asked, options=options)
+    if asked.aborts is not None:
+        yield replace(asked, aborts=None)
+    if asked.arrives:
+        yield replace(asked, arrives=0)
+    if asked.speculation:
+        yield replace(asked, speculation={})
+    if len(asked.prompt) > 1:
+        yield replace(asked, prompt=asked.prompt[: len(asked.prompt) // 2])
+
+
+def write(failure: Failure, config: EngineConfig, path: Path) -> None:
+    """Write a reproduction. Raises ConfigError where the file cannot be written."""
+    data = {
+        "forerun": __version__,
+        "what": failure.what,
+        "config": asdict(config),
+        "changes": failure.case.changes,
+        "requests": [asdict(asked) for asked in failure.case.requests],
+    }
+    try:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the reproduction {path} cannot be written ({error})") from error
+
+
+def read(path: Path) -> tuple[EngineConfig, Case]:
+    """The configuration and the case of a reproduction. Raises ConfigError naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        requests = tuple(
+            Asked(**asked | {"prompt": tuple(asked["prompt"])}) for asked in data["requests"]
+        )
+        return EngineConfig(**data["config"]), Case(data["changes"], requests)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is no reproduction of `forerun prove --fuzz`: {error}"
+        ) from error

@@ -1,0 +1,33 @@
+"""What a loaded target does before its costs are measured and the first request comes."""
+
+from collections.abc import Callable
+
+from forerun.config import EngineConfig
+from forerun.engine.overlap import carrying
+from forerun.interface.executor import DraftShape, Executor, PreparedExecutor
+
+
+def prepare(
+    config: EngineConfig,
+    executor: Executor,
+    head: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> None:
+    """Have all that slows first steps done, in an order in which nothing done is voided: the draft
+    head (whose features are asked for when it is loaded) and overlap come before the captures.
+
+    head  whether a draft head is loaded
+    """
+    if config.overlap:
+        carrying(executor)
+    if not isinstance(executor, PreparedExecutor):
+        return
+    drafts = 0 if config.speculation == "off" else config.draft_nodes
+    levels = min(drafts, config.draft_depth) if head else 0
+    width = config.draft_width if levels else 0
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("preparing step sizes", done, total)
+
+    executor.warm_up(DraftShape(drafts, width, levels), report)

@@ -1,0 +1,77 @@
+"""`forerun prove --fuzz` and `--replay`: random requests against themselves, alone."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+
+from forerun.bench.fuzz import Fuzzer, Report, replay
+from forerun.bench.fuzz_case import write
+from forerun.bench.workload import read_prompts
+from forerun.cli.console import bars, emit_json, say
+from forerun.config import EngineConfig
+from forerun.flags import configured
+
+MINUTES = 2.0
+"""How long it looks where neither minutes nor cases are given."""
+
+
+def fuzz(arguments: argparse.Namespace) -> int:
+    """Look for an answer that depends on its company. 1 where one was found."""
+    config = configured(EngineConfig, arguments)
+    path = Path(arguments.prompts) if arguments.prompts else None
+    fuzzer = Fuzzer(config, tuple(read_prompts(path)), arguments.seed)
+    enough, total = _limit(arguments)
+    try:
+        with bars() as progress:
+
+            def told(report: Report) -> bool:
+                progress("cases", report.cases, total)
+                return enough(report)
+
+            report = fuzzer.run(told)
+    finally:
+        fuzzer.close()
+    if report.failure is not None:
+        write(report.failure, config, Path(arguments.reproduction))
+    if arguments.json:
+        emit_json(asdict(report))
+    else:
+        _show(report, arguments.reproduction)
+    return 0 if report.failure is None and report.accepted else 1
+
+
+def again(arguments: argparse.Namespace) -> int:
+    """Run a reproduction. 1 where it still fails."""
+    what = replay(Path(arguments.replay))
+    if arguments.json:
+        emit_json({"fails": what is not None, "what": what})
+    elif what is None:
+        say("The case passes: every answer is the one that its request gets alone.")
+    else:
+        say(f"The case fails: {what}")
+    return 0 if what is None else 1
+
+
+def _limit(arguments: argparse.Namespace) -> tuple[Callable[[Report], bool], int]:
+    """When to stop, and how many cases there will be, 0 = nobody knows."""
+    if arguments.cases is not None:
+        return lambda report: report.cases >= arguments.cases, int(arguments.cases)
+    end = monotonic() + 60.0 * (arguments.minutes or MINUTES)
+    return lambda report: monotonic() > end, 0
+
+
+def _show(report: Report, reproduction: str) -> None:
+    say(
+        f"{report.cases} cases, {report.answers} answers, {report.tokens:,} tokens; "
+        f"{report.draft_tokens:,} draft tokens, {report.accepted:,} accepted; "
+        f"{report.preemptions} preemptions, {report.cached_tokens:,} prompt tokens from the cache."
+    )
+    if report.failure is not None:
+        say(f"A case fails: {report.failure.what}")
+        say(f"Its reproduction: forerun prove --replay {reproduction}")
+    elif not report.accepted:
+        say("NOTHING PROVED: no draft token was accepted.")
+    else:
+        say("No answer differs from the one that its request gets alone, without speculation.")

@@ -1,0 +1,338 @@
+"""How many draft tokens each row gets in this step, zero included: the one place that decides.
+
+A draft token brings tokens if it is accepted and costs time whether it is or not. So draft tokens
+are bought while they bring more tokens than the time they take would bring elsewhere, at the speed
+that steps reach on average. (Of a ratio of means, tokens over time, that is the maximum: the
+fastest mixture of steps is not made of steps that are each as fast as they can be. Dinkelbach
+1967.) It is the same for whatever may be drafted: a drafter's proposals, levels that a draft model
+may be asked for, tokens that a grammar forces or makes likely.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from forerun.control.acceptance import CERTAIN, Acceptance
+from forerun.control.constants import (
+    LOOK_EVERY,
+    LOSS_SHARE,
+    MIN_PROB,
+    PROBE_EVERY,
+    PROBE_ROWS,
+    SPARING,
+)
+from forerun.control.cost_model import StepCosts
+from forerun.control.policy import Budget, Lookahead, widened
+from forerun.control.report import StepReport
+from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import NO_DRAFT, Draft
+from forerun.types import Ints
+
+DISABLED = "off: lately speculation took more time than it saved"
+SELDOM = (
+    "off in three of four steps: lately draft tokens saved less time than looking for them took"
+)
+TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than it could save"
+WRONG = "off: the drafter's tokens are wrong too often in this text"
+LOOKING = "off, but the drafter is asked once to see whether the text has become easier"
+PROBING = "off, but one draft token is verified to measure what it costs now"
+PAUSED = "off for one step, in which others measure what a draft token costs now"
+ON = "on: draft tokens that save time are verified"
+ON_LEVELS = "on: {} draft tokens save time"
+VERIFIED = "draft tokens were verified"
+NOT_WORTH = "draft tokens were found, but would not have saved time"
+NOTHING_FOUND = "the drafter found nothing"
+
+
+class AdaptivePolicy:
+    """Buys draft tokens while they bring more than their time would bring elsewhere.
+
+    A drafter that costs nothing is asked for all it knows, and chosen from afterwards. One that
+    costs time is asked for as many levels as should pay, by what came of earlier ones; a level has
+    max_nodes / max_depth draft tokens (one, for chains).
+
+    costs      of steps, measured at start-up
+    free       whether proposing costs next to nothing (DrafterTraits.free)
+    lookahead  of grammars; None without structured output
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        max_nodes: int,
+        max_depth: int,
+        free: bool = False,
+        lookahead: Lookahead | None = None,
+    ) -> None:
+        if not 1 <= max_depth <= max_nodes:
+            raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
+        self.guard = SlowdownGuard(costs)
+        self.acceptance = Acceptance(max_depth)
+        self.reasons: Counter[str] = Counter()
+        self._nodes, self._depth, self._width = max_nodes, max_depth, max_nodes // max_depth
+        self._free, self._lookahead = free, lookahead
+        self._fault: str | None = None
+        # By slot: steps since it was last asked for draft tokens.
+        self._pause: dict[int, float] = {}
+        # The price of a draft token, for how many rows, and how many steps ago it was worked out.
+        self._price, self._priced, self._age = 0.0, 0, 0
+        # Steps since a draft token was verified.
+        self._idle, self._probing = 0, False
+
+    def open(self, slot: int) -> None:
+        """Start from what other sequences taught, and be asked at once."""
+        self.acceptance.open(slot)
+        self._pause[slot] = np.inf
+
+    def disable(self, reason: str) -> None:
+        """Nothing but what grammars know from now on."""
+        self._fault = reason
+
+    # --- before anything is drafted ------------------------------------------------------
+
+    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """See the class; and room for what a grammar knows, as far as that pays."""
+        if len(slots) == 0:
+            return []
+        budgets = self._asked(slots, kv_len)
+        self.reasons.update(budget.reason.partition(" (")[0] for budget in budgets)
+        if self._lookahead is None or not self._lookahead.held:
+            return budgets
+        # While speculation is disabled, nothing is looked for but what is certain.
+        price = CERTAIN if self.guard.disabled else self.price(kv_len)
+        found = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
+        owners = [row for row, scores in enumerate(found) for _ in scores]
+        bought = self._bought([score for scores in found for score in scores], owners, kv_len)
+        return widened(budgets, np.bincount([owners[i] for i in bought], minlength=len(slots)))
+
+    def price(self, kv_len: Ints) -> float:
+        """What a draft token costs at least, in tokens of average speed, beside these rows.
+
+        Times grow in straight lines between the measured counts of nodes, so one of these, or the
+        first or the last draft token, is where a draft token is cheapest.
+        """
+        rows = len(kv_len)
+        self._age += 1
+        if self._age > LOOK_EVERY or rows != self._priced:
+            costs, seen, most = self.guard.costs, int(kv_len.sum()), rows * (1 + self._nodes)
+            plain = costs.one(rows, seen)
+            counts = {rows + 1, most, *(n for n in costs.measured.nodes if rows < n < most)}
+            cheapest = min(
+                (costs.one(n, seen * n // rows) / plain - 1.0) / (n - rows) for n in counts
+            )
+            drafting = costs.measured.draft_ms / plain if self._free else 0.0
+            self._price, self._priced, self._age = rows * (cheapest + drafting), rows, 0
+        return self._price * max(1.0, self.guard.speed)
+
+    def _asked(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """What the drafter is asked for."""
+        self._probing = False
+        why = self._fault or (DISABLED if self.guard.disabled else None)
+        if why is not None:
+            return [Budget(0, 0, why)] * len(slots)
+        if not self._free:
+            return self._levels(slots, kv_len)
+        self._idle += 1
+        price = self.price(kv_len)
+        if self._idle % PROBE_EVERY == 0:
+            self._probing = True
+            return self._probes(slots)
+        if self.guard.speed < 1.0 and self._idle % SPARING:
+            return [Budget(0, 0, SELDOM)] * len(slots)
+        if price >= 1.0:
+            return [_dear(round(price, 1))] * len(slots)
+        return [self._ask(slot, price) for slot in slots.tolist()]
+
+    def _ask(self, slot: int, price: float) -> Budget:
+        """All that the drafter knows, or nothing where even a sure draft token would not pay."""
+        trust = self.acceptance.trust(slot)
+        if trust > price:
+            return _all(self._nodes, self._depth, round(price, 2))
+        self._pause[slot] += 1
+        if self._pause[slot] <= LOOK_EVERY:
+            return _wrong(round(100 * trust), round(100 * price))
+        self._pause[slot] = 0
+        return Budget(1, 1, LOOKING, price)
+
+    def _probes(self, slots: Ints) -> list[Budget]:
+        """One draft token each for a few rows with good ones; nothing else is verified."""
+        good = [row for row, slot in enumerate(slots.tolist()) if self.acceptance.trust(slot) > 0.5]
+        probed = set(good[:PROBE_ROWS])
+        return [
+            Budget(1, 1, PROBING) if row in probed else Budget(0, 0, PAUSED)
+            for row in range(len(slots))
+        ]
+
+    def _levels(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """As many levels as pay, by what came of earlier ones. A row that gets none is probed now
+        and then with one, so that it notices when its text becomes easy.
+        """
+        rows, width = len(slots), self._width
+        rates = self.acceptance.rates(slots)
+        # Tokens each level would bring; they fall along a row, so sorting keeps levels in order.
+        gains = np.cumprod(rates, axis=1).reshape(-1)
+        ranked = np.argsort(-gains, kind="stable")
+        owners = ranked // rates.shape[1]
+        ms = self._levels_ms(kv_len, owners)
+        count = self._worthwhile(gains[ranked].tolist(), ms[1:], ms[0], rows)
+        levels = np.bincount(owners[:count], minlength=rows)
+        # All rows that are off may probe, so each waits `rows` times as long as one alone.
+        price = rows * (ms[1] / ms[0] - 1.0)
+        useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
+        budgets = []
+        for slot, given, rate in zip(slots.tolist(), levels.tolist(), rates[:, 0], strict=True):
+            self._pause[slot] = 0.0 if given else self._pause[slot] + 1.0
+            facts = round(100 * float(rate)), round(100 * price * max(1.0, self.guard.speed))
+            probe = not given and useful and self._pause[slot] > price / LOSS_SHARE
+            budgets.append(_level(width, 1 if probe else given, probe, *facts))
+        return budgets
+
+    def _levels_ms(self, kv_len: Ints, owners: Ints) -> list[float]:
+        """Milliseconds of a step, drafting included, with no level, the first, the first two, ...;
+        owners int[n] is the row of each level.
+        """
+        costs, width = self.guard.costs, self._width
+        draft_tokens = width * np.arange(len(owners) + 1)
+        cached = np.cumsum(np.append(kv_len.sum(), width * kv_len[owners]))
+        drafting = (
+            costs.measured.follow_ms * (draft_tokens > 0) + costs.measured.draft_ms * draft_tokens
+        )
+        ms: list[float] = (
+            costs.many(len(kv_len) + draft_tokens, cached) + costs.pace * drafting
+        ).tolist()
+        return ms
+
+    # --- when drafts are known -----------------------------------------------------------
+
+    def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
+        """Scores times the trust in them, level by level. What was proposed is compared with what
+        comes, verified or not.
+        """
+        return [
+            self.acceptance.calibrated(slot, draft) if len(draft) else draft
+            for slot, draft in zip(plan.slots.tolist(), drafts, strict=True)
+        ]
+
+    def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
+        """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
+        owners = [row for row, draft in enumerate(drafts) for _ in range(len(draft))]
+        kept = drafts
+        if owners and not self._probing:
+            scores = [score for draft in drafts for score in draft.score.tolist()]
+            bought = set(self._bought(scores, owners, plan.kv_len))
+            self._idle = 0 if bought else self._idle
+            kept, end = [], 0
+            for draft in drafts:
+                begin, end = end, end + len(draft)
+                kept.append(cut(draft, [index in bought for index in range(begin, end)]))
+        for allowed, before, after in zip(plan.max_nodes.tolist(), drafts, kept, strict=True):
+            if allowed:
+                found = VERIFIED if len(after) else NOT_WORTH if len(before) else NOTHING_FOUND
+                self.reasons[found] += 1
+        return kept
+
+    def _bought(self, scores: list[float], owners: list[int], kv_len: Ints) -> list[int]:
+        """Which of the tokens with these chances of being right to verify, by index; owners: the
+        row of each. Ties go to what comes first, so that parents stay with their children.
+
+        Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
+        """
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        one, lengths = self.guard.costs.one, kv_len.tolist()
+        rows, seen = len(lengths), sum(lengths)
+
+        def times() -> Iterable[float]:
+            cached = seen
+            for number, index in enumerate(order, 1):
+                cached += lengths[owners[index]]
+                yield one(rows + number, cached)
+
+        worth = [scores[index] for index in order]
+        return order[: self._worthwhile(worth, times(), one(rows, seen), rows)]
+
+    def _worthwhile(self, worth: list[float], ms: Iterable[float], plain: float, rows: int) -> int:
+        """How many of the candidates, best first, bring most beyond what their time would bring
+        elsewhere, of those that can be afforded if all that is not certain turns out wrong.
+
+        worth  tokens that each brings; ms: of a step of `rows` rows with the first, the first
+               two, ...; plain: with none
+        """
+        price = rows * max(1.0, self.guard.speed)
+        best, most, tokens, certain = 0, 0.0, 0.0, 0
+        for number, (value, time) in enumerate(zip(worth, ms, strict=True), 1):
+            tokens += value
+            certain += value >= CERTAIN
+            longer = time / plain - 1.0
+            if longer - certain / rows > self.guard.max_loss:
+                break
+            if tokens - price * longer > most:
+                best, most = number, tokens - price * longer
+        return best
+
+    # --- when the step is over -----------------------------------------------------------
+
+    def observe(self, report: StepReport) -> None:
+        """Learn what the step cost, and of every row what its draft tokens were worth."""
+        self.guard.observe(report)
+        columns = report.slots, report.tokens, report.draft_tokens, report.allowed
+        for slot, tokens, draft_tokens, allowed in zip(*columns, strict=True):
+            if not tokens:
+                continue
+            blind = draft_tokens if report.carried else 0
+            right = self.acceptance.learn(slot, tokens, blind, allowed // self._width)
+            if right is not None:
+                # A look that succeeds is repeated at once: easy text must be noticed quickly.
+                self._pause[slot] = np.inf if right else 0.0
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: what is chosen, how often, and on what ground."""
+        return {
+            "policy": "adaptive",
+            "first_draft_token_right": round(self.acceptance.first_rate, 3),
+            "trust_in_scores": round(self.acceptance.shared_trust, 3),
+            "reasons": dict(self.reasons),
+        } | self.guard.describe()
+
+
+def cut(draft: Draft, kept: list[bool]) -> Draft:
+    """The draft tokens that are kept; every one's parent is."""
+    if all(kept):
+        return draft
+    if not any(kept):
+        return NO_DRAFT
+    count = sum(kept)
+    if all(kept[:count]):  # Mostly: draft tokens come best first.
+        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count])
+    keep = np.array(kept)
+    # Where each kept draft token stands now; one more at the end, so that -1 stays the root.
+    place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
+    return Draft(draft.tokens[keep], place[draft.parents[keep]], draft.score[keep])
+
+
+# Text takes long to make: rows of a step, and steps, mostly say the same.
+
+
+@lru_cache(maxsize=1024)
+def _all(nodes: int, depth: int, price: float) -> Budget:
+    return Budget(nodes, depth, f"{ON} (those right in {100 * price:.0f} % or more)", price)
+
+
+@lru_cache(maxsize=1024)
+def _wrong(trust: int, price: int) -> Budget:
+    return Budget(0, 0, f"{WRONG} (of 100 it is sure of, {trust} are right; {price} would pay)")
+
+
+@lru_cache(maxsize=1024)
+def _dear(price: float) -> Budget:
+    return Budget(0, 0, f"{TOO_DEAR} (as long as {price:.1f} tokens)")
+
+
+@lru_cache(maxsize=1024)
+def _level(width: int, levels: int, probe: bool, rate: int, price: int) -> Budget:
+    reason = LOOKING if probe else ON_LEVELS.format(width * levels) if levels else WRONG
+    facts = f"the first is right in {rate} % of steps, {price} % would pay"
+    return Budget(width * levels, levels, f"{reason} ({facts})")

@@ -1,0 +1,68 @@
+"""What one step did and how long it took: the engine core makes it, policy and metrics read it."""
+
+from dataclasses import dataclass
+from operator import mul
+
+from forerun.interface.plan import Outcome, Plan
+
+STAGES = ("draft", "verify", "mask", "accept", "commit")
+"""Stages whose time is measured; what is left of a step is the host's."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step that is over, B rows.
+
+    slots         of the B rows
+    tokens        B lists: what each row emitted; empty where it did not sample
+    draft_tokens  B: draft tokens that were verified
+    allowed       B: draft tokens that the plan allowed
+    nodes         known tokens and draft tokens of all rows
+    cached        cached tokens that the nodes see, summed over the nodes
+    prefill       whether some row ran more than one known token
+    constrained   whether a grammar held some row
+    carried       the device drafted by itself: nobody saw a draft before the step was over
+    ms            milliseconds by stage, the names of STAGES and "host"
+    """
+
+    slots: list[int]
+    tokens: list[list[int]]
+    draft_tokens: list[int]
+    allowed: list[int]
+    nodes: int
+    cached: int
+    prefill: bool
+    constrained: bool
+    carried: bool
+    ms: dict[str, float]
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.slots)
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step, host included."""
+        return sum(self.ms.values())
+
+
+def step_report(
+    plan: Plan, outcome: Outcome, carried: bool, stages: dict[str, float], total: float
+) -> StepReport:
+    """The report of a step: `stages` milliseconds of each, and the `total` of the whole step."""
+    draft_tokens = outcome.n_draft_tokens.tolist()
+    known = list(map(len, plan.known))
+    nodes = [sum(pair) for pair in zip(known, draft_tokens, strict=True)]
+    return StepReport(
+        slots=plan.slots.tolist(),
+        tokens=outcome.output_tokens,
+        draft_tokens=draft_tokens,
+        allowed=plan.max_nodes.tolist(),
+        nodes=sum(nodes),
+        cached=sum(map(mul, nodes, plan.kv_len.tolist())),
+        prefill=max(known) > 1,
+        constrained=True in plan.constrained.tolist(),
+        carried=carried,
+        ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
+    )

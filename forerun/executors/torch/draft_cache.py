@@ -1,0 +1,249 @@
+"""A draft model's keys and values under the target's page ids, for any number of layers.
+
+    scratch   draft nodes 0 .. max_nodes + slots, numbered as in DraftLevel; the tokens of an
+              extension pass through the same places
+    roots     one place per slot, for models that run a row's root itself
+
+Where draft entry q pairs the target's feature at q with the token after it (EAGLE), the root is the
+last *entry*, and nothing of it is left to keep here. A model that reads tokens alone runs the root
+as one node more; its keys and values wait by slot until the target has decided what follows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.torch.attention import KeyBlock, RowKeys, attend, blocks_of
+from forerun.executors.torch.kv import CacheTensor, KvShape, PagedCache, Slots
+from forerun.interface.draft_model import DraftLevel, DraftModelTraits, Extension
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.cache_layer import CacheLayer
+from forerun.types import AnyArray, Ints
+
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """M nodes of one pass.
+
+    tokens    int32[M]
+    position  int32[M]
+    ends      int32[R] the last node of each row
+    scored    int32[s] nodes whose candidates are wanted
+    attend    writes a layer's keys and values into scratch and returns the context
+    """
+
+    tokens: Ints
+    position: Ints
+    ends: Ints
+    scored: Ints
+    attend: AttendLayer
+
+
+class DraftCache:
+    """Pages, scratch and roots of a draft model.
+
+    layers  what each keeps; layers of equal shape lie in one tensor
+    roots   the model runs each row's root itself
+    """
+
+    def __init__(
+        self,
+        layers: tuple[CacheLayer, ...],
+        limits: ExecutorLimits,
+        device: torch.device,
+        dtype: torch.dtype,
+        roots: bool = False,
+    ) -> None:
+        self._device, self._roots, self._scratch = device, roots, limits.max_nodes + limits.slots
+        room = _room(limits)
+        shapes = list(dict.fromkeys(layers))
+        self.parts = [
+            PagedCache(KvShape(layers.count(shape), *_sizes(shape)), room, device, dtype)
+            for shape in shapes
+        ]
+        # Of a layer: its tensor, and its number there.
+        self._where = [
+            (shapes.index(layer), layers[:number].count(layer))
+            for number, layer in enumerate(layers)
+        ]
+        # Of draft nodes: the node above, -1 = the root, and how many are above.
+        self._above = np.full(self._scratch, -1, np.int32)
+        self._depth = np.zeros(self._scratch, np.int32)
+
+    @staticmethod
+    def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
+        """Bytes of a DraftCache."""
+        room = _room(limits)
+        return sum(KvShape(1, *_sizes(layer)).bytes(room, dtype) for layer in layers)
+
+    def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
+        """Keys and values of one layer."""
+        part, number = self._where[layer]
+        return self.parts[part].of_layer(number)
+
+    # --- passes --------------------------------------------------------------------------
+
+    def extension(self, extension: Extension) -> DraftPass:
+        """A pass over the tokens that became permanent: those after them, or with `roots`
+        themselves and each row's root. Raises EngineError where a position has no page.
+        """
+        self._targets(extension)
+        lengths = np.diff(extension.start)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        if not self._roots:
+            tokens: Ints = extension.next_tokens
+            start: Ints = extension.start
+            scored = extension.scored
+        else:
+            start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
+            tokens = np.zeros(int(start[-1]), np.int32)
+            tokens[np.arange(len(row)) + row] = extension.tokens
+            tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
+            scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
+        nodes = np.arange(start[-1], dtype=np.int32)
+        counts = np.diff(start)
+        position = np.repeat(extension.kv_len - start[:-1], counts) + nodes
+        rows = [
+            RowKeys(mine, self._cached(pages, int(length)), [(self._places(mine), mine)])
+            for mine, pages, length in zip(
+                np.split(nodes, start[1:-1]), extension.pages, extension.kv_len, strict=True
+            )
+        ]
+        return self._pass(tokens, position, start, scored, rows, 0)
+
+    def level(self, level: DraftLevel) -> DraftPass:
+        """A pass over draft tokens."""
+        nodes = np.arange(len(level.tokens), dtype=np.int32)
+        numbers = level.first + nodes
+        self._above[numbers] = level.parents
+        above = np.where(level.parents < 0, -1, self._depth[level.parents])
+        self._depth[numbers] = above + 1
+        known = level.kv_len + self._roots
+        position = np.repeat(known, np.diff(level.start)) + self._depth[numbers]
+        rows = []
+        for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
+            cached = self._cached(level.pages[row], int(level.kv_len[row]))
+            if self._roots:
+                cached = np.append(cached, self._root(level.slots[row]))
+            chains = [
+                (self._places(self._path(level.first + node)), nodes[node : node + 1])
+                for node in range(begin, end)
+            ]
+            rows.append(RowKeys(nodes[begin:end], cached, chains))
+        return self._pass(level.tokens, position, level.start, nodes, rows, level.first)
+
+    def commit(self, extension: Extension) -> None:
+        """Make what an extension has written permanent: tokens in pages, roots by slot."""
+        targets, start = self._targets(extension), extension.start
+        row = np.repeat(np.arange(len(start) - 1), np.diff(start))
+        nodes = np.arange(start[-1])
+        if self._roots:
+            nodes = np.append(nodes + row, start[1:] + np.arange(len(start) - 1))
+            targets = np.append(targets, self._root(extension.slots))
+        source = torch.from_numpy(self._places(nodes)).to(self._device)
+        target = torch.from_numpy(targets).to(self._device)
+        for part in self.parts:
+            part.move(source, target)
+
+    def _pass(
+        self,
+        tokens: Ints,
+        position: AnyArray,
+        start: Ints,
+        scored: Ints,
+        rows: list[RowKeys],
+        first: int,
+    ) -> DraftPass:
+        null = self.parts[0].null
+        position = position.astype(np.int32)
+        blocks: list[KeyBlock] = blocks_of(rows, position, null, self._device)
+
+        def attend_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            # Turned by float32 angles, whatever the dtype.
+            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
+            part, number = self._where[layer]
+            self.parts[part].write(number, keys, values, first)
+            return attend(queries, *self.of_layer(layer), blocks)
+
+        return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
+
+    # --- places --------------------------------------------------------------------------
+
+    def _cached(self, pages: Ints, length: int) -> Slots:
+        return self.parts[0].slots(pages, np.arange(length))
+
+    def _places(self, nodes: AnyArray) -> Slots:
+        return self.parts[0].scratch(nodes)
+
+    def _root(self, slots: AnyArray) -> Slots:
+        return self.parts[0].scratch(np.asarray(self._scratch + slots))
+
+    def _targets(self, extension: Extension) -> Slots:
+        """int64[n] where the tokens of an extension belong."""
+        return np.concatenate([
+            self.parts[0].slots(pages, np.arange(length, length + end - begin))
+            for pages, length, begin, end in zip(
+                extension.pages, extension.kv_len, extension.start, extension.start[1:],
+                strict=False,
+            )
+        ])  # fmt: skip
+
+    def _path(self, number: int) -> Ints:
+        """Draft nodes from below the root down to `number`."""
+        path = [number]
+        while self._above[path[-1]] >= 0:
+            path.append(int(self._above[path[-1]]))
+        return np.array(path[::-1], np.int32)
+
+
+def _room(limits: ExecutorLimits) -> ExecutorLimits:
+    """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
+    return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots)
+
+
+def _sizes(layer: CacheLayer) -> tuple[int, int]:
+    return layer.kv_heads, layer.head_size
+
+
+def check_extension(
+    extension: Extension, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """Raise EngineError for numbers that lead outside of what there is: a device would not say
+    which. vocab: V of the target.
+    """
+    count = len(extension.tokens)
+    _check({
+        "tokens": (extension.tokens, 0, vocab),
+        "next_tokens": (extension.next_tokens, 0, vocab),
+        "slots": (extension.slots, 0, limits.slots),
+        "kv_len": (extension.kv_len, 0, extension.pages.shape[1] * limits.page_size + 1),
+        "scored": (extension.scored, 0, count),
+        "the number of tokens": (np.array([count]), 1, about.max_nodes + 1),
+    })  # fmt: skip
+
+
+def check_level(
+    level: DraftLevel, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """`check_extension` of draft tokens."""
+    count = len(level.tokens)
+    _check({
+        "tokens": (level.tokens, 0, vocab),
+        "parents": (level.parents, -1, level.first),
+        "slots": (level.slots, 0, limits.slots),
+        "kv_len": (level.kv_len, 0, level.pages.shape[1] * limits.page_size + 1),
+        "first": (np.array([level.first]), 0, about.max_nodes - count + 1),
+    })  # fmt: skip
+
+
+def _check(bounds: dict[str, tuple[AnyArray, int, int]]) -> None:
+    for name, (values, low, high) in bounds.items():
+        if np.any((values < low) | (values >= high)):
+            raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")

@@ -1,0 +1,76 @@
+"""--device auto: a GPU where there is one that torch can use, and a line that says why."""
+
+import pytest
+
+from forerun.build import device
+from forerun.build.device import choose_device
+from forerun.build.engine import choose_executor, open_target
+from forerun.cli import console
+from forerun.config import EngineConfig
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with these GPUs, whose torch sees so many of them; None: no torch."""
+    torch = pytest.importorskip("torch")
+
+    def made(gpus, seen):
+        monkeypatch.setattr(device, "gpu_devices", lambda: gpus)
+        monkeypatch.setattr(device, "find_spec", lambda _: None if seen is None else object())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("gpus", "seen", "changes", "expected", "why"),
+    [
+        ([], 0, {}, "cpu", "no NVIDIA GPU here"),
+        (["/dev/nvidia0"], 1, {}, "cuda", "NVIDIA H100"),
+        (["/dev/nvidia0"], 0, {}, "cpu", "sees no CUDA device"),
+        (["/dev/nvidia0"], None, {}, "cpu", "torch is not installed"),
+        (["/dev/nvidia0"], 1, {"executor": "cpu"}, "cpu", "the cpu executor runs there"),
+        (["/dev/nvidia0"], 1, {"model": "toy"}, "cpu", "the toy runs there"),
+        (["/dev/nvidia0"], 1, {"dtype": "file"}, "cpu", "native core"),
+        (["/dev/nvidia0"], 1, {"device": "cpu"}, "cpu", "as --device says"),
+        ([], 0, {"device": "cuda:1"}, "cuda:1", "as --device says"),
+    ],
+)
+def test_the_choice_and_its_reason(machine, gpus, seen, changes, expected, why):
+    machine(gpus, seen)
+    chosen = choose_device(EngineConfig(**changes))
+    assert chosen.device == expected and why in chosen.sentence()
+    assert chosen.sentence().startswith(f"device {expected}: ")
+
+
+def test_a_gpu_means_torch_in_bfloat16(machine):
+    machine(["/dev/nvidia0"], 1)
+    chosen = choose_executor(EngineConfig())
+    assert (chosen.device, chosen.executor, chosen.dtype) == ("cuda", "torch", "bfloat16")
+    machine([], 0)
+    assert choose_executor(EngineConfig()).device == "cpu"
+
+
+def test_torch_is_not_asked_where_there_is_no_gpu(machine, monkeypatch):
+    torch = pytest.importorskip("torch")
+    machine([], 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked"))
+    assert choose_device(EngineConfig()).device == "cpu"
+
+
+def test_what_runs_is_resolved():
+    target = open_target(EngineConfig(model="toy"))
+    assert target.config.device == "cpu"
+    target.close()
+
+
+def test_a_gpu_that_cannot_be_used_is_told_of(machine, monkeypatch):
+    told = []
+    monkeypatch.setattr(console, "say", told.append)
+    machine(["/dev/nvidia0"], 0)
+    target = open_target(EngineConfig(model="toy"))
+    object.__setattr__(target, "device", choose_device(EngineConfig()))
+    console._say_device(target)
+    target.close()
+    assert len(told) == 1 and "/dev/nvidia0 is there" in told[0]

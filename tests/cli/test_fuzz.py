@@ -1,0 +1,95 @@
+"""`forerun prove --fuzz`: finds planted faults, makes them small, writes what can be replayed."""
+
+import json
+
+import numpy as np
+import pytest
+
+from forerun.bench import fuzz_case
+from forerun.bench.fuzz import Fuzzer
+from forerun.bench.fuzz_case import Asked, Case, read, write
+from forerun.bench.workload import read_prompts
+from forerun.cli.main import main
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.executors import host_sampler
+
+TOY = EngineConfig(model="toy")
+
+
+@pytest.fixture
+def fuzzer():
+    made = Fuzzer(TOY, tuple(read_prompts()), seed=5)
+    yield made
+    made.close()
+
+
+def cases(count):
+    return lambda report: report.cases >= count
+
+
+def test_every_answer_is_the_one_that_its_request_gets_alone(fuzzer):
+    report = fuzzer.run(cases(60))
+    assert report.failure is None
+    assert report.answers > 200
+    assert report.accepted > 100 and report.preemptions > 0 and report.cached_tokens > 500
+
+
+def forgetful(monkeypatch):
+    """Penalties do not see the draft tokens above a node."""
+    right = host_sampler.process
+    monkeypatch.setattr(
+        host_sampler,
+        "process",
+        lambda logits, sampling, history, ancestors, mask: right(
+            logits, sampling, history, (), mask
+        ),
+    )
+
+
+@pytest.mark.parametrize("plant", [forgetful])
+def test_a_planted_fault_is_found_made_small_and_replayed(plant, monkeypatch, tmp_path, capsys):
+    plant(monkeypatch)
+    file = tmp_path / "case.json"
+    line = ["prove", "--fuzz", "--model", "toy", "--cases", "300", "--reproduction", str(file)]
+    assert main([*line, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["failure"]["what"].startswith("request ")
+    small = report["failure"]["case"]
+    assert len(small["requests"]) == 1
+    penalties = {"repetition_penalty", "frequency_penalty", "presence_penalty"}
+    assert set(small["requests"][0]["options"]) <= penalties | {"max_tokens", "temperature"}
+    assert main(["prove", "--replay", str(file), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fails"]
+    monkeypatch.undo()
+    assert main(["prove", "--replay", str(file)]) == 0
+    assert "passes" in capsys.readouterr().err
+
+
+def test_a_reproduction_comes_back_as_it_was(tmp_path):
+    asked = Asked((1, 2, 3), {"n": 2, "logit_bias": [[1, 2.0]]}, "enum", {"max_nodes": 2}, 3, 9)
+    failure = fuzz_case.Failure(Case({"page_size": 2}, (asked,)), "it is wrong")
+    write(failure, TOY, tmp_path / "x.json")
+    config, case = read(tmp_path / "x.json")
+    assert (config, case) == (TOY, failure.case)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"config": {"model": "toy", "wrong": 1}}'])
+def test_what_is_no_reproduction_is_refused(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json is no reproduction"):
+        read(tmp_path / "x.json")
+
+
+def test_a_grammar_alone_in_a_step_without_decoding_rows():
+    """Found by --fuzz: pricing what a grammar predicts divided by no rows, and the engine died."""
+    config = EngineConfig(model="toy", policy="adaptive")
+    prompt = tuple(np.arange(60, 120).tolist())
+    held = Asked(prompt, {"max_tokens": 16, "ignore_eos": True}, "closed object")
+    shape = {"page_size": 2, "max_sequences": 1, "max_step_nodes": 16, "context": 256}
+    changes = shape | {"kv_tokens": 2048, "draft_nodes": 2, "draft_depth": 1}
+    fuzzer = Fuzzer(config, tuple(read_prompts()), 0)
+    try:
+        assert fuzzer.check(Case(changes, (held, held))) is None
+    finally:
+        fuzzer.close()

@@ -1,0 +1,169 @@
+"""CUDA's rules of capturing, held by a recorder without a device; and the code that broke them."""
+
+import gc
+
+import pytest
+import torch
+
+from forerun.executors.torch import TorchExecutor, executor, kernels
+from forerun.executors.torch.captured.graphs import Programs
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, limits
+from tests.parity.tape import FakeCuda, Tape, Watch
+from tests.parity.test_torch_captured import SAMPLINGS, twins
+
+
+class AsItWas(Tape):
+    """The recorder at dd53157: one pool for ever, the shared capture stream, a new stream for every
+    warm-up, the device that happens to be current.
+    """
+
+    def __init__(self, device=None, cuda=None):
+        super().__init__(device, cuda)
+        self._pool = self.cuda.graph_pool_handle()
+
+    def warm(self, work):
+        staging = self.cuda.Stream()
+        staging.wait_stream(self.cuda.current_stream())
+        with self.cuda.stream(staging), Watch(cuda=self.cuda):
+            work()
+        self.cuda.current_stream().wait_stream(staging)
+
+    def capture(self, work):
+        graph = self.cuda.CUDAGraph()
+        with self.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay
+
+    def forget(self):
+        pass
+
+
+class Work:
+    """A matrix product; or a tensor that outlives the program, as the levels a draft head grew."""
+
+    def __init__(self, keeps=False):
+        self.x, self.out = torch.ones(3, 3), torch.zeros(3, 3)
+        self.keeps, self.kept = keeps, {}
+
+    def __call__(self, size):
+        found = self.x + size
+        if self.keeps:
+            self.kept[size] = found
+        self.out.copy_(self.x @ self.x if not self.keeps else found)
+
+
+def captured(programs, *sizes):
+    for size in sizes:
+        for _ in range(2):
+            programs.run(size)
+
+
+def breaks(recorder, message):
+    """Only the code as it was breaks the rule."""
+    if recorder is AsItWas:
+        return pytest.raises(AssertionError, match=message)
+    return pytest.MonkeyPatch.context()  # Nothing.
+
+
+RECORDERS = pytest.mark.parametrize("recorder", [Tape, AsItWas])
+
+
+@RECORDERS
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_outlives_its_graphs_is_in_nobodys_way(recorder, keeps):
+    """A tensor of the program, or a workspace that a product in a capture took."""
+    work = Work(keeps)
+    programs = Programs(work, recorder())
+    captured(programs, 1, 2)
+    programs.forget()
+    with breaks(recorder, "use_count > 0"):
+        captured(programs, 1, 2)
+        assert programs.captured == (1, 2)
+
+
+@RECORDERS
+def test_no_recorder_takes_anothers_workspace(recorder):
+    cuda = FakeCuda()
+    captured(Programs(Work(), recorder(cuda=cuda)), 1)
+    with breaks(recorder, "workspace lies in a pool of other graphs"):
+        captured(Programs(Work(), recorder(cuda=cuda)), 1)
+
+
+@RECORDERS
+def test_the_second_device_is_as_good_as_the_first(recorder):
+    work, cuda = Work(), FakeCuda(home=1)
+    assert cuda.current_device() == 0
+    programs = Programs(work, recorder(torch.device("cuda", 1), cuda))
+    with breaks(recorder, "another device"):
+        captured(programs, 1)
+        work.x.fill_(2.0)
+        programs.run(1)
+        assert work.out[0, 0] == 12.0
+    assert cuda.current_device() == 0
+
+
+@RECORDERS
+def test_no_graph_is_destroyed_while_it_may_run(recorder):
+    tape = recorder()
+    programs = Programs(Work(), tape)
+    captured(programs, 1)
+    wait = tape.launch(lambda: programs.run(1))
+    programs.forget()
+    gc.collect()
+    with breaks(recorder, "destroyed while it ran"):
+        captured(programs, 1)
+        wait()
+
+
+def test_streams_of_a_recorder_are_its_own():
+    """Warm-ups and captures of one recorder run on one stream, which is no other recorder's."""
+    cuda, streams = FakeCuda(), []
+    for _ in range(2):
+        mine = []
+        captured(
+            Programs(lambda size, to=mine: to.append(cuda.current_stream()), Tape(cuda=cuda)), 1
+        )
+        assert mine[0] is mine[1]
+        streams.append(mine[0])
+    assert streams[0] is not streams[1]
+
+
+def test_a_launch_outside_of_the_capture_is_seen():
+    tape = Tape()
+
+    def work():
+        with tape.cuda.stream(tape.cuda.Stream()):
+            torch.ones(2).add_(1)
+
+    with pytest.raises(AssertionError, match="not captured"):
+        tape.capture(work)
+
+
+@RECORDERS
+def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeypatch):
+    """Loading a head asks for features: what start-up captured is forgotten, then captured anew."""
+    monkeypatch.setattr(executor, "kernels_for", twins)
+    monkeypatch.setattr(executor, "recorder", lambda device: recorder())
+    made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB, context=128, pages=40, slots=1))
+
+    def decode():
+        with Driver(made) as driver:
+            driver.open(0, [5, 6], SAMPLINGS[0])
+            for _ in range(4):
+                driver.step([Row(0)])
+            return driver.sequences[0].tokens
+
+    tokens = decode()
+    made.request_aux_hidden_states((1,))
+    with breaks(recorder, "use_count > 0"):
+        assert decode() == tokens
+        assert made.describe()["captured"]
+
+
+def test_kernels_are_launched_on_their_own_device(monkeypatch):
+    cuda = FakeCuda(home=1)
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    launch = kernels.guarded(torch.device("cuda", 1), lambda more: cuda.current_device() + more)
+    assert launch(5) == launch(more=5) == 6
+    assert cuda.current_device() == 0

@@ -1,0 +1,39 @@
+"""How far a newcomer has to walk with one token. The limits may only shrink.
+
+The walk through captured rounds with a draft head is counted in
+tests/parity/test_torch_overlap.py, where the device is emulated.
+"""
+
+import pytest
+
+from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.config import EngineConfig
+from tests.shape.walk import Walk
+
+FILES, LINES = 30, 4_800
+"""Of decoding steps with n-gram drafts on the compiled core, from plan to delta."""
+
+
+@pytest.mark.model
+def test_the_walk_on_the_cpu_is_short(capsys):
+    target = open_target(EngineConfig())
+    try:
+        engine = make_engine(target, target.config)
+        messages = [{"role": "user", "content": "Repeat the alphabet three times."}]
+        news = []
+        engine.submit(make_request(encode_chat(target, messages), max_tokens=60), news.append)
+        for _ in range(3):  # The prompt, and the first steps of the slot.
+            engine.step_once()
+        with Walk() as walk:
+            while engine.step_once():
+                pass
+        engine.shutdown()
+    finally:
+        target.close()
+    with capsys.disabled():
+        print(f"\nOne token on the CPU opens:\n{walk.listing()}")
+    assert len(news) > 10
+    assert "speculative/tree.py" in walk.calls
+    assert "executors/host_sampler.py" in walk.calls
+    assert walk.files <= FILES and walk.lines <= LINES, walk.listing()

@@ -1,0 +1,51 @@
+"""Counts what one token's walk opens: the package's files in which something runs between the
+plan of a step and the delta that reports its token.
+
+    with Walk() as walk:
+        engine.step_once()
+    walk.files, walk.lines, walk.listing()
+"""
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+from tests.shape.tree import PACKAGE
+
+
+class Walk:
+    """While it is entered, every call into the package on this thread is counted by file."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def __enter__(self) -> "Walk":
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, arg: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(f"{PACKAGE}/"):
+            self.calls[name.removeprefix(f"{PACKAGE}/")] += 1
+
+    @property
+    def files(self) -> int:
+        """How many files were opened."""
+        return len(self.calls)
+
+    @property
+    def lines(self) -> int:
+        """Lines of these files, all of them: a reader who opens a file sees it whole."""
+        return sum(self._length(name) for name in self.calls)
+
+    def listing(self) -> str:
+        """A line per file: its length and its name; then the sums."""
+        rows = [f"{self._length(name):5d}  {name}" for name in sorted(self.calls)]
+        return "\n".join([*rows, f"{self.lines:5d}  in {self.files} files"])
+
+    def _length(self, name: str) -> int:
+        return len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
