@@ -12,6 +12,7 @@ from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.batches import Buckets, Size, batches
 from forerun.executors.jax.kv import StateShape
+from forerun.interface.executor import DraftShape
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
@@ -28,8 +29,9 @@ COMPILING = "/jax/core/compile/backend_compile_duration"
 def warm(checkpoint, compiled):
     """Everything compiled at start-up."""
     seen = []
-    options = JaxOptions(draft_nodes=3, warm_up=True, cache_dir=compiled)
-    made = JaxExecutor(checkpoint("llama"), SMALL, options, lambda *told: seen.append(told))
+    options = JaxOptions(draft_nodes=3, cache_dir=compiled)
+    made = JaxExecutor(checkpoint("llama"), SMALL, options)
+    made.warm_up(DraftShape(3), lambda *told: seen.append(told))
     made.told = seen
     return made
 
@@ -56,8 +58,8 @@ def compilations():
 def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
     keys = warm.programs.keys
     assert set(warm.programs.compiled) == set(keys)
-    assert warm.told == [("compile", n + 1, len(keys)) for n in range(len(keys))]
-    assert warm.describe()["compiled"] == len(keys) == 2 + 6 + 3 + 2
+    assert warm.told == [(n + 1, len(keys)) for n in range(len(keys))]
+    assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 2 + 2
 
 
 def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilations):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.models.arch import FAMILIES
 from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -32,7 +33,7 @@ def forward(executor, tokens, chunks):
 
 
 CASES = [
-    *((family, "plain") for family in ("llama", "mistral", "qwen2", "qwen3")),
+    *((family, "plain") for family in FAMILIES),
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
 ]

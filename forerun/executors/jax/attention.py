@@ -6,12 +6,14 @@ The tree is read first; then the prefix in blocks of BLOCK positions, merged by 
 program alone: one program serves every length.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from forerun.executors.jax.kv import slots_of
+from forerun.executors.jax.layers import softcapped
+from forerun.models.layer_spec import AttentionSpec
 
 BLOCK = 128
 """Cached positions read at once."""
@@ -31,43 +33,62 @@ class Past(NamedTuple):
     kv_len: Array
 
 
+class Layer(NamedTuple):
+    """Which layer attends: its number (traced, in a scan) and how; tokens per page."""
+
+    number: Any
+    spec: AttentionSpec
+    page_size: int
+
+
 def ancestors(intervals: Array) -> Array:
     """bool[R,N,N]: [r,i,j] is true where node j is node i or above it.
 
-    intervals  int32[2,R,N] enter and leave of a walk, depth first (torch/geometry.py)
+    intervals  int32[2,R,N] enter and leave of a walk, depth first (forerun.speculative.verify)
     """
     enter, leave = intervals
     return (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
 
 
-def attend(
-    queries: Array, fresh: tuple[Array, Array], past: Past, seen: Array, where: tuple[Array, int]
-) -> Array:
-    """Context [R,N,A,E] of queries [R,N,A,E], rotated.
+class Tree(NamedTuple):
+    """The rows' own nodes: seen bool[R,N,N] from `ancestors`, position int32[R,N]."""
 
-    fresh  keys and values [R,N,G,E] of the same nodes
-    seen   bool[R,N,N] from `ancestors`
-    where  (layer, page size)
+    seen: Array
+    position: Array
+
+
+def attend(
+    queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer
+) -> Array:
+    """Context [R,N,A,E] of queries [R,N,A,E], rotated. fresh: keys and values [R,N,G,E] of the same
+    nodes.
     """
     rows, nodes, heads, size = queries.shape
-    groups = fresh[0].shape[2]
-    layer, page_size = where
-    grouped = (queries * size**-0.5).reshape(rows, nodes, groups, heads // groups, size)
-    scores = _scores(grouped, fresh[0])
-    running = _first(jnp.where(seen[:, None, None], scores, -jnp.inf), fresh[1])
+    groups, spec = fresh[0].shape[2], how.spec
+    grouped = (queries * spec.scale).reshape(rows, nodes, groups, heads // groups, size)
+    near = tree.position[:, :, None] - tree.position[:, None]
+    seen = tree.seen if spec.window is None else tree.seen & (near < spec.window)
+    running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), fresh[1])
 
     def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         position = index * BLOCK + jnp.arange(BLOCK)
-        slots = slots_of(past.table, jnp.broadcast_to(position, (rows, BLOCK)), page_size)
-        cached = position < past.kv_len[:, None]
-        scores = _scores(grouped, past.keys[layer, slots])
-        scores = jnp.where(cached[:, None, None, None], scores, -jnp.inf)
-        return _merged(running, scores, past.values[layer, slots])
+        places = jnp.broadcast_to(position, (rows, BLOCK))
+        slots = slots_of(past.table, places, how.page_size)
+        seen = (places < past.kv_len[:, None])[:, None]
+        if spec.window is not None:
+            seen = seen & (tree.position[..., None] - position < spec.window)
+        scores = _masked(_scores(grouped, past.keys[how.number, slots]), seen, spec)
+        return _merged(running, scores, past.values[how.number, slots])
 
     blocks = (past.kv_len.max() + BLOCK - 1) // BLOCK
     _, total, summed = lax.fori_loop(0, blocks, block, running)
     context = jnp.moveaxis(summed / total[..., None], 3, 1)
     return context.reshape(rows, nodes, heads, size).astype(queries.dtype)
+
+
+def _masked(scores: Array, seen: Array, spec: AttentionSpec) -> Array:
+    """Scores [R,G,A/G,N,T], capped, where seen [R,N or 1,T]; -inf elsewhere."""
+    return jnp.where(seen[:, None, None], softcapped(scores, spec.softcap), -jnp.inf)
 
 
 def _scores(queries: Array, keys: Array) -> Array:

@@ -65,6 +65,12 @@ class Buckets:
         sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
         return tuple(sorted(sizes, key=lambda size: size.total))
 
+    def padded(self, rows: int, nodes: int) -> int:
+        """Nodes of the smallest round that holds rows of so many nodes; of several, together."""
+        rows, nodes = min(rows, self.rows[-1]), _at_least(self.nodes, min(nodes, self.nodes[-1]))
+        size = Size(_at_least(self.rows, rows), nodes)
+        return size.total if size in self.rounds else rows * nodes
+
     @property
     def widest(self) -> "Buckets":
         """The same rows with the most nodes: sizes for what is seldom done."""

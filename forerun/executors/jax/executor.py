@@ -14,10 +14,11 @@ from forerun.executors.jax.batches import Batch, Buckets, batches, regrouped
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import StateShape, first_without_page
-from forerun.executors.jax.programs import MOVED, Functions, Key, Programs, Progress
+from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
 from forerun.executors.jax.sharding import make_sharding
-from forerun.executors.jax.weights import load_params
-from forerun.interface.executor import ExecutorLimits
+from forerun.executors.jax.weights import can_stack, load_params
+from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import cores, memory_available
 from forerun.models.arch import Architecture
@@ -25,6 +26,9 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
+
+TIMED_NODES = 7
+"""Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -37,7 +41,6 @@ class JaxOptions:
     shards       devices that share every layer (tensor parallel)
     draft_nodes  draft tokens of a row, at most
     stacked      layers in a scan; None = where the device is no CPU (weights.py)
-    warm_up      compile everything now; otherwise when it first comes up
     cache_dir    where compiled programs are kept from start to start; None = nowhere
     """
 
@@ -45,7 +48,6 @@ class JaxOptions:
     shards: int = 1
     draft_nodes: int = 63
     stacked: bool | None = None
-    warm_up: bool = False
     cache_dir: str | None = None
 
 
@@ -72,8 +74,6 @@ class JaxExecutor:
     shapes may differ in the last bits. Tokens equal the other executors' in float32 but for near
     ties.
 
-    progress  told how far compiling is
-
     Raises ConfigError for an unknown dtype, limits that are not the model's, or shards that the
     model or the machine does not have; MemoryPlanError where weights, cache and the largest round
     do not fit. All before anything is allocated.
@@ -86,7 +86,6 @@ class JaxExecutor:
         checkpoint: Checkpoint,
         limits: ExecutorLimits,
         options: JaxOptions | None = None,
-        progress: Progress | None = None,
     ) -> None:
         options = options or JaxOptions()
         arch = checkpoint.architecture
@@ -103,6 +102,7 @@ class JaxExecutor:
         if options.cache_dir is not None:
             keep_compiled(options.cache_dir)
         stacked = options.stacked if options.stacked is not None else not on_cpu
+        stacked = stacked and can_stack(arch)
         self._stacked = stacked
         params = load_params(checkpoint, dtype, sharding, stacked)
         self._width = -(-limits.context // limits.page_size)
@@ -112,8 +112,16 @@ class JaxExecutor:
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
-        if options.warm_up:
-            self._programs.warm_up(cores(), progress)
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Compile every program that steps with such drafts can need."""
+        nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
+        self._buckets = Buckets.of(self.limits, nodes)
+        self.programs.warm_up(self._buckets, cores(), progress)
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that the round runs whose size holds so many rows of so many nodes."""
+        return self._buckets.padded(rows, nodes)
 
     @property
     def programs(self) -> Programs:
@@ -130,9 +138,11 @@ class JaxExecutor:
         """Forget a slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(self, plan: Plan, trees: TreeBatch) -> Scores:
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
         """Begin the step; waits for nothing. Rows whose choice hangs on the temperature alone are
-        decided and committed by the same program.
+        decided and committed by the same program. Nothing is drafted.
 
         Raises EngineError, and has begun nothing, where the plan is too large or a position has no
         page.

@@ -1,6 +1,7 @@
 """The pieces of a decoder as pure functions; what they compute is torch/layers.py's."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -30,6 +31,27 @@ def swiglu(gate: Array, up: Array) -> Array:
     """silu(gate) * up, in float32; dtype of `gate`."""
     wide = gate.astype(jnp.float32)
     return (wide / (1 + jnp.exp(-wide)) * up).astype(gate.dtype)
+
+
+_GELU = 2 * (2 / np.pi) ** 0.5
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
+    `gate`.
+    """
+    wide = gate.astype(jnp.float32)
+    angle = _GELU * (wide + 0.044715 * wide * wide * wide)
+    return (wide / (1 + jnp.exp(-angle)) * up).astype(gate.dtype)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu}
+"""By LayerSpec.activation."""
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -24,13 +24,14 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.accept import choose, unpacked, walk
-from forerun.executors.jax.attention import Past, ancestors, attend
+from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
 from forerun.executors.jax.batches import Buckets, Size
 from forerun.executors.jax.decoder import Decoder, Forwarded
 from forerun.executors.jax.inputs import Inputs, packed_size
 from forerun.executors.jax.kv import State, StateShape, slots_of
 from forerun.executors.jax.weights import Params
 from forerun.interface.executor import ExecutorLimits
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
 
 log = logging.getLogger("forerun.executors.jax")
@@ -40,9 +41,6 @@ FEW = 8
 
 MOVED = 64
 """Nodes that one `move` moves."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with ("compile", done, total)."""
 
 Attention = Callable[..., Array]
 """`attention.attend` or its twin."""
@@ -117,13 +115,15 @@ class Functions:
     ) -> tuple[Inputs, Forwarded]:
         given = Inputs.of(whole, size, self.width)
         past = Past(state.keys, state.values, given.table, given.kv_len)
-        seen = ancestors(given.trees.intervals)
-
-        def attend(layer: Any, queries: Array, keys: Array, values: Array) -> Array:
-            where = (layer, self.page_size)
-            return self.attend(queries, (keys, values), past, seen, where)
-
         position = given.kv_len[:, None] + given.depth
+        tree = Tree(ancestors(given.trees.intervals), position)
+
+        def attend(
+            layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
+        ) -> Array:
+            how = Layer(*layer, self.page_size)
+            return self.attend(queries, (keys, values), past, tree, how)
+
         return given, self.decoder.forward(params, given.trees.tokens, position, attend)
 
     def _slots(self, given: Inputs) -> Array:
@@ -187,16 +187,18 @@ class Programs:
         """Every program that is ready."""
         return tuple(self._compiled)
 
-    def warm_up(self, threads: int, progress: Progress | None = None) -> None:
-        """Compile everything; `threads` at once, because the compiler is not Python."""
+    def warm_up(
+        self, buckets: Buckets, threads: int, progress: Callable[[int, int], None]
+    ) -> None:
+        """Compile everything for these sizes; `threads` at once: the compiler is not Python."""
+        self._buckets = buckets
         began, keys = perf_counter(), self.keys
         with ThreadPoolExecutor(threads) as pool:
             for done, (key, made) in enumerate(
                 zip(keys, pool.map(lambda k: self._lowered(k).compile(), keys), strict=True)
             ):
                 self._compiled[key] = made
-                if progress is not None:
-                    progress("compile", done + 1, len(keys))
+                progress(done + 1, len(keys))
         self.compile_seconds = perf_counter() - began
 
     def run(self, key: Key, *given: Any) -> Any:

@@ -1,8 +1,9 @@
 """One mesh (data, model) and who holds what of it: heads and feed-forward columns by shard.
 
 Megatron's cut (arXiv 1909.08053, section 3): queries, keys, values, gate and up by their outputs,
-o_proj and down_proj by their inputs, so a layer needs two sums over the shards. Embedding and head
-are cut by token, pages by key/value head; everything else is on every shard.
+o_proj and down_proj by their inputs, so a layer needs two sums over the shards. Experts are cut by
+expert. Embedding and head are cut by token, pages by key/value head; everything else is on every
+shard.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture
+from forerun.models.layer_spec import Dense, Experts
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "head")
 """Matrices [out, in] that are cut by rows, with their biases."""
@@ -53,10 +55,12 @@ class Sharding:
 
     def weight(self, name: str, dimensions: int) -> NamedSharding:
         """Of a parameter by its short name: a matrix, or the bias or norm of that name."""
-        part = name.removesuffix(".bias")
+        part = name.removeprefix("shared.").removesuffix(".bias")
+        if name.startswith("experts."):
+            return self.of("model", None, None)
         if part in BY_OUTPUT:
             return self.of("model") if name != part else self.of("model", None)
-        if name in BY_INPUT:
+        if part in BY_INPUT and part == name.removeprefix("shared."):
             return self.of(None, "model")
         return self.of(*[None] * dimensions)
 
@@ -77,9 +81,15 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
     parts = {
         "attention heads": arch.heads,
         "key/value heads": arch.kv_heads,
-        "feed-forward columns": arch.ffn,
         "tokens of the vocabulary": arch.vocab,
     }
+    for spec in dict.fromkeys(arch.layer_specs):
+        match spec.feed_forward:
+            case Dense(width):
+                parts["feed-forward columns"] = width
+            case Experts(count, _, _, _, shared):
+                parts["experts"] = count
+                parts["shared expert's columns"] = shared
     for what, count in parts.items():
         if count % shards:
             raise ConfigError(
