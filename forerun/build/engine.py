@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from forerun.build import tuned
-from forerun.build.device import DeviceChoice, choose_device
+from forerun.build import tuned, with_jax
+from forerun.build.device import DeviceChoice, choose_device, device_memory
 from forerun.build.drafting import (
     chosen_speculation,
     excused,
@@ -267,7 +267,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
         needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
-    available = _device_memory(config.device) if on_device else memory_available()
+    available = device_memory(config) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
@@ -304,6 +304,8 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
     if isinstance(executor, CpuExecutor):
         return CpuEagleModel(executor, checkpoint, draft)
+    if executor.name == "jax":
+        with_jax.refuse_head()
     from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor)
@@ -322,12 +324,18 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
         missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
+        executor = "jax" if config.device == "tpu" else executor
         if missing:
             warnings.warn(
                 f"The native CPU core is not used ({missing}); using torch, which is several "
                 "times slower.",
                 stacklevel=2,
             )
+    if config.tp_size > 1 and executor != "jax":
+        raise ConfigError(
+            f"tp-size is {config.tp_size}, but the {executor} executor runs on one device; use "
+            "--executor jax."
+        )
     if dtype == "auto":
         dtype = "bfloat16" if config.device != "cpu" else "float32"
         dtype = "file" if executor == "cpu" else dtype
@@ -335,6 +343,8 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
 
 
 def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executor:
+    if config.executor == "jax":
+        return with_jax.build(config, checkpoint, memory.limits)
     if config.executor == "cpu":
         from forerun.executors.cpu import CpuExecutor
 
@@ -352,14 +362,6 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         torch.set_num_threads(config.threads)
     how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
     return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
-
-
-def _device_memory(device: str) -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _resolved(

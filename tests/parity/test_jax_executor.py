@@ -96,7 +96,7 @@ def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, monkey
     monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
     with Driver(warm) as driver:
         for slot in range(3):
-            driver.open(slot, prompt[slot:], Sampling(temperature=0.5, seed=slot))
+            driver.open(slot, prompt[slot:9], Sampling(temperature=0.5, seed=slot))
         driver.step([Row(slot) for slot in range(3)])
         copied.clear()
         before = warm.programs.dispatches
@@ -136,7 +136,7 @@ def test_a_row_that_is_not_finite_fails_alone(tmp_path, compiled, prompt):
         hf.model.embed_tokens.weight[BROKEN] = torch.nan
     found = FolderCheckpoint(tiny.save_folder(hf, tmp_path))
     broken = JaxExecutor(found, SMALL, JaxOptions(draft_nodes=3, cache_dir=compiled))
-    sampling = Sampling(temperature=0.0)
+    sampling, prompt = Sampling(temperature=0.0), prompt[:9]
     with Driver(broken) as driver:
         driver.open(2, prompt, sampling)
         text = [driver.step([Row(2)]).emitted(0)[0] for _ in range(2)]

@@ -57,9 +57,7 @@ class Tree(NamedTuple):
     position: Array
 
 
-def attend(
-    queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer
-) -> Array:
+def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
     """Context [R,N,A,E] of queries [R,N,A,E], rotated. fresh: keys and values [R,N,G,E] of the same
     nodes.
     """

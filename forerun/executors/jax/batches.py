@@ -107,7 +107,7 @@ class Batch:
         """
         first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
         first[: len(self.begins)] = self.begins
-        places: Ints = first[:, None] + np.arange(self.size.nodes, dtype=np.int32)
+        places: Ints = np.add.outer(first, np.arange(self.size.nodes, dtype=np.int32))
         return places
 
 

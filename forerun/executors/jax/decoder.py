@@ -102,13 +102,18 @@ class Decoder(NamedTuple):
 
     def logits(self, params: Params, last: Array) -> Array:
         """float32[n,V] from residual streams [n,H] after the last layer."""
-        head = params.get("head", params["embed"])
+        head: Array = params["embed"] if self.arch.tied_head else params["head"]
         normed = rms_norm(last, params["norm"], self.arch.norm_eps)
         made = self.sharding.put(product(normed, head).astype(jnp.float32), None, None)
         return softcapped(made, self.arch.final_softcap)
 
     def _layer(
-        self, spec: LayerSpec, weights: Params, x: Array, rotary: Rotary, attend: Callable[..., Array]
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
         """The stream after a layer, and its keys and values."""
         names = NORM_NAMES[spec.norms]
@@ -123,7 +128,12 @@ class Decoder(NamedTuple):
         return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)
 
     def _attention(
-        self, spec: LayerSpec, weights: Params, x: Array, rotary: Rotary, attend: Callable[..., Array]
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
         arch, put = self.arch, self.sharding.put
 

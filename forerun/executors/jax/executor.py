@@ -15,7 +15,7 @@ from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import StateShape, first_without_page
 from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
-from forerun.executors.jax.sharding import make_sharding
+from forerun.executors.jax.sharding import devices_of, make_sharding
 from forerun.executors.jax.weights import can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
@@ -41,6 +41,7 @@ class JaxOptions:
     shards       devices that share every layer (tensor parallel)
     draft_nodes  draft tokens of a row, at most
     stacked      layers in a scan; None = where the device is no CPU (weights.py)
+    platform     cpu or tpu: which of jax's devices; None = its own choice
     cache_dir    where compiled programs are kept from start to start; None = nowhere
     """
 
@@ -48,6 +49,7 @@ class JaxOptions:
     shards: int = 1
     draft_nodes: int = 63
     stacked: bool | None = None
+    platform: str | None = None
     cache_dir: str | None = None
 
 
@@ -91,7 +93,7 @@ class JaxExecutor:
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
         _check(arch, limits, options)
-        sharding = make_sharding(arch, options.shards)
+        sharding = make_sharding(arch, options.shards, options.platform)
         self._device = sharding.mesh.devices.flat[0]
         on_cpu = self._device.platform == "cpu"
         self._buckets = Buckets.of(limits, options.draft_nodes)
@@ -106,9 +108,7 @@ class JaxExecutor:
         self._stacked = stacked
         params = load_params(checkpoint, dtype, sharding, stacked)
         self._width = -(-limits.context // limits.page_size)
-        functions = Functions(
-            Decoder(arch, sharding), self._shape, limits.page_size, self._width
-        )
+        functions = Functions(Decoder(arch, sharding), self._shape, limits.page_size, self._width)
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
@@ -291,17 +291,26 @@ def planned_bytes(
 
 def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
     """Raise MemoryPlanError where the parts exceed what is free now."""
-    known = device.memory_stats() or {}
-    if "bytes_limit" in known:
-        free = shards * (known["bytes_limit"] - known.get("bytes_in_use", 0))
-    else:
-        free = memory_available()
+    free = free_on(device, shards)
     if sum(parts.values()) > free:
         listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
         raise MemoryPlanError(
             f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; lower "
             "kv-tokens (cache), or max-sequences, draft-nodes or max-step-nodes (the largest round)"
         )
+
+
+def free_on(device: Any, shards: int) -> int:
+    """Bytes that are free on so many devices like this one; the machine's where it does not say."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" not in known:
+        return memory_available()
+    return int(shards * (known["bytes_limit"] - known.get("bytes_in_use", 0)))
+
+
+def free_bytes(platform: str | None, shards: int) -> int:
+    """The same for a platform's devices. Raises ConfigError where it has none."""
+    return free_on(devices_of(platform)[0], shards)
 
 
 def keep_compiled(folder: str) -> None:

@@ -2,8 +2,8 @@
 
     chunk   (R=1, N)  prompt tokens: forward, keys and values into pages
     round   (R, N)    forward, choose, walk, commit: one dispatch and one small copy to the host
-    decide  (R, N)    the second half of a round again, for rows that a grammar holds: the host makes
-                      the masks while the round runs
+    decide  (R, N)    the second half of a round again, for rows that a grammar holds: the host
+                      makes the masks while the round runs
     logits            of a few nodes, for rows that the host decides, and for reports
     move              keys and values of what the host accepted, from scratch into pages
 
@@ -187,9 +187,7 @@ class Programs:
         """Every program that is ready."""
         return tuple(self._compiled)
 
-    def warm_up(
-        self, buckets: Buckets, threads: int, progress: Callable[[int, int], None]
-    ) -> None:
+    def warm_up(self, buckets: Buckets, threads: int, progress: Callable[[int, int], None]) -> None:
         """Compile everything for these sizes; `threads` at once: the compiler is not Python."""
         self._buckets = buckets
         began, keys = perf_counter(), self.keys

@@ -7,6 +7,7 @@ shard.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,8 +99,17 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
             )
 
 
-def make_sharding(arch: Architecture, shards: int) -> Sharding:
+def devices_of(platform: str | None) -> list[Any]:
+    """What jax sees of a platform; of its own choice, for None. Raises ConfigError without one."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {platform}, but jax sees none here: {error}") from error
+
+
+def make_sharding(arch: Architecture, shards: int, platform: str | None = None) -> Sharding:
     """The mesh of the first `shards` devices. Raises ConfigError as `check_shards` does."""
-    check_shards(arch, shards, jax.device_count())
-    devices = np.array(jax.devices()[:shards]).reshape(1, shards)
-    return Sharding(Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2))
+    devices = devices_of(platform)
+    check_shards(arch, shards, len(devices))
+    placed = np.array(devices[:shards]).reshape(1, shards)
+    return Sharding(Mesh(placed, ("data", "model"), axis_types=(AxisType.Auto,) * 2))

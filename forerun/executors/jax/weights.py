@@ -39,9 +39,7 @@ def can_stack(arch: Architecture) -> bool:
     return len(set(arch.layer_specs)) == 1
 
 
-def load_params(
-    checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool
-) -> Params:
+def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
     """Read a checkpoint, one matrix at a time, each device its own part."""
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
@@ -49,8 +47,7 @@ def load_params(
         "embed": reader.made("embed", ["model.embed_tokens.weight"]),
         "norm": reader.made("norm", ["model.norm.weight"]),
         "frequencies": tuple(
-            jax.device_put(rope.frequencies(arch.head_size), sharding.whole)
-            for rope in ropes(arch)
+            jax.device_put(rope.frequencies(arch.head_size), sharding.whole) for rope in ropes(arch)
         ),
     }
     if not arch.tied_head:
@@ -112,15 +109,14 @@ class _Reader:
             wide = tensor + np.float32(offset) if offset else tensor
             return np.array(wide, self._dtype if narrow else np.float32)
 
-        def part(index: tuple[slice, ...]) -> AnyArray:
+        def part(index: tuple[slice, ...] | None) -> AnyArray:
+            assert index is not None  # Jax's word for a scalar.
             return _read(names, index, read)
 
         return jax.make_array_from_callback(shape, where, part)
 
 
-def _shape(
-    names: Any, of: Callable[[str], tuple[int, ...]]
-) -> tuple[tuple[int, ...], int]:
+def _shape(names: Any, of: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
     """The shape of a parameter, and how many axes come from lists of names."""
     if isinstance(names, str):
         return tuple(of(names)), 0
