@@ -160,7 +160,7 @@ class Timed:
 
     def __init__(self, grammars: TreeGrammars) -> None:
         self.seconds, self.masks = 0.0, 0
-        for name in ("open", "room", "guide", "masks", "commit"):
+        for name in ("open", "predicted", "guide", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +211,7 @@ def _measure(
     target: Target, prompt: str, grammar: Grammar | None, side: str, tokens: int, requests: int
 ) -> dict[str, Any]:
     """What one engine needs for the same prompt with different seeds, one after the other."""
-    config = target.config if side == "on" else replace(target.config, speculation="off")
+    config = target.config if side == "on" else replace(target.config, speculative_algorithm="OFF")
     engine = make_engine(target, config)
     timed = Timed(engine._parts.grammars)
     engine.start()

@@ -27,6 +27,15 @@ def check_jax() -> None:
         raise ConfigError(f"The jax executor needs jax {least} or newer, not {found}. {install}")
 
 
+def check_shards(config: EngineConfig, executor: str) -> None:
+    """Raise ConfigError where a model shall be cut over devices and the chosen executor cannot."""
+    if config.tp_size > 1 and executor != "jax":
+        raise ConfigError(
+            f"tp-size is {config.tp_size}, but the {executor} executor runs on one device; use "
+            "--executor jax."
+        )
+
+
 def build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
     """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
     check_jax()
@@ -39,7 +48,7 @@ def build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) 
     options = JaxOptions(
         dtype=config.dtype,
         shards=config.tp_size,
-        draft_nodes=config.draft_nodes,
+        draft_nodes=config.draft_shape.nodes,
         platform=config.device,
         cache_dir=str(cache_dir() / "jax"),
     )

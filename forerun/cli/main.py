@@ -24,6 +24,9 @@ from dataclasses import fields
 from typing import Any
 
 from forerun import __version__
+from forerun.aliases import OPTIONS
+from forerun.cli.layers import settle
+from forerun.cli.parser import Parser
 from forerun.config import AskConfig, EngineConfig, ServeSettings
 from forerun.errors import (
     ConfigError,
@@ -33,7 +36,7 @@ from forerun.errors import (
     ModelError,
     RequestError,
 )
-from forerun.flags import flags_of
+from forerun.flags import add_aliases, flags_of
 from forerun.train.presets import PRESETS, TrainConfig
 
 Flags = Callable[[argparse.ArgumentParser], None]
@@ -47,12 +50,19 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
 )
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
+SHAPE = ("speculative_num_draft_tokens", "speculative_num_steps")
+"""Fields that some commands vary themselves."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, translate errors into a sentence on stderr and an exit code."""
     parser = build_parser()
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return 0
+        settle(arguments)
         # Measuring without a server needs torch, which takes seconds to import.
         sized = getattr(arguments, "random_weights", None) is not None
         name = "sized" if sized else arguments.command
@@ -67,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except ForerunError as error:
-        print(f"forerun: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"forerun: {line}", file=sys.stderr)
         return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
     return code
 
@@ -82,23 +93,42 @@ def console() -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="forerun",
         description="LLM inference whose heart is speculative decoding: same text, only sooner.",
     )
     parser.add_argument("--version", action="version", version=f"forerun {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, flags) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         flags(command)
+        if command.get_default("options"):
+            add_aliases(command, OPTIONS)
+            command.add_argument(
+                "--config",
+                metavar="FILE",
+                help="YAML file of option names and values; flags and FORERUN_* go before it",
+            )
         command.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="what to ask; '-' or nothing reads stdin")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [PROMPT]",
+        help="what to ask, and before it whom; '-' or nothing reads stdin; a model alone opens a "
+        "chat, or reads stdin",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
+    parser.add_argument(
+        "--parse-special",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --raw: control strings such as <|im_start|> are their tokens (default: yes)",
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -128,17 +158,25 @@ def _grammar_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _model_word(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_word",
+        nargs="?",
+        metavar="MODEL",
+        help="what --model takes: a built-in name, folder, GGUF file or hub id",
+    )
+
+
 def _chat_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    flags_of(AskConfig, parser, "answers", temperature=0.7)
+    flags_of(AskConfig, parser, "answers", seed=None)
     flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     flags_of(ServeSettings, parser, "server")
-    parser.add_argument(
-        "--api-key-file", metavar="FILE", help="file with one key per line, kept out of `ps`"
-    )
     _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine")
 
@@ -196,8 +234,8 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         help="beside greedy chains, what the trainer simulates for the same answers (torch)",
     )
     _probe_flag(parser)
-    shape = ("policy", "draft_nodes", "draft_depth", "draft_width")
-    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences", *shape))
+    own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk")
+    flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -237,8 +275,9 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         "as-is, which sends nothing that is not OpenAI's)",
     )
     parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
-    flags_of(AskConfig, parser, "requests", max_tokens=128)
-    flags_of(EngineConfig, parser, "model and engine (--launch; --model also with --url)")
+    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
+    title = "model and engine (--launch; --model also with --url)"
+    flags_of(EngineConfig, parser, title, draft_on_error="stop")
 
 
 def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
@@ -289,8 +328,8 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
     )
     _fuzz_flags(parser)
     _grammar_flags(parser)
-    batch = ("max_sequences",)
-    flags_of(EngineConfig, parser, "model and engine", without=batch, policy="fixed")
+    usual = {"policy": "fixed", "draft_on_error": "stop"}
+    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences",), **usual)
 
 
 def _tune_flags(parser: argparse.ArgumentParser) -> None:
@@ -306,12 +345,17 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
         "--tokens", type=_positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
-    tried = ("policy", "draft_nodes", "draft_depth")
-    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences", *tried))
+    own = ("max_sequences", "policy", *SHAPE)
+    flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 
 
 def _doctor_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-torch", action="store_true", help="do not import torch (it is slow)")
+
+
+def _models_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "show", "rm", "pull"), help="what to do")
+    parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
 
 
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
@@ -348,5 +392,6 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
+    "models": ("List, describe, remove or download models.", _models_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
 }

@@ -106,7 +106,7 @@ def _preempted(proof: Proof) -> str:
 def _verdict(proof: Proof) -> str:
     if not proof.identical:
         return "NOT LOSSLESS: the runs above diverge."
-    if proof.speculation == "off":
+    if proof.speculation == "OFF":
         return "No divergence between batches; speculation was off."
     if not proof.speculated:
         return (

@@ -20,10 +20,11 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: serves until a signal ends it. With --json the address is an object."""
     config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
-    if arguments.api_key_file:
-        keys = read_keys(Path(arguments.api_key_file))
+    if settings.api_key_file:
+        keys = read_keys(Path(settings.api_key_file))
         settings = replace(settings, api_keys=settings.api_keys + keys)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    level = settings.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     if settings.host not in LOOPBACK and not settings.api_keys:
         say(f"forerun: anyone who can reach {settings.host} may use this server; see --api-key")
     run(

@@ -22,7 +22,7 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
-    if config.speculation == "off":
+    if not config.speculates:
         raise ConfigError("there is nothing to tune with speculation off; choose a drafter.")
     if arguments.out:
         _check_picture(Path(arguments.out))
@@ -30,9 +30,9 @@ def main(arguments: argparse.Namespace) -> int:
     prompts, batches = tuple(read_prompts(path)), arguments.batches
     target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
     try:
-        if target.config.speculation == "off":
+        if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
-        settings = settings_for(target.config.speculation)
+        settings = settings_for(target.config)
         sweep = Sweep(prompts, settings, batches, arguments.tokens)
         with bars() as progress:
             tuning = tune(target, sweep, progress)

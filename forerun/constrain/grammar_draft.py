@@ -6,16 +6,16 @@ itself says of the next tokens is a tree: tokens that alone can follow ("forced"
 between them those that habit makes likely (see JumpForward).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from time import thread_time
 
 import numpy as np
 
+from forerun.constrain.grammars import Committed
 from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
-from forerun.control.constants import MIN_PROB
-from forerun.errors import EngineError
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import Draft
@@ -47,10 +47,10 @@ class GrammarState:
             if found is not None:
                 self._masks[path] = found
             if self.matcher.error:
-                self.failed[path] = f"the grammar's matcher gave up: {self.matcher.error}"
+                self.failed[path] = self.matcher.error
         return found
 
-    def predicted(self, min_prob: float = MIN_PROB) -> list[PredictedToken]:
+    def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
         """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
         more. They are looked for once per step.
         """
@@ -58,28 +58,30 @@ class GrammarState:
             self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
         return self._predicted
 
-    def commit(self, tokens: Iterable[int]) -> int | None:
-        """Move the root over `tokens`. How many there were when the text was complete, or None.
-
-        Raises EngineError when a token does not fit, or follows where no mask could be computed.
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """Move the root over `tokens`, up to where the text is complete, a token does not fit, or
+        one follows where no mask could be computed.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
-        for count, token in enumerate(tokens, 1):
+        whole = matcher.complete
+        if whole:
+            return Committed(0, complete=True)
+        for count, token in enumerate(tokens):
             if path in self.failed:
-                raise EngineError(self.failed[path])
+                return Committed(count, error=self.failed[path])
             if not matcher.commit(token):
-                reason = matcher.error or f"token {token} does not fit"
-                raise EngineError(f"the grammar's matcher gave up: {reason}")
+                return Committed(count, error=matcher.error or f"token {token} does not fit")
             if masks:  # None where the output of a resumed sequence is read again.
                 if path in masks:
                     self._prior.learn(masks[path], last_of(self._tail), token)
                 path = (*path, token)
             self._tail = [*self._tail[1 - TAIL :], token]
-            if matcher.complete:
-                return count
+            whole = matcher.complete
+            if whole:
+                return Committed(count + 1, complete=True)
         self._masks, self.failed, self._predicted = {}, {}, None
-        return None
+        return Committed(len(tokens))
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         """The likeliest tokens at the end of `path`, where the matcher stands."""

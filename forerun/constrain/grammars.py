@@ -1,10 +1,25 @@
 """The grammars of all running sequences, by slot."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What became of emitted tokens.
+
+    count     how many of them count; the others, and whatever may come, do not
+    complete  the text is whole and ends behind these
+    error     why nothing can follow these, where a matcher failed; empty while none has
+    """
+
+    count: int
+    complete: bool = False
+    error: str = ""
 
 
 class Grammars(Protocol):
@@ -28,16 +43,8 @@ class Grammars(Protocol):
         """One mask per reachable node of every constrained row; None when none is."""
         ...
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
-        """Advance over emitted tokens. Returns how many of them there were when the grammar was
-        complete: the others, and whatever may come, do not count. None while it is not.
-
-        Raises EngineError for this slot alone when a token does not fit.
-        """
-        ...
-
-    def errors(self) -> dict[int, str]:
-        """Slots whose matcher failed since the last call, with the message; clears them."""
+    def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
+        """Advance over emitted tokens, as far as they count."""
         ...
 
 
@@ -59,10 +66,6 @@ class NoGrammars:
         """No row is constrained."""
         return None
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
+    def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
         """Never complete."""
-        return None
-
-    def errors(self) -> dict[int, str]:
-        """None."""
-        return {}
+        return Committed(len(tokens))

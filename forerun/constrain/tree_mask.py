@@ -5,14 +5,15 @@ constrained sequence: the root's own mask always holds, so each step emits at le
 target's best legal token, whatever was drafted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from forerun.constrain.grammar_draft import GrammarState, children, guide
+from forerun.constrain.grammars import Committed
 from forerun.constrain.matcher import Compiled, words
 from forerun.constrain.token_prior import shared_places
-from forerun.errors import RequestError
+from forerun.errors import EngineError, RequestError
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
@@ -30,7 +31,6 @@ class TreeGrammars:
         self._words = -(-vocab // 32)
         self._states: dict[int, GrammarState] = {}
         self._places = shared_places()
-        self._failed: dict[int, str] = {}
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
         """Start a fresh matcher in `slot` and advance it over the output so far.
@@ -41,12 +41,13 @@ class TreeGrammars:
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
         self._states[slot] = GrammarState(grammar, self._places, self._table)
-        self._states[slot].commit(output)
+        error = self._states[slot].commit([*output]).error
+        if error:
+            raise EngineError(f"the grammar's matcher cannot read the output again: {error}")
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
         self._states.pop(slot, None)
-        self._failed.pop(slot, None)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
         """Drafts without illegal draft tokens, with forced and likely tokens; others pass
@@ -86,23 +87,12 @@ class TreeGrammars:
             return None
         table = _MaskTable(self._words, len(trees.tokens))
         for row, slot in rows:
-            state = self._states[slot]
-            _mask_row(state, trees, row, table)
-            if () in state.failed:
-                self._failed[slot] = state.failed[()]
+            _mask_row(self._states[slot], trees, row, table)
         return table.masks()
 
-    def commit(self, slot: int, tokens: Iterable[int]) -> int | None:
-        """Advance over emitted tokens. See Grammars.commit.
-
-        Raises EngineError for this slot alone when a token does not fit.
-        """
+    def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
+        """See Grammars.commit."""
         return self._states[slot].commit(tokens)
-
-    def errors(self) -> dict[int, str]:
-        """Slots whose matcher failed since the last call, with the message; clears them."""
-        failed, self._failed = self._failed, {}
-        return failed
 
 
 class _MaskTable:

@@ -6,7 +6,7 @@ from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.output import Ending, Kept, complete, delta, keep
+from forerun.engine.output import Ending, Kept, delta, ended, keep, limit_reached
 from forerun.engine.overlap import Overlap, Running, carrying
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
@@ -191,10 +191,6 @@ class EngineCore:
     def _process_outputs(self, running: Running, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
         rows, plan = running.rows, running.plan
-        for slot, message in self._grammars.errors().items():
-            for sequence in rows:
-                if sequence.slot == slot:
-                    self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
         for row, sequence in enumerate(rows):
             if sequence.over:
@@ -230,9 +226,15 @@ class EngineCore:
         """Push decided tokens through the grammar, if there is one, and the stop conditions."""
         if sequence.request.grammar is None or sequence.slot is None:
             return keep(sequence, tokens, self._eos_ids)
-        whole = self._grammars.commit(sequence.slot, tokens)
-        kept = keep(sequence, tokens[:whole], self._eos_ids)
-        return kept if whole is None or kept.ending else complete(sequence, kept)
+        committed = self._grammars.commit(sequence.slot, tokens)
+        kept = keep(sequence, tokens[: committed.count], self._eos_ids)
+        if kept.ending is not None:
+            return kept
+        if committed.complete:
+            return ended(sequence, kept, Ending(Finish.STOP))
+        if committed.error:
+            return ended(sequence, kept, limit_reached(sequence, committed.error))
+        return kept
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.engine.request import Delta, Finish
+from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import TokenLogprobs
 
@@ -16,6 +16,7 @@ class Ending:
     finish: Finish
     reason: str | int | None = None
     error: str | None = None
+    code: str | None = None
 
 
 class Kept(NamedTuple):
@@ -63,10 +64,22 @@ def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None)
     return Kept(tuple(kept), text, ending)
 
 
-def complete(sequence: Sequence, kept: Kept) -> Kept:
-    """The same, but the sequence ends here: its grammar allows nothing more."""
-    text = kept.text + sequence.stream.finish()
-    return Kept(kept.tokens, text, Ending(Finish.STOP))
+def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
+    """The same, but the sequence ends here."""
+    return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
+
+
+def limit_reached(sequence: Sequence, reason: str) -> Ending:
+    """The ending of a sequence whose grammar cannot be followed any further.
+
+    reason  why, in the matcher's words
+    """
+    text = (
+        f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
+        f"further. {reason.strip().rstrip('.')}. A simpler grammar, or one that leaves fewer ways "
+        "to read the same text, gets further."
+    )
+    return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
 
 
 def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:
@@ -96,4 +109,5 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         stats=sequence.tally.stats() if ending else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else 0,
         error=ending.error if ending else None,
+        code=ending.code if ending else None,
     )

@@ -9,6 +9,9 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
+GRAMMAR_LIMIT = "grammar_limit"
+"""Code of the error that ends a sequence whose grammar is too expensive to follow further."""
+
 
 class Finish(StrEnum):
     """Why a sequence ended. Values are OpenAI's `finish_reason` where one exists."""
@@ -98,6 +101,7 @@ class Delta:
     prompt_logprobs  on the first delta where asked: one entry per prompt token after the first
     cached_tokens    prompt tokens that the prefix index supplied (first delta)
     error            message, with finish == ERROR
+    code             what kind of error, where it is one that the request itself brought about
     """
 
     request: RequestId
@@ -111,6 +115,7 @@ class Delta:
     stats: SpeculationStats | None = None
     cached_tokens: int = 0
     error: str | None = None
+    code: str | None = None
 
 
 Sink = Callable[[Delta], None]

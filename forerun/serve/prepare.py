@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
+from forerun.config import NEUTRAL, ServeSettings
 from forerun.constrain.calls import Rules
 from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
@@ -77,7 +77,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
         limit = max(loaded.context - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.parser)
-    sampling = _sampling(body, loaded.tokenizer, logprobs)
+    sampling = _sampling(body, loaded, logprobs)
     stopping = _stopping(body, sampling, limit)
     made = _generation(body, (prompt,), stopping, sampling, shape, settings)
     if asked.control:
@@ -103,7 +103,7 @@ def completion_generation(
         echoes = tuple(_echo(given, ids, body, tokenizer) for given, ids in pairs)
     silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
     shape = CompletionFormat(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
-    sampling = _sampling(body, tokenizer, body.logprobs, body.logprobs if body.echo else None)
+    sampling = _sampling(body, loaded, body.logprobs, body.logprobs if body.echo else None)
     stopping = _stopping(body, sampling, body.max_tokens)
     made = _generation(body, prompts, stopping, sampling, shape, settings)
     return replace(made, rules=body.rules)
@@ -141,19 +141,23 @@ def _generation(
 
 def _sampling(
     body: SampledBody,
-    tokenizer: Tokenizer,
+    loaded: Loaded,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
     """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
+    given = {name: getattr(body, name) for name in NEUTRAL}
+    asked = {name: value for name, value in given.items() if value is not None}
+    usual = {**NEUTRAL, **loaded.target.sampling, **asked}
     return Sampling(
-        temperature=body.temperature,
-        top_k=max(body.top_k, 0),
-        top_p=body.top_p,
-        min_p=body.min_p,
+        temperature=usual["temperature"],
+        top_k=max(int(usual["top_k"]), 0),
+        top_p=usual["top_p"],
+        min_p=usual["min_p"],
         seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=usual["repetition_penalty"],
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         logit_bias=body.logit_bias,
@@ -190,7 +194,7 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
 def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
     """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
-        ids = loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
+        ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
     if len(ids) > loaded.context:

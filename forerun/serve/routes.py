@@ -244,7 +244,7 @@ def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
     if body.prompt is None:
         ids = chat_prompt(body, loaded)
     else:
-        ids = loaded.tokenizer.encode(body.prompt, bos=body.add_special_tokens)
+        ids = loaded.tokenizer.encode(body.prompt, body.parse_special, bos=body.add_special_tokens)
     answer = {"count": len(ids), "max_model_len": loaded.context, "tokens": ids.tolist()}
     if body.return_token_strs:
         pieces = map(loaded.tokenizer.token_bytes, ids.tolist())

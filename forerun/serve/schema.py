@@ -37,6 +37,7 @@ MAX_STOP_TEXT = 1024
 _NO_MEDIA = "this server reads and writes text only"
 _NO_STORE = "nothing is stored on this server"
 _USE_TOOLS = "use tools and tool_choice"
+_SAFE = "what a message says never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 
 
@@ -83,21 +84,23 @@ def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(ConstrainedBody):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
+    what the model recommends.
+    """
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
     n: int = accept(integer(1, MAX_TOKENS), 1)
-    temperature: float = accept(number(0.0, 2.0), 1.0)
-    top_p: float = accept(number(0.0, 1.0), 1.0)
-    top_k: int = accept(integer(-1, MAX_TOKENS), 0)
-    min_p: float = accept(number(0.0, 1.0), 0.0)
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    repetition_penalty: float = accept(number(0.0, 2.0, above_low=True), 1.0)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
     logit_bias: tuple[tuple[int, float], ...] = accept(_token_biases, ())
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
@@ -209,6 +212,8 @@ class ChatBody(SampledBody):
     parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
     prompt_cache_key: str = accept(text(MAX_TEXT), "")
+    parse_special: bool = accept(only(False, why=_SAFE), False)
+    add_special_tokens: bool = accept(only(False, why="the template writes them"), False)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
@@ -262,7 +267,7 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
-    """POST /v1/completions."""
+    """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
 
     prompt: tuple[Prompt, ...] = need(_prompts)
     max_tokens: int = accept(integer(0, MAX_TOKENS), 16)
@@ -270,6 +275,7 @@ class CompletionBody(SampledBody):
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
@@ -279,12 +285,13 @@ class CompletionBody(SampledBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody:
-    """POST /tokenize: of a plain text or of a conversation."""
+    """POST /tokenize: of a plain text or of a conversation. parse_special: as in CompletionBody."""
 
     model: str | None = accept(text(256, 1))
     prompt: str | None = accept(_plain_text)
     messages: tuple[dict[str, Any], ...] | None = accept(_messages)
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
     add_generation_prompt: bool = accept(boolean, True)
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
     return_token_strs: bool = accept(boolean, False)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from starlette.types import Receive
 
 from forerun.config import ServeSettings
-from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
 from forerun.engine.thread import Engine
 from forerun.serve.bridge import EventQueue, merged
 from forerun.serve.errors import ApiError, ClientGoneError, unavailable
@@ -139,7 +139,9 @@ class GenerationSession:
             if not self._open[delta.request]:
                 del self._open[delta.request]
         if delta.finish == Finish.ERROR:
-            raise ApiError(500, delta.error or "The engine failed.", "engine_error")
+            status = 400 if delta.code == GRAMMAR_LIMIT else 500
+            message = delta.error or "The engine failed."
+            raise ApiError(status, message, delta.code or "engine_error")
         if delta.finish == Finish.ABORT:
             raise self._aborted()
         return self._first[delta.request] + delta.index, delta

@@ -15,7 +15,7 @@ from tests.models import tiny
 
 SMALL = {
     "executor": "jax", "context": 128, "max_sequences": 2, "max_step_nodes": 64,
-    "kv_tokens": 512, "draft_nodes": 3, "policy": "fixed",
+    "kv_tokens": 512, "speculative_num_draft_tokens": 4, "policy": "fixed",
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def target(folder, tmp_path_factory):
     told = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_jax, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
-        config = EngineConfig(model=str(folder), draft="none", **SMALL)
+        config = EngineConfig(model=str(folder), **SMALL)
         made = open_target(config, lambda *news: told.append(news))
     made.executor.told = told
     yield made

@@ -5,33 +5,22 @@ import re
 from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
-from forerun.constrain.grammar_policy import GrammarPolicy
-from forerun.control.grammar_budget import DECAY, LIKELY, MIN_PROB, GrammarBudget, least_chance
 
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.control.cost_model import StepCosts
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.request import Finish, Request
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
-from tests.constrain.tools import (
-    BYTES,
-    PERSON,
-    TOKENIZERS,
-    RandomDrafter,
-    chosen,
-    compiled,
-    is_person,
-)
+from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, chosen, compiled, is_person
 from tests.engine.toys import ask, drafter, run
 
 pytestmark = pytest.mark.usefixtures("library")
 
+TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
 CITY = Grammar.regex("(Paris|Amsterdam)")
 CASES = {
     "city": (CITY, lambda text: text in ("Paris", "Amsterdam")),
@@ -48,10 +37,9 @@ def engine(name: str, kind: str, nodes=6, depth=5, **shape) -> Engine:
     vocab = max(tokenizer.vocab_size, 259) + 13  # padded, as models are
     sizes = {"page_size": 4, "pages": 400, "slots": 4, "max_nodes": 48, "context": 300} | shape
     executor = ToyExecutor(ExecutorLimits(**sizes, vocab=vocab))
-    policy = FixedPolicy(nodes, depth) if name not in ("none", "grammar") else FixedPolicy(0, 0)
     grammars = TreeGrammars(vocab)
-    if name != "none":
-        policy = GrammarPolicy(policy, grammars)
+    budget = (0, 0) if name in ("none", "grammar") else (nodes, depth)
+    policy = FixedPolicy(*budget, None if name == "none" else grammars)
     made = {
         "grammar": NoDrafter,
         "random": lambda: RandomDrafter(range(vocab)),
@@ -152,18 +140,6 @@ def test_mixed_and_preempted_batches_change_nothing(name):
         ear.expect(request)
 
 
-def test_a_rule_may_limit_its_tokens():
-    """llguidance cannot roll such a grammar back."""
-    if chosen.library != "llguidance":
-        pytest.skip("a feature of llguidance's Lark")
-    grammar = compiled(Grammar.grammar('start: "x" a "!"\na[max_tokens=5]: /[a-z]*/'))
-    request = ask("r", "x", 60, grammar=grammar, temperature=3.0, seed=2)
-    wanted = run(engine("none", "bytes"), request)
-    assert wanted.last().finish == Finish.STOP and re.fullmatch("x[a-z]{0,5}!", wanted.text())
-    for name in ("random", "erratic", "grammar"):
-        assert heard(run(engine(name, "bytes"), request)) == heard(wanted)
-
-
 def test_forced_text_needs_fewer_steps():
     """Names of properties are written without asking the model one by one."""
     request = constrained("json", "bytes", temperature=0.8, seed=1)
@@ -221,112 +197,13 @@ def test_forced_tokens_need_no_budget(nodes):
     vocab = BYTES.vocab_size
     executor = ToyExecutor(ExecutorLimits(4, 400, 4, 64, 300, vocab))
     grammars = TreeGrammars(vocab)
-    seen: list[tuple[int, int]] = []
-    inner = FixedPolicy(nodes, min(nodes, 2))
-    policy = GrammarPolicy(inner, grammars)
-    policy.observe = lambda slot, draft_tokens, accepted: seen.append((draft_tokens, accepted))
+    seen: list[tuple[list[int], int]] = []
+    policy = FixedPolicy(nodes, min(nodes, 2), grammars)
+    policy.observe = lambda report: seen.append((report.draft_tokens, len(report.tokens[0]) - 1))
     made = Engine(executor, RandomDrafter([0]), policy, BYTES, grammars, EngineOptions())
     request = constrained("city", "bytes")
     ear = run(made, request)
     assert heard(ear) == plain("city", "bytes", "greedy")
     assert ear.text() == "Amsterdam"
     assert ear.last().stats.steps == 2, "one token chosen, the others forced in one step"
-    assert seen == [(8, 8)]
-
-
-def test_what_is_forced_teaches_the_policy_nothing():
-    seen = []
-
-    class Inner(FixedPolicy):
-        def observe(self, slot, draft_tokens, accepted):
-            seen.append((slot, draft_tokens, accepted))
-
-    class Forced:
-        held = True
-
-        def room(self, slots):
-            return [0, 3]
-
-    policy = GrammarPolicy(Inner(2, 2), Forced())
-    slots = np.array([0, 1], np.int32)
-    budgets = policy.budgets(slots, slots)
-    assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
-    policy.observe(0, 2, 1)
-    policy.observe(1, 3, 3)
-    policy.observe(1, 5, 4)
-    policy.observe(1, 5, 2)  # Whether the drafter was right nobody knows.
-    assert seen == [(0, 2, 1), (1, 2, 1)]
-
-
-def test_where_nodes_are_dear_only_what_is_certain_enters():
-    costs = StepCosts(nodes=(1, 3, 64, 512), verify_ms=(4.0, 4.2, 54.0, 440.0))
-    chances = [least_chance(costs, rows) for rows in (1, 8, 64)]
-    assert chances == sorted(chances)
-    assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
-    assert least_chance(None, 64) == LIKELY
-    steep = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0))
-    assert least_chance(steep, 4) == 1.0, "a forced token has probability 1"
-
-
-COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
-
-
-def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
-    """Against every other choice, at the speed that is reached on average."""
-    random = np.random.default_rng(0)
-    for _ in range(40):
-        probability, sizes = GrammarBudget(COSTS), random.integers(0, 7, 2)
-        chains = [np.sort(random.uniform(0.02, 1.0, size))[::-1].tolist() for size in sizes]
-        for _ in range(int(random.integers(0, 200))):
-            probability.made(2, int(random.integers(0, 6)))
-            probability.brought(int(random.integers(1, 5)))
-        speed = probability._brought / probability._paid * 2 / float(COSTS.verify(np.array(2)))
-        others = int(random.integers(0, 3))
-        chosen = probability.of(2, others, chains)
-
-        def won(counts, chains=chains, speed=speed, others=others):
-            tokens = sum(sum(chain[:n]) for chain, n in zip(chains, counts, strict=True))
-            return tokens - speed * float(COSTS.verify(np.array(2 + others + sum(counts))))
-
-        every = [(a, b) for a in range(sizes[0] + 1) for b in range(sizes[1] + 1)]
-        assert won(chosen) >= max(map(won, every)) - 1e-6
-    assert GrammarBudget(COSTS).of(2, 0, [[], []]) == [0, 0]
-    assert GrammarBudget(None).of(1, 0, [[1.0, 0.5]]) == [2]
-
-
-def test_easy_text_makes_a_doubtful_guess_dear():
-    """Where most steps bring much, their time is worth more."""
-    easy, hard = GrammarBudget(COSTS), GrammarBudget(COSTS)
-    for probability, tokens in ((easy, 4), (hard, 1)):
-        for _ in range(100):
-            probability.made(1, 3)
-            probability.brought(tokens)
-    assert easy.of(1, 0, [[0.3]]) == [0] and hard.of(1, 0, [[0.3]]) == [1]
-    assert easy.of(1, 0, [[1.0] * 6]) == [6], "what is certain is worth it"
-    assert easy._paid == pytest.approx(hard._paid) and easy._paid < 1.5 / (1 - DECAY)
-
-
-def test_over_many_steps_the_share_is_faster_than_any_step_by_itself():
-    """Steps of two kinds in turns, sure and doubtful: more tokens per millisecond than with as
-    many draft tokens as make each step the fastest.
-    """
-    kinds = ([1.0] * 3 + [0.85] * 4, [0.2, 0.15, 0.12])
-
-    def greedy(scores):
-        ms = COSTS.verify(1 + np.arange(len(scores) + 1))
-        return int(np.argmax((1 + np.append(0, np.cumsum(scores))) / ms))
-
-    def speed(choose):
-        tokens = ms = 0.0
-        for turn in range(400):
-            scores = kinds[turn % 2]
-            count = choose(scores)
-            probability.made(1, count)
-            probability.brought(1 + sum(scores[:count]))
-            if turn >= 200:
-                tokens += 1 + sum(scores[:count])
-                ms += float(COSTS.verify(np.array(1 + count)))
-        return tokens / ms
-
-    probability = GrammarBudget(COSTS)
-    assert speed(lambda scores: probability.of(1, 0, [scores])[0]) > 1.03 * speed(greedy)
+    assert seen[-1] == ([8], 8), "nothing was accepted that was not drafted"

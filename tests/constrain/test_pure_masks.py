@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammars import Committed
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.errors import EngineError
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import SPANNING, TOKENIZERS, chosen, compiled, members, random_draft
@@ -168,13 +169,12 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
         output: tuple[int, ...] = ()
         for _ in range(8):
             if walk.random.random() < 0.5:
-                grammars.room(slots)
+                grammars.predicted(slots, FIXED_MIN_PROB)
             draft = walk.draft(output, 12, 5)
             if walk.random.random() < 0.7:
                 draft = grammars.guide(slots, [draft], many, many)[0]
             trees = batch([np.array([1], np.int32)], [draft])
             masks = grammars.masks(slots, trees)
-            assert grammars.errors() == {}
             below = in_order(draft)
             for node, path in enumerate([(), *below]):
                 expected = walk.oracle(output + path)
@@ -188,10 +188,11 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
             bonus = walk.token(output + kept)
             while walk.oracle((*output, *kept, bonus)) is None:
                 bonus = walk.token(output + kept)
-            whole = grammars.commit(0, [*kept, bonus])
+            committed = grammars.commit(0, [*kept, bonus])
+            assert not committed.error
             output = (*output, *kept, bonus)
             complete = walk.oracle(output)[2]
-            assert (whole is not None) == complete
+            assert committed.complete == complete
             if complete:
                 break
 
@@ -245,16 +246,16 @@ def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right(
         matcher = grammars._states[0].matcher
         matcher._automaton = Brittle(matcher._automaton, (a, b))
         masks = grammars.masks(slots, batch([np.array([1], np.int32)], [wide]))
-        assert grammars.errors() == {} and not matcher.error
+        assert not matcher.error
         reached = masks.row >= 0
         assert reached.tolist() == [True, True, True, False, True, True], "behind it nothing counts"
         assert len({*masks.row[[0, 1, 4, 5]]}) == 1
         if fails:
-            with pytest.raises(EngineError, match="gave up: a limit was reached"):
-                grammars.commit(0, emitted)
+            failed = grammars.commit(0, emitted)
+            assert failed == Committed(2, error="a limit was reached"), "what came before counts"
         else:
-            assert grammars.commit(0, emitted) is None
-            assert grammars.mask(0) is not None and grammars.errors() == {}
+            assert grammars.commit(0, emitted) == Committed(len(emitted))
+            assert grammars.mask(0) is not None
 
 
 def test_a_token_that_breaks_an_automaton_is_forgotten_with_its_copy():

@@ -7,6 +7,7 @@ import numpy as np
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.token_prior import Places, TokenPrior, legal, shared_places
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.engine.request import Finish
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.test_lossless import BYTES, engine, heard
@@ -93,8 +94,8 @@ def spell(grammars: TreeGrammars, slot: int, text: str) -> int:
     tokens, steps = ids(text), 0
     while tokens:
         rows = np.array([slot], np.int32)
-        (predicted,) = grammars.room(rows)
-        sizes = np.array([predicted], np.int32)
+        (predicted,) = grammars.predicted(rows, FIXED_MIN_PROB)
+        sizes = np.array([len(predicted)], np.int32)
         (draft,) = grammars.guide(rows, [Draft()], sizes, sizes)
         grammars.masks(rows, batch([np.zeros(1, np.int32)], [draft]))
         right = 0
@@ -125,7 +126,8 @@ def test_where_nodes_are_dear_only_forced_tokens_are_ahead():
             spell(grammars, slot, "abcef")
     assert [draft_token.score for draft_token in grammars._states[3].predicted(1.0)] == [1.0, 1.0]
     grammars.open(3, compiled(Grammar.regex("ab(c|d)ef")), [])
-    assert grammars.room(np.array([3], np.int32)) == [5], "habit says c; then e and f are certain"
+    (predicted,) = grammars.predicted(np.array([3], np.int32), FIXED_MIN_PROB)
+    assert len(predicted) == 5, "habit says c; then e and f are certain"
 
 
 def test_a_draft_that_agrees_with_the_chain_goes_on_below_it():

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammars import Committed
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.errors import EngineError, RequestError
+from forerun.control.constants import FIXED_MIN_PROB
+from forerun.errors import RequestError
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import BYTES, PERSON, chosen, compiled, members, random_draft
@@ -177,11 +179,11 @@ def test_drafts_without_scores_keep_their_order():
 def test_a_complete_text_ends_the_draft_and_the_commit():
     grammars = opened(CITY, "Pari")
     assert guide(grammars, chain(ord("s"), 257, 97), 8, 8).tokens.tolist() == [ord("s")]
-    assert grammars.commit(0, [ord("s"), 257, 97]) == 1
+    assert grammars.commit(0, [ord("s"), 257, 97]) == Committed(1, complete=True)
     grammars.close(0)
     grammars.open(0, compiled(CITY), ids("Par"))
-    assert grammars.commit(0, ids("i")) is None
-    assert grammars.commit(0, ids("s")) == 1
+    assert grammars.commit(0, ids("i")) == Committed(len("i"))
+    assert grammars.commit(0, ids("s")) == Committed(1, complete=True)
 
 
 def test_ids_that_the_tokenizer_does_not_have_never_reach_the_matcher():
@@ -190,11 +192,9 @@ def test_ids_that_the_tokenizer_does_not_have_never_reach_the_matcher():
     bits = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [chain(299, 97)]))
     assert bits.row.tolist() == [0, -1, -1]
     assert not unpack(bits.bits[0], VOCAB)[259:].any()
-    assert grammars.errors() == {}
     for token in (-1, 259, 10**9):
-        with pytest.raises(EngineError, match=f"token {token} does not fit"):
-            grammars.commit(0, [token])
-        assert grammars.commit(0, ids("b")) is None, "the matcher survives"
+        assert grammars.commit(0, [token]) == Committed(0, error=f"token {token} does not fit")
+        assert grammars.commit(0, ids("b")) == Committed(len("b")), "the matcher survives"
 
 
 def test_special_tokens_stay_out_of_strings():
@@ -216,15 +216,15 @@ def test_the_constraint_begins_after_its_marker_wherever_it_falls():
     masks = grammars.masks(np.zeros(1, np.int32), batch([np.array([1], np.int32)], [guided]))
     assert masks.row[:5].tolist() == [-1] * 5, "free while it reasons"
     assert set(np.flatnonzero(unpack(masks.bits[masks.row[5]], VOCAB))) == set(ids("PA"))
-    assert grammars.commit(0, ids("<</t>P")) is None
+    assert grammars.commit(0, ids("<</t>P")) == Committed(len("<</t>P"))
     assert guide(grammars, Draft(), 8, 8).tokens.tolist() == ids("aris")
-    assert grammars.commit(0, ids("aris?")) == 4
+    assert grammars.commit(0, ids("aris?")) == Committed(4, complete=True)
 
 
 def test_a_marker_that_overlaps_itself_is_found():
     grammars = TreeGrammars(VOCAB)
     grammars.open(0, compiled(CITY.after(ids("aab"))), ids("aaa"))
-    assert grammars.commit(0, ids("b")) is None
+    assert grammars.commit(0, ids("b")) == Committed(len("b"))
     assert guide(grammars, chain(ord("x"), ord("y")), 4, 4).tokens.tolist() == []
 
 
@@ -236,7 +236,7 @@ def test_only_constrained_rows_pay():
     assert grammars.guide(slots, drafts, numbers, numbers) == drafts
     known = np.array([1], np.int32)
     assert grammars.masks(slots, batch([known, known], drafts)) is None
-    assert grammars.room(slots) == [0, 0]
+    assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], []]
 
 
 class Counted:
@@ -270,7 +270,7 @@ def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
         state.matcher._automaton = Counted(state.matcher._automaton)
         counts.append(state.matcher._automaton)
     numbers = np.array([6, 6, 6], np.int32)
-    assert grammars.room(slots) == [0, 0, 0]
+    assert grammars.predicted(slots, FIXED_MIN_PROB) == [[], [], []]
     drafts = grammars.guide(
         slots, [chain(*ids("cd")), chain(*ids("xy")), Draft()], numbers, numbers
     )
@@ -306,7 +306,7 @@ class Exhausted:
         raise RuntimeError("recursion limit exceeded")
 
 
-def test_a_failed_matcher_is_reported_once_and_alone():
+def test_a_failed_matcher_is_reported_alone():
     grammars = TreeGrammars(VOCAB)
     for slot in (0, 1):
         grammars.open(slot, compiled(CITY), [])
@@ -318,12 +318,9 @@ def test_a_failed_matcher_is_reported_once_and_alone():
     assert drafts[1].tokens.tolist() == ids("Pari")
     masks = grammars.masks(slots, batch([known, known], drafts))
     assert masks.row[-1] >= 0
-    failed = grammars.errors()
-    assert list(failed) == [0] and "gave up" in failed[0]
-    assert grammars.errors() == {}
-    with pytest.raises(EngineError, match="gave up"):
-        grammars.commit(0, ids("P"))
-    assert grammars.commit(1, ids("P")) is None
+    failed = grammars.commit(0, ids("P"))
+    assert failed.count == 0 and failed.error and not failed.complete
+    assert grammars.commit(1, ids("P")) == Committed(len("P"))
 
 
 def test_what_is_not_compiled_is_refused():

@@ -401,7 +401,7 @@ ENDS = "no more: the answer ends there, or the step or the pages have no room"
 def test_server_info(server):
     server.complete(max_tokens=60)
     info = server.http.get("/server_info").json()
-    assert info["config"]["speculation"] == "ngram"
+    assert info["config"]["speculative_algorithm"] == "NGRAM"
     assert info["executor"]["executor"] == "toy"
     assert info["drafter"]["drafter"] == "ngram"
     assert info["settings"]["max_body_bytes"] == LIMIT

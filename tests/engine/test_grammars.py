@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from forerun.constrain.grammars import Committed
 from forerun.control.policy import FixedPolicy
-from forerun.engine.request import Finish
+from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
@@ -28,7 +29,6 @@ class DigitGrammars:
     def __init__(self):
         self.left: dict[int, int] = {}
         self.trouble: dict[int, str] = {}
-        self.failed: dict[int, str] = {}
 
     def open(self, slot, grammar, output):
         assert slot not in self.left
@@ -56,23 +56,19 @@ class DigitGrammars:
             for node in trees.nodes(b):
                 draft_tokens = int(trees.depth[node] - trees.depth[trees.root(b)])
                 row[node] = self.left[slot] <= draft_tokens
-            if self.trouble[slot] == "masks":
-                self.failed[slot] = "the matcher is stuck"
         bits = np.packbits(allowed, axis=1, bitorder="little")
         return NodeMasks(row, bits.view(np.uint32))
 
     def commit(self, slot, tokens):
         if self.trouble[slot] == "commit":
             raise RequestError("the matcher lost its way", "grammar")
+        if self.trouble[slot] == "limit":
+            return Committed(0, error="the matcher is stuck")
         left = self.left[slot]
         digits = tokens[:left]
         assert all(token in DIGITS for token in digits)
         self.left[slot] -= len(digits)
-        return None if self.left[slot] else len(digits)
-
-    def errors(self):
-        failed, self.failed = self.failed, {}
-        return failed
+        return Committed(len(digits), complete=not self.left[slot])
 
 
 def engine(name="none", **shape):
@@ -106,7 +102,7 @@ def test_a_matcher_is_replayed_after_preemption():
     assert not grammars.left
 
 
-@pytest.mark.parametrize("trouble", ["open", "masks", "commit"])
+@pytest.mark.parametrize("trouble", ["open", "limit", "commit"])
 def test_a_failing_grammar_ends_its_request_only(trouble):
     made, grammars = engine()
     good = ask("good")
@@ -116,3 +112,25 @@ def test_a_failing_grammar_ends_its_request_only(trouble):
         assert ear.last("bad", index).finish == Finish.ERROR and ear.last("bad", index).error
     assert ear.text("bad") == ""
     assert not grammars.left and made.alive
+
+
+@pytest.mark.parametrize("name", ["none", "erratic"])
+def test_what_came_before_a_limit_is_delivered_and_the_limit_named(name):
+    """Wherever in a step it is reached."""
+    made, grammars = engine(name)
+    commit = grammars.commit
+
+    def limited(slot, tokens):
+        decided = 20 - grammars.left[slot]
+        if decided + len(tokens) > 7:
+            return Committed(7 - decided, error="Too many items (limit 200000)")
+        return commit(slot, tokens)
+
+    grammars.commit = limited
+    free = ask("free")
+    ear = run(made, ask("digits", grammar=Digits(20), max_tokens=30), free)
+    ear.expect(free)
+    last = ear.last("digits")
+    assert len(ear.text("digits")) == 7 == len(ear.tokens("digits"))
+    assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT
+    assert "after 7 tokens" in last.error and "Too many items (limit 200000)" in last.error

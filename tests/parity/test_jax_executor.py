@@ -212,10 +212,20 @@ def test_what_it_refuses(checkpoint, warm, prompt):
         plan, trees = driver.plan([Row(0, draft=chain_draft([5] * 4))])
         with pytest.raises(EngineError, match="a step of 34 nodes; at most 32 fit"):
             warm.verify(plan, trees)
-        driver.step([Row(0, known=10)])
-        plan, trees = driver.plan([Row(0, draft=chain_draft([5] * 4))])
-        with pytest.raises(EngineError, match="a tree of 5 nodes; programs were compiled for 4"):
-            warm.verify(plan, trees)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_of_a_tree_that_is_too_large_the_first_nodes_run(warm, prompt, host):
+    """As a grammar's forced tokens may make it: programs for 4 nodes are there."""
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.1 if host else 1.0)
+    with Driver(warm) as driver:
+        driver.open(0, prompt[:9], sampling)
+        text = [driver.step([Row(0)]).emitted(0)[0] for _ in range(8)]
+        driver.close(0)
+        driver.open(1, prompt[:9], sampling)
+        result = driver.step([Row(1, draft=chain_draft(text[:7]))])
+        assert result.emitted(0) == text[:4]
+        assert driver.step([Row(1, draft=chain_draft(text[4:6]))]).emitted(0) == text[4:7]
 
 
 def test_what_is_shut_down_runs_no_more(checkpoint, prompt):

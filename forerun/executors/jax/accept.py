@@ -98,7 +98,8 @@ def walk(choices: Array, trees: Trees) -> Array:
     drafted = tokens == jnp.take_along_axis(choices, jnp.maximum(parents, 0), 1)
     right = ((drafted & ~doubled) | (order == 0)) & (choices != NOTHING) & trees.real
     above = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
-    return ~(above & ~right[:, None]).any(-1)
+    kept: Array = ~(above & ~right[:, None]).any(-1)
+    return kept
 
 
 def unpacked(bits: Array, vocab: int) -> Array:

@@ -47,7 +47,8 @@ def ancestors(intervals: Array) -> Array:
     intervals  int32[2,R,N] enter and leave of a walk, depth first (forerun.speculative.verify)
     """
     enter, leave = intervals
-    return (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
+    seen: Array = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
+    return seen
 
 
 class Tree(NamedTuple):

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.errors import EngineError
 from forerun.executors.jax.kv import StateShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
@@ -112,7 +111,11 @@ class Batch:
 
 
 def batches(plan: Plan, trees: TreeBatch, buckets: Buckets, shape: StateShape) -> list[Batch]:
-    """All dispatches of a step, chunks first. Raises EngineError where a tree is too large."""
+    """All dispatches of a step, chunks first.
+
+    Of a tree that is larger than what was compiled, the first nodes run, which hold whatever is
+    above them; to the others it is as if they had not been drafted.
+    """
     cut: list[Batch] = []
     begin = shape.scratch
     sampling: list[tuple[int, Ints]] = []
@@ -120,7 +123,7 @@ def batches(plan: Plan, trees: TreeBatch, buckets: Buckets, shape: StateShape) -
         nodes = np.arange(trees.start[row], trees.start[row + 1], dtype=np.int32)
         known = int(trees.known[row])
         if plan.samples[row]:
-            sampling.append((row, nodes[known - 1 :]))
+            sampling.append((row, nodes[known - 1 :][: buckets.nodes[-1]]))
             nodes = nodes[: known - 1]
         for part in _chunks(nodes, buckets.chunks):
             size = Size(1, _at_least(buckets.chunks, len(part)))
@@ -138,12 +141,6 @@ def _rounds(rows: list[tuple[int, Ints]], buckets: Buckets) -> Iterator[Batch]:
     """One round where all rows fit into one; else some per number of nodes, without empty rows."""
     if not rows:
         return
-    largest = max(len(nodes) for _, nodes in rows)
-    if largest > buckets.nodes[-1]:
-        raise EngineError(
-            f"a tree of {largest} nodes; programs were compiled for {buckets.nodes[-1]}: raise "
-            "draft-nodes"
-        )
     begin = 0
     for size, some in sized(rows, buckets):
         numbers, nodes = zip(*some, strict=True)

@@ -59,7 +59,7 @@ class Scores:
 
     batches  its dispatches
     records  what each gives, on the device; None of a chunk
-    place    int32[M] a flat node's row of State.hidden
+    place    int32[M] a flat node's row of State.hidden; -1 = it did not run
     decided  bool[B] rows whose path the programs find
     """
 
@@ -155,7 +155,7 @@ class JaxExecutor:
         choosing = self._sampler.choosing
         decided = (choosing.temperature[plan.slots] >= 0) & plan.samples & ~plan.constrained
         cut = batches(plan, trees, self._buckets, self._shape)
-        place = np.zeros(count, np.int32)
+        place = np.full(count, -1, np.int32)
         records = []
         for batch in cut:
             whole = packed(batch, plan, trees, choosing, decided, self._width)
@@ -204,6 +204,8 @@ class JaxExecutor:
         found: dict[int, Floats] = {}
 
         def of_node(node: int) -> Floats:
+            if scores.place[node] < 0:
+                return np.full(self.limits.vocab, np.nan, np.float32)
             if node not in found:
                 last = min(node + 8, len(scores.place))
                 nodes = [other for other in range(node, last) if other not in found]

@@ -72,8 +72,8 @@ def packed(
         halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
         views["low"][line], views["high"][line] = halves
         views["position"][line] = views["kv_len"][line] + 1 - prompt
-        heat = max(choosing.temperature[slot], np.float32(0))
-        views["temperature"].view(np.float32)[line] = heat
+        temperature = max(choosing.temperature[slot], np.float32(0))
+        views["temperature"].view(np.float32)[line] = temperature
         views["tokens"][line, :count] = trees.tokens[nodes]
         views["parents"][line, :count] = parents
         views["depth"][line, :count] = trees.depth[nodes] - depth

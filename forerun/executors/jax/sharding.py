@@ -69,7 +69,8 @@ class Sharding:
         """Inside a program: `x` lies so from here on."""
         if self.shards == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self.of(*axes))
+        placed: Array = jax.lax.with_sharding_constraint(x, self.of(*axes))
+        return placed
 
 
 def check_shards(arch: Architecture, shards: int, devices: int) -> None:
