@@ -28,7 +28,10 @@ from forerun.alias_kinds import (
 )
 from forerun.flags import MAYBE, NOTHING
 
-_ONE_DEVICE = "one device runs a model; start one server per device and put a proxy before them"
+_ONE_DEVICE = (
+    "a model is cut over devices by --tp-size alone (jax executor); beyond that start several "
+    "servers and put a proxy before them"
+)
 _LOSSY = (
     "below 1 it would accept tokens that the model did not choose; every method here is "
     "lossless, and --policy adaptive is what makes it fast"
@@ -139,11 +142,12 @@ _MODEL = [
     *usual("--flash-attn -fa", ("true", "on", "auto"), LLAMA, why=_KERNEL, takes=MAYBE),
     *refused("--attention-backend --sampling-backend --prefill-attention-backend "
               "--decode-attention-backend", SGLANG, VLLM, why=_KERNEL),
-    *usual("--tp-size --tp --pp-size --dp-size --ep-size --nnodes", ("1",), SGLANG,
+    *same("--tp", "tp_size", SGLANG),
+    *same("-tp", "tp_size", VLLM),
+    *same("--tensor-parallel-size", "tp_size", SGLANG, VLLM),
+    *usual("--pp-size --dp-size --ep-size --nnodes", ("1",), SGLANG, why=_ONE_DEVICE),
+    *usual("-pp -dp --pipeline-parallel-size --data-parallel-size", ("1",), VLLM,
             why=_ONE_DEVICE),
-    *usual("-tp -pp -dp --pipeline-parallel-size --data-parallel-size", ("1",), VLLM,
-            why=_ONE_DEVICE),
-    *usual("--tensor-parallel-size", ("1",), SGLANG, VLLM, why=_ONE_DEVICE),
     *refused("--disable-radix-cache", SGLANG, why=_PREFIX, takes=NOTHING),
     *refused("--no-enable-prefix-caching", VLLM, why=_PREFIX, takes=NOTHING),
     *usual("--enable-prefix-caching", (), VLLM, why=_PREFIX, takes=NOTHING),

@@ -75,13 +75,18 @@ class EngineConfig:
     )
     executor: str = option(
         "auto",
-        "what computes: the native CPU core, torch, or the toy; auto prefers the native core",
-        choices=("auto", "cpu", "torch", "toy"),
+        "what computes: the native CPU core, torch, jax, or the toy; auto prefers the native core, "
+        "and jax on a machine with a TPU",
+        choices=("auto", "cpu", "torch", "jax", "toy"),
     )
     device: str = option(
         "auto",
-        "cpu, or a torch device: cuda or cuda:N, which imply the torch executor; auto is cuda "
-        "where torch can use a GPU and the executor leaves it open, else cpu",
+        "cpu, a torch device (cuda or cuda:N, which imply the torch executor), or tpu, which "
+        "implies the jax executor; auto is tpu where there is one, cuda where torch can use a GPU "
+        "and the executor leaves it open, else cpu",
+    )
+    tp_size: int = option(
+        1, "devices that share every layer, tensor parallel (jax executor)", low=1, high=4096
     )
     dtype: str = option(
         "auto",
@@ -196,24 +201,19 @@ class EngineConfig:
         spell(self)
         validate(self)
         self._check_speculation()
-        if not (self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda"):
-            raise ConfigError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
-        if self.device not in ("auto", "cpu") and self.executor not in ("auto", "torch"):
-            raise ConfigError(
-                f"device {self.device} needs the torch executor, but executor is {self.executor}."
-            )
-        chosen = self.executor in ("cpu", "torch") and self.dtype != "auto"
+        self._check_device()
+        chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
         if chosen and (self.dtype == "file") != (self.executor == "cpu"):
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
-                "core computes with the file's own numbers, torch with a torch format."
+                "core computes with the file's own numbers, the others with a format."
             )
-        if self.enable_torch_compile and self.executor in ("cpu", "toy"):
+        if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
             raise ConfigError(
                 f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
             )
         self._check_batches()
-        if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "toy")):
+        if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):
             raise ConfigError(
                 f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
                 "their own."
@@ -221,10 +221,23 @@ class EngineConfig:
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
 
+    def _check_device(self) -> None:
+        kind = self.device.split(":")[0]
+        if not (self.device in ("auto", "cpu", "tpu") or kind == "cuda"):
+            raise ConfigError(
+                f"device is {self.device!r}, but must be auto, cpu, cuda, cuda:N or tpu."
+            )
+        needed = {"cuda": "torch", "tpu": "jax"}.get(kind)
+        if needed is not None and self.executor not in ("auto", needed):
+            raise ConfigError(
+                f"device {self.device} needs the {needed} executor, but executor is "
+                f"{self.executor}."
+            )
+
     def _check_batches(self) -> None:
         """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
         # "auto" is checked when it was resolved.
-        captured = self.device not in ("cpu", "auto") and not self.disable_cuda_graph
+        captured = self.device.startswith("cuda") and not self.disable_cuda_graph
         for name, limit, used in (
             ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
             ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),

@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,16 @@ def gpu_devices() -> list[str]:
         return [library.name] if library.exists() else []
     devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
     devices += [path for path in (Path("/dev/dxg"),) if path.exists()]  # Linux on Windows.
+    return sorted(map(str, devices))
+
+
+def tpu_devices() -> list[str]:
+    """What the system calls its TPU chips; empty without one. Newer ones come as VFIO groups, which
+    other devices do, too: those count only where Google's library is installed.
+    """
+    devices = [path for path in Path("/dev").glob("accel*") if path.name[5:].isdigit()]
+    if find_spec("libtpu") is not None:
+        devices += [path for path in Path("/dev/vfio").glob("*") if path.name.isdigit()]
     return sorted(map(str, devices))
 
 

@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from forerun.build import with_jax
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.machine import gpu_devices
+from forerun.machine import gpu_devices, tpu_devices
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
     """What --device means here.
 
-    device  cpu, cuda or cuda:N
+    device  cpu, cuda, cuda:N or tpu
     why     a clause for the line that is printed at start
     gpu     whether this machine seems to have one
     """
@@ -27,15 +28,33 @@ class DeviceChoice:
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """The device of a configuration, "auto" decided. Imports torch only where there is a GPU."""
+    """The device of a configuration, "auto" decided. Imports torch only where there is a GPU, jax
+    only where there is a TPU.
+    """
     if config.device != "auto":
         return DeviceChoice(config.device, "as --device says")
     if config.toy or config.executor in ("cpu", "toy"):
         runs = "toy" if config.toy else f"{config.executor} executor"
         return DeviceChoice("cpu", f"the {runs} runs there")
+    tpu = _tpu(tpu_devices()) if config.executor in ("auto", "jax") else None
+    if tpu is not None:
+        return tpu
+    if config.executor == "jax":
+        return DeviceChoice("cpu", "jax sees no TPU here")
     if config.dtype == "file":
         return DeviceChoice("cpu", "dtype file is the native core's")
     return _gpu(gpu_devices())
+
+
+def _tpu(found: list[str]) -> DeviceChoice | None:
+    """A TPU that jax can use; None without one."""
+    if not found or find_spec("jax") is None:
+        return None
+    import jax
+
+    if jax.default_backend() != "tpu":
+        return None
+    return DeviceChoice("tpu", jax.devices()[0].device_kind)
 
 
 def _gpu(found: list[str]) -> DeviceChoice:
@@ -56,10 +75,15 @@ def _gpu(found: list[str]) -> DeviceChoice:
     return DeviceChoice("cuda", torch.cuda.get_device_name(), gpu=True)
 
 
-def device_memory(device: str) -> int:
-    """Bytes that are free on a torch device. Raises ConfigError where torch sees none."""
+def device_memory(config: EngineConfig) -> int:
+    """Bytes that are free on the devices of a configuration that does not run on the CPU.
+
+    Raises ConfigError where there is no such device.
+    """
+    if config.executor == "jax":
+        return with_jax.device_memory(config)
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(device)[0])
+        raise ConfigError(f"device is {config.device}, but torch sees no CUDA device here.")
+    return int(torch.cuda.mem_get_info(config.device)[0])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from forerun.build import tuned
+from forerun.build import tuned, with_jax
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device, device_memory
 from forerun.build.drafting import (
@@ -274,7 +274,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
         needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
-    available = device_memory(config.device) if on_device else memory_available()
+    available = device_memory(config) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
@@ -312,6 +312,8 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -
 
     if isinstance(executor, CpuExecutor):
         return CpuEagleModel(executor, checkpoint, draft)
+    if executor.name == "jax":
+        with_jax.refuse_head()
     from forerun.executors.torch import TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor)
@@ -329,12 +331,14 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
         wanted = wanted and not config.enable_torch_compile
         missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
+        executor = "jax" if config.device == "tpu" else executor
         if missing:
             warnings.warn(
                 f"The native CPU core is not used ({missing}); using torch, which is several "
                 "times slower.",
                 stacklevel=2,
             )
+    with_jax.check_shards(config, executor)
     if dtype == "auto":
         dtype = "bfloat16" if config.device != "cpu" else "float32"
         dtype = "file" if executor == "cpu" else dtype
@@ -342,6 +346,8 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
 
 
 def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executor:
+    if config.executor == "jax":
+        return with_jax.build(config, checkpoint, memory.limits)
     if config.executor == "cpu":
         from forerun.executors.cpu import CpuExecutor
 

@@ -80,7 +80,9 @@ def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
         ("--enforce-eager", {"disable_cuda_graph": True}),
         ("--disable-overlap-schedule", {"overlap": False}),
         ("--guided-decoding-backend guidance", {"grammar_backend": "llguidance"}),
-        ("--tp-size 1 --enable-prefix-caching -fa on --load-format auto", {}),
+        ("--dp-size 1 --enable-prefix-caching -fa on --load-format auto", {}),
+        ("--tp 2 --executor jax", {"tp_size": 2, "executor": "jax"}),
+        ("--tensor-parallel-size 4 --device tpu", {"tp_size": 4, "device": "tpu"}),
         ("-fa", {}),
         ("--speculative-algorithm eagle3 --speculative-draft-model-path d "
          "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
@@ -151,7 +153,7 @@ def test_vllms_speculative_config():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--tp-size 2", "--tp-size 2 cannot be honoured: one device"),
+        ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is cut"),
         ("-ngl 12", "not parted between two devices"),
         ("--draft 16", "--draft-max 16"),
         ("--speculative-accept-threshold-acc 0.9", "lossless"),
@@ -178,9 +180,9 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
 
 
 def test_all_that_is_refused_is_said_at_once(capsys):
-    assert main(["serve", "--tp-size", "2", "--trust-remote-code", "--speculation", "off"]) == 2
+    assert main(["serve", "--dp-size", "2", "--trust-remote-code", "--speculation", "off"]) == 2
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [
-        "--tp-size", "--trust-remote-code",
+        "--dp-size", "--trust-remote-code",
     ]  # fmt: skip
 
 
@@ -253,7 +255,7 @@ def test_flag_before_environment_before_file_before_profile_before_default(tmp_p
         ("- 1", "must hold lines such as"),
         ("a: [", "is not YAML"),
         ("port: x", "port in .* takes a whole number"),
-        ("tp-size: 2", "tp-size in .* 2 cannot be honoured"),
+        ("dp-size: 2", "dp-size in .* 2 cannot be honoured"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path, text, problem):

@@ -6,12 +6,13 @@ import torch
 
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import Likely, NodeNoise, choose, pick
-from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, tiles_of
+from forerun.executors.torch.geometry import Geometry, attend_dense, tiles_of
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import Narrow, put
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.sampling import Sampling
+from forerun.speculative.verify import intervals
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 

@@ -50,3 +50,9 @@ def default_executor(default_model):
 @pytest.fixture
 def random():
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A folder of compiled JAX programs: executors of one shape share them."""
+    return str(tmp_path_factory.mktemp("compiled"))

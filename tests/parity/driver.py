@@ -6,19 +6,22 @@ with Driver(executor) as driver:
     result.logits(row, node)
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from forerun.executors.torch import TorchExecutor
-from forerun.interface.executor import ExecutorLimits
+from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import Draft, TreeBatch, batch
+from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 
 EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
 """Greedy, and the logits of every node are computed."""
+
+
+MasksOf = Callable[[Plan, TreeBatch], NodeMasks]
 
 
 @dataclass
@@ -43,12 +46,18 @@ class Result:
     trees: TreeBatch
     scores: object
     outcome: Outcome
+    executor: Executor
 
     def logits(self, row: int, node: int) -> torch.Tensor:
-        """float32[V] of node `node` of row `row`, counted from the row's first."""
+        """float32[V] of node `node` of row `row`, counted from the row's first; before the next
+        step.
+        """
         node += self.trees.start[row]
         if callable(self.scores):
             return torch.from_numpy(self.scores(node))
+        if hasattr(self.scores, "place"):
+            rows = self.scores.place[node : node + 1]
+            return torch.from_numpy(self.executor.programs.logits(rows)[0])
         return self.scores.logits[self.scores.row_of[node]]
 
     def emitted(self, row: int) -> list[int]:
@@ -56,7 +65,7 @@ class Result:
 
 
 class Driver:
-    def __init__(self, executor: TorchExecutor, seed: int = 0) -> None:
+    def __init__(self, executor: Executor, seed: int = 0) -> None:
         self.executor, self.limits = executor, executor.limits
         self._random = np.random.default_rng(seed)
         self._free = self._random.permutation(self.limits.pages).tolist()
@@ -106,12 +115,15 @@ class Driver:
         )
         return plan, batch(known, [row.draft for row in rows])
 
-    def step(self, rows: list[Row]) -> Result:
+    def step(self, rows: list[Row], masks_of: MasksOf | None = None) -> Result:
+        """masks_of: (plan, trees) -> masks; then every row is held by a grammar."""
         plan, trees = self.plan(rows)
+        plan.constrained[:] = masks_of is not None
         scores = self.executor.verify(plan, trees)
-        accepted = self.executor.accept(plan, trees, scores, None)
+        masks = masks_of(plan, trees) if masks_of is not None else None
+        accepted = self.executor.accept(plan, trees, scores, masks)
         outcome = self.executor.commit(plan, trees, scores, accepted)
-        result = Result(plan, trees, scores, outcome)
+        result = Result(plan, trees, scores, outcome, self.executor)
         for index, row in enumerate(rows):
             sequence = self.sequences[row.slot]
             sequence.kv_len += outcome.committed(plan)[index]

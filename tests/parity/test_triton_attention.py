@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch.geometry import attend_dense, geometry_of, intervals
+from forerun.executors.torch.geometry import attend_dense, geometry_of
 from forerun.executors.torch.layers import FLOAT8
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
 from forerun.speculative.tree import batch
+from forerun.speculative.verify import intervals
 from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import SPECS, Pages
 from tests.speculative.worlds import as_draft, drafts

@@ -13,6 +13,7 @@ LAZY = {
     "forerun/bench/picture.py",
     "forerun/build/device.py",
     "forerun/build/engine.py",
+    "forerun/build/with_jax.py",
     "forerun/cli/doctor.py",
     "forerun/cli/eval.py",
     "forerun/cli/layers.py",
@@ -22,8 +23,8 @@ LAZY = {
     "forerun/executors/torch/kernels.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when
-chosen, torch where `doctor` and `eval` look at it or a GPU is there, Triton on CUDA, matplotlib for
-a picture, xgrammar when asked for.
+chosen, torch where `doctor` and `eval` look at it or a GPU is there, jax where a TPU is, Triton on
+CUDA, matplotlib for a picture, xgrammar when asked for.
 """
 
 HOSTS = [
@@ -141,6 +142,7 @@ def test_only_the_composition_root_names_executors():
     }
     # sized.py measures the torch executor and nothing else.
     allowed = {"forerun/build/engine.py", "forerun/cli/doctor.py", "forerun/bench/sized.py"}
+    allowed.add("forerun/build/with_jax.py")
     assert naming <= allowed | {
         # Training needs the torch decoder itself, not an executor behind a contract.
         name

@@ -1,12 +1,7 @@
 """Who sees what in a step, as tensors that kernels read: rows, pages and trees.
 
-A node's ancestors are told by two numbers per node instead of an N x N mask. Walk the tree depth
-first and count: `enter` is the count when the walk reaches a node, `leave` when it has left the
-last node below it. Then node j is node i or an ancestor of it exactly where
-
-    enter[j] <= enter[i] < leave[j].
-
-Numbers are compared within a row only, so each row counts from 0.
+A node's ancestors are told by two numbers per node, `enter` and `leave`, instead of an N x N mask:
+see forerun.speculative.verify.intervals.
 """
 
 from dataclasses import dataclass
@@ -22,7 +17,7 @@ from forerun.executors.torch.layers import softcapped
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
-from forerun.speculative.verify import positions
+from forerun.speculative.verify import intervals, positions
 from forerun.types import Ints
 
 LINES = 64
@@ -52,26 +47,6 @@ class Geometry:
     page_size: int
     scratch: int
     position: Tensor | None = None
-
-
-def intervals(parents: Ints) -> Ints:
-    """int32[2,N]: enter and leave of one row's nodes; the first node's parent is below 0.
-
-    parents  int32[N] within the row, each before its children
-    """
-    count = len(parents)
-    order = np.arange(count, dtype=np.int32)
-    if np.array_equal(parents[1:], order[:-1]):
-        return np.stack([order, np.full_like(order, count)])
-    above = parents.tolist()
-    size = [1] * count
-    for node in range(count - 1, 0, -1):
-        size[above[node]] += size[node]
-    enter, taken = [0] * count, [1] * count
-    for node in range(1, count):
-        enter[node] = enter[above[node]] + taken[above[node]]
-        taken[above[node]] += size[node]
-    return np.cumsum(np.array([enter, size], np.int32), 0, dtype=np.int32)
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:

@@ -7,9 +7,9 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import Choosing, PlainNodes
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.geometry import intervals
 from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.tree import TreeBatch
+from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
 
 Buffers = dict[str, AnyArray]

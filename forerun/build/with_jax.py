@@ -1,0 +1,71 @@
+"""The JAX executor, built only where it was chosen: jax is an extra and takes seconds to import."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, ModelError
+from forerun.hub.cache_dir import cache_dir
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.models.checkpoint import Checkpoint
+
+LEAST = (0, 10)
+"""The oldest jax whose public names are used here."""
+
+
+def check_jax() -> None:
+    """Raise ConfigError where jax is missing or too old. Imports nothing."""
+    install = "Install it with: pip install 'forerun[jax]'"
+    try:
+        found = version("jax")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            f"The jax executor needs jax, which is not installed. {install}"
+        ) from error
+    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    if numbers < LEAST:
+        least = ".".join(map(str, LEAST))
+        raise ConfigError(f"The jax executor needs jax {least} or newer, not {found}. {install}")
+
+
+def check_shards(config: EngineConfig, executor: str) -> None:
+    """Raise ConfigError where a model shall be cut over devices and the chosen executor cannot."""
+    if config.tp_size > 1 and executor != "jax":
+        raise ConfigError(
+            f"tp-size is {config.tp_size}, but the {executor} executor runs on one device; use "
+            "--executor jax."
+        )
+
+
+def build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+    """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
+    check_jax()
+    if config.threads is not None:
+        raise ConfigError(
+            "XLA chooses its threads itself: leave --threads out on the jax executor."
+        )
+    from forerun.executors.jax import JaxExecutor, JaxOptions
+
+    options = JaxOptions(
+        dtype=config.dtype,
+        shards=config.tp_size,
+        draft_nodes=config.draft_shape.nodes,
+        platform=config.device,
+        cache_dir=str(cache_dir() / "jax"),
+    )
+    return JaxExecutor(checkpoint, limits, options)
+
+
+def device_memory(config: EngineConfig) -> int:
+    """Bytes that are free on the devices that a model is cut over, together."""
+    check_jax()
+    from forerun.executors.jax import free_bytes
+
+    return free_bytes(config.device, config.tp_size)
+
+
+def refuse_head() -> None:
+    """Raise ModelError: draft heads run on other executors."""
+    raise ModelError(
+        "draft heads do not run on the jax executor yet; use --speculation ngram, or another "
+        "executor"
+    )

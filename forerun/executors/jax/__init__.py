@@ -1,0 +1,5 @@
+"""The JAX executor: one step as one XLA program, for TPUs and whatever else XLA compiles to."""
+
+from forerun.executors.jax.executor import JaxExecutor, JaxOptions, free_bytes
+
+__all__ = ["JaxExecutor", "JaxOptions", "free_bytes"]

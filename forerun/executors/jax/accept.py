@@ -1,0 +1,108 @@
+"""The target's choices and the accepted path, inside a program: forerun.speculative.accept.
+
+A node's choice is the argmax of logits / temperature + noise, in float32, ties to the lowest id.
+Noise is made for all tokens in float32, near enough to leave one token almost always; where several
+come within its error, their exact noise decides, token by token. So the choice is the host's.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.jax.noise import APPROXIMATE_ERROR, approximate, exact, words_of
+from forerun.executors.jax.noise import words_of_all as noise_words
+from forerun.speculative.accept import NOTHING
+
+
+class Rules(NamedTuple):
+    """How n nodes choose.
+
+    seeds        uint32[2,n] low and high halves of their requests' seeds
+    positions    int32[n] output position that each decides
+    temperature  float32[n]; 0 = greedy
+    """
+
+    seeds: Array
+    positions: Array
+    temperature: Array
+
+
+def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
+    """int32[n]: the choice from logits float32[n,V]; NOTHING where any of them is NaN or +inf or
+    none is possible. allowed bool[n,V]: all else is excluded.
+    """
+    finite = jnp.isfinite(logits.max(-1))
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    hot = rules.temperature > 0
+    scaled = logits / jnp.where(hot, rules.temperature, 1.0)[:, None]
+    greedy = logits.argmax(-1).astype(jnp.int32)
+    sampled = lax.cond(hot.any(), lambda: _sampled(scaled, rules), lambda: greedy)
+    token = jnp.where(hot, sampled, greedy)
+    best = jnp.take_along_axis(scaled, token[:, None], 1)[:, 0]
+    return jnp.where(finite & jnp.isfinite(best), token, NOTHING).astype(jnp.int32)
+
+
+def _sampled(scaled: Array, rules: Rules) -> Array:
+    """int32[n]: the argmax of scaled float32[n,V] plus noise."""
+    words = noise_words(rules.seeds, rules.positions, scaled.shape[1])
+    near = scaled + approximate(words)
+    best = near.max(-1)
+    # Two scores are each wrong by the noise's error and a rounding of their sum.
+    margin = 2 * APPROXIMATE_ERROR + jnp.abs(best) * np.float32(2.0**-21)
+    pending = near >= (best - margin)[:, None]
+    pending &= (pending.sum(-1) > 1)[:, None]
+    start = pending, jnp.full_like(best, -jnp.inf), near.argmax(-1).astype(jnp.int32)
+
+    def examine(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """The lowest pending token of every node."""
+        pending, score, token = state
+        candidate = pending.argmax(-1).astype(jnp.int32)
+        noise = exact(words_of(rules.seeds, rules.positions, candidate))
+        found = jnp.take_along_axis(scaled, candidate[:, None], 1)[:, 0] + noise
+        better = pending.any(-1) & (found > score)
+        column = lax.broadcasted_iota(jnp.int32, pending.shape, 1)
+        return (
+            pending & (column != candidate[:, None]),
+            jnp.where(better, found, score),
+            jnp.where(better, candidate, token),
+        )
+
+    return lax.while_loop(lambda state: state[0].any(), examine, start)[2]
+
+
+class Trees(NamedTuple):
+    """R rows of N nodes, [R,N] each: tokens, parents within the row (root: below 0), intervals
+    [2,R,N], and bool[R,N] which nodes there are, of rows that are decided here.
+    """
+
+    tokens: Array
+    parents: Array
+    intervals: Array
+    real: Array
+
+
+def walk(choices: Array, trees: Trees) -> Array:
+    """bool[R,N]: nodes on the accepted path, its root included; choices [R,N].
+
+    The rule of forerun.speculative.accept without a loop: a node is right where it is the first
+    child of its parent that drafts the parent's choice, and has a choice itself; it is kept where
+    it and everything above it is right.
+    """
+    tokens, parents, (enter, leave) = trees.tokens, trees.parents, trees.intervals
+    order = jnp.arange(tokens.shape[1])
+    twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    doubled = (twins & (order[:, None] > order)).any(-1)
+    drafted = tokens == jnp.take_along_axis(choices, jnp.maximum(parents, 0), 1)
+    right = ((drafted & ~doubled) | (order == 0)) & (choices != NOTHING) & trees.real
+    above = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
+    kept: Array = ~(above & ~right[:, None]).any(-1)
+    return kept
+
+
+def unpacked(bits: Array, vocab: int) -> Array:
+    """bool[n,V] from grammar masks uint32[n,ceil(V/32)]."""
+    token = jnp.arange(vocab)
+    return (bits[:, token // 32] >> (token % 32).astype(jnp.uint32)) & 1 > 0

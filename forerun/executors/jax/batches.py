@@ -1,0 +1,191 @@
+"""Cutting a plan into dispatches of few shapes: rounds and chunks.
+
+A *round* is R rows of N nodes whose first node is the root: all that samples. A *chunk* is one row
+of known tokens that stay whatever is accepted: everything before the root, or all of a row that
+does not sample. Both are padded to sizes that were compiled at start-up. Plain decoding is one
+round.
+
+Nodes keep their streams in State.hidden, rounds' from row 0 on, chunks' from `scratch` on.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.executors.jax.kv import StateShape
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Bools, Ints
+
+
+class Size(NamedTuple):
+    """R rows of N nodes."""
+
+    rows: int
+    nodes: int
+
+    @property
+    def total(self) -> int:
+        """R*N."""
+        return self.rows * self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Sizes that programs are compiled for, ascending. Few: each costs seconds at a first start.
+
+    rows, nodes  of rounds: every pair that does not exceed `most` nodes
+    chunks       nodes of chunks
+    most         nodes of all rounds of a step, padding included
+    """
+
+    rows: tuple[int, ...]
+    nodes: tuple[int, ...]
+    chunks: tuple[int, ...]
+    most: int
+
+    @classmethod
+    def of(cls, limits: ExecutorLimits, draft_nodes: int) -> "Buckets":
+        """For trees of at most `draft_nodes` draft tokens: powers of four, then the largest."""
+        rows = _powers(limits.slots)
+        nodes = _powers(min(1 + draft_nodes, limits.max_nodes))
+        largest = max(16, min(256, limits.max_nodes))
+        chunks = (*(size for size in (16, 64) if size < largest), largest)
+        # A row is padded to less than four times its nodes.
+        return cls(rows, nodes, chunks, min(4 * limits.max_nodes, rows[-1] * nodes[-1]))
+
+    @property
+    def rounds(self) -> tuple[Size, ...]:
+        """All sizes of rounds, the smallest first."""
+        every = (Size(rows, nodes) for rows in self.rows for nodes in self.nodes)
+        sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
+        return tuple(sorted(sizes, key=lambda size: size.total))
+
+    def padded(self, rows: int, nodes: int) -> int:
+        """Nodes of the smallest round that holds rows of so many nodes; of several, together."""
+        rows, nodes = min(rows, self.rows[-1]), _at_least(self.nodes, min(nodes, self.nodes[-1]))
+        size = Size(_at_least(self.rows, rows), nodes)
+        return size.total if size in self.rounds else rows * nodes
+
+    @property
+    def widest(self) -> "Buckets":
+        """The same rows with the most nodes: sizes for what is seldom done."""
+        return replace(self, nodes=self.nodes[-1:])
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    """1, 4, 16, ... below `most`, then `most`."""
+    found = [1]
+    while found[-1] * 4 < most:
+        found.append(found[-1] * 4)
+    return (*found, most) if most > 1 else (1,)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One dispatch.
+
+    chunk  no row samples, all nodes are known and stay
+    rows   of the plan
+    nodes  of each row, flat, in their order
+    begins row of State.hidden of each row's first node; the others follow
+    """
+
+    size: Size
+    chunk: bool
+    rows: tuple[int, ...]
+    nodes: tuple[Ints, ...]
+    begins: tuple[int, ...]
+
+    def places(self) -> Ints:
+        """int32[R,N] rows of State.hidden of all nodes; what is no node has one, too: behind its
+        row's, which in a round is its own.
+        """
+        first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
+        first[: len(self.begins)] = self.begins
+        places: Ints = np.add.outer(first, np.arange(self.size.nodes, dtype=np.int32))
+        return places
+
+
+def batches(plan: Plan, trees: TreeBatch, buckets: Buckets, shape: StateShape) -> list[Batch]:
+    """All dispatches of a step, chunks first.
+
+    Of a tree that is larger than what was compiled, the first nodes run, which hold whatever is
+    above them; to the others it is as if they had not been drafted.
+    """
+    cut: list[Batch] = []
+    begin = shape.scratch
+    sampling: list[tuple[int, Ints]] = []
+    for row in range(plan.rows):
+        nodes = np.arange(trees.start[row], trees.start[row + 1], dtype=np.int32)
+        known = int(trees.known[row])
+        if plan.samples[row]:
+            sampling.append((row, nodes[known - 1 :][: buckets.nodes[-1]]))
+            nodes = nodes[: known - 1]
+        for part in _chunks(nodes, buckets.chunks):
+            size = Size(1, _at_least(buckets.chunks, len(part)))
+            cut.append(Batch(size, True, (row,), (part,), (begin,)))
+            begin += len(part)
+    return cut + list(_rounds(sampling, buckets))
+
+
+def _chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[Ints]:
+    for begin in range(0, len(nodes), sizes[-1]):
+        yield nodes[begin : begin + sizes[-1]]
+
+
+def _rounds(rows: list[tuple[int, Ints]], buckets: Buckets) -> Iterator[Batch]:
+    """One round where all rows fit into one; else some per number of nodes, without empty rows."""
+    if not rows:
+        return
+    begin = 0
+    for size, some in sized(rows, buckets):
+        numbers, nodes = zip(*some, strict=True)
+        begins = tuple(begin + line * size.nodes for line in range(len(some)))
+        yield Batch(size, False, numbers, nodes, begins)
+        begin += size.total
+
+
+def sized(
+    rows: list[tuple[int, Ints]], buckets: Buckets
+) -> Iterator[tuple[Size, list[tuple[int, Ints]]]]:
+    """Rows in groups, each with the size of the round that runs it."""
+    largest = max(len(nodes) for _, nodes in rows)
+    size = Size(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
+    if size in buckets.rounds:
+        yield size, rows
+        return
+    for nodes in buckets.nodes:
+        left = [row for row in rows if _at_least(buckets.nodes, len(row[1])) == nodes]
+        while left:
+            fitting = [size for size in buckets.rounds if size.nodes == nodes]
+            size = max(size for size in fitting if size.rows <= len(left))
+            yield size, left[: size.rows]
+            left = left[size.rows :]
+
+
+def regrouped(cut: list[Batch], wanted: Bools, buckets: Buckets) -> Iterator[Batch]:
+    """The rounds' rows with wanted[b], in groups of other sizes, where their nodes are."""
+    begins = {
+        row: begin
+        for batch in cut
+        if not batch.chunk
+        for row, begin in zip(batch.rows, batch.begins, strict=True)
+    }
+    nodes = {
+        row: nodes
+        for batch in cut
+        if not batch.chunk
+        for row, nodes in zip(batch.rows, batch.nodes, strict=True)
+    }
+    rows = [(row, nodes[row]) for row in begins if wanted[row]]
+    for size, some in sized(rows, buckets) if rows else ():
+        numbers, flat = zip(*some, strict=True)
+        yield Batch(size, False, numbers, flat, tuple(begins[row] for row in numbers))
+
+
+def _at_least(sizes: Iterable[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)

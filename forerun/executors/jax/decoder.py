@@ -1,0 +1,175 @@
+"""The target model as a pure function: embeddings, L layers as their specs say, final norm, head.
+
+How nodes see each other is not known here: `attend` gets a layer's number and spec, queries, keys
+and values and returns the context. Layers run in a scan where they are stacked, else one after the
+other; the arithmetic is the same.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.jax.experts import mixture, shared
+from forerun.executors.jax.kv import sanitised
+from forerun.executors.jax.layers import GATES, product, rms_norm, rotate, rotation, softcapped
+from forerun.executors.jax.sharding import Sharding
+from forerun.executors.jax.weights import Params, ropes
+from forerun.models.arch import Architecture
+from forerun.models.layer_spec import NORM_NAMES, AttentionSpec, Dense, LayerSpec
+
+Numbered = tuple[Any, AttentionSpec]
+"""A layer's number, which is traced in a scan, and how it attends."""
+
+Attend = Callable[[Numbered, Array, Array, Array], Array]
+"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]."""
+
+Rotary = tuple[Array, Array]
+"""Cos and sin, each float32[R,N,E/2]."""
+
+
+class Forwarded(NamedTuple):
+    """What a pass gives.
+
+    last          [R,N,H] residual stream after the last layer
+    keys, values  [L,R,N,G,E] of the nodes, ready to be kept
+    streams       [R,N,H] entering each layer that was asked for
+    """
+
+    last: Array
+    keys: Array
+    values: Array
+    streams: tuple[Array, ...]
+
+
+class Decoder(NamedTuple):
+    """What does not change: the model's description and where its arrays lie."""
+
+    arch: Architecture
+    sharding: Sharding
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> Forwarded:
+        """Run tokens and positions int32[R,N]. aux_layers as transformers' hidden_states."""
+        specs = self.arch.layer_specs
+        rotary = {
+            rope: rotation(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(ropes(self.arch), params["frequencies"], strict=True)
+        }
+        x = self.sharding.put(self.embed(params, tokens), None, None, None)
+        if self.arch.embedding_scale != 1.0:
+            # Rounded to the dtype first, as the models' own code has it.
+            x = x * np.asarray(self.arch.embedding_scale, x.dtype)
+        layers = params["layers"]
+        if isinstance(layers, dict):
+            last, kept = self._scanned(layers, x, rotary[specs[0].rope], attend, bool(aux_layers))
+        else:
+            last, kept = x, []
+            for number, (spec, weights) in enumerate(zip(specs, layers, strict=True)):
+                entering, turned = last, rotary[spec.rope]
+                last, own = self._layer(spec, weights, last, turned, _of(attend, number, spec))
+                kept.append((*own, entering) if number in aux_layers else own)
+            streams = {number: own[2] for number, own in enumerate(kept) if len(own) > 2}
+            keys, values = (jnp.stack([own[part] for own in kept]) for part in range(2))
+            kept = keys, values, streams
+        asked = tuple(last if layer == len(specs) else kept[2][layer] for layer in aux_layers)
+        return Forwarded(last, kept[0], kept[1], asked)
+
+    def _scanned(
+        self, layers: Params, x: Array, rotary: Rotary, attend: Attend, entering: bool
+    ) -> Any:
+        """The last stream; keys, values and, if asked for, what enters each layer, [L, ...]."""
+        spec = self.arch.layer_specs[0]
+
+        def layer(x: Array, numbered: tuple[Params, Array]) -> tuple[Array, tuple[Array, ...]]:
+            weights, number = numbered
+            after, kept = self._layer(spec, weights, x, rotary, _of(attend, number, spec))
+            return after, (*kept, x) if entering else kept
+
+        return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
+
+    def embed(self, params: Params, tokens: Array) -> Array:
+        """[...,H] for tokens int32[...]: rows of the embedding, not scaled."""
+        return jnp.take(params["embed"], tokens, axis=0, mode="clip")
+
+    def logits(self, params: Params, last: Array) -> Array:
+        """float32[n,V] from residual streams [n,H] after the last layer."""
+        head: Array = params["embed"] if self.arch.tied_head else params["head"]
+        normed = rms_norm(last, params["norm"], self.arch.norm_eps)
+        made = self.sharding.put(product(normed, head).astype(jnp.float32), None, None)
+        return softcapped(made, self.arch.final_softcap)
+
+    def _layer(
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The stream after a layer, and its keys and values."""
+        names = NORM_NAMES[spec.norms]
+        before = self._normed(x, weights, names.before_attention)
+        context, kept = self._attention(spec, weights, before, rotary, attend)
+        x = x + self._normed(context, weights, names.after_attention)
+        before = self._normed(x, weights, names.before_feed_forward)
+        fed = self._feed_forward(spec, weights, before)
+        return x + self._normed(fed, weights, names.after_feed_forward), kept
+
+    def _normed(self, x: Array, weights: Params, name: str | None) -> Array:
+        return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)
+
+    def _attention(
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        arch, put = self.arch, self.sharding.put
+
+        def heads(name: str, count: int) -> Array:
+            made = product(x, weights[f"{name}_proj"], weights.get(f"{name}_proj.bias"))
+            return put(made.reshape(*x.shape[:2], count, -1), None, None, "model", None)
+
+        q, k, v = heads("q", arch.heads), heads("k", arch.kv_heads), heads("v", arch.kv_heads)
+        if spec.qk_norm:
+            q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        k, v = sanitised(k, v)
+        context = attend(q, k, v).reshape(*x.shape[:2], -1)
+        return self._summed(weights, "o_proj", context), (k, v)
+
+    def _feed_forward(self, spec: LayerSpec, weights: Params, x: Array) -> Array:
+        match spec.feed_forward:
+            case Dense():
+                gate, up = (
+                    product(x, weights[name], weights.get(f"{name}.bias"))
+                    for name in ("gate_proj", "up_proj")
+                )
+                wide = self.sharding.put(GATES[spec.activation](gate, up), None, None, "model")
+                return self._summed(weights, "down_proj", wide)
+            case about:
+                mixed = mixture(weights, about, spec.activation, x)
+                if about.shared:
+                    mixed = mixed + shared(weights, spec.activation, x)
+                return self.sharding.put(mixed, None, None, None).astype(x.dtype)
+
+    def _summed(self, weights: Params, name: str, x: Array) -> Array:
+        """A product whose inputs are cut by shard: the sum over the shards, then the bias."""
+        made = self.sharding.put(product(x, weights[name]), None, None, None)
+        bias = weights.get(f"{name}.bias")
+        return made if bias is None else (made + bias).astype(made.dtype)
+
+
+def _of(attend: Attend, number: Any, spec: LayerSpec) -> Callable[..., Array]:
+    return lambda *qkv: attend((number, spec.attention), *qkv)

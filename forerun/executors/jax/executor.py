@@ -1,0 +1,322 @@
+"""JaxExecutor: the executor contract on XLA; programs are compiled at start-up, then only run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.executors.jax.batches import Batch, Buckets, batches, regrouped
+from forerun.executors.jax.decoder import Decoder
+from forerun.executors.jax.inputs import packed, padded_masks
+from forerun.executors.jax.kv import StateShape, first_without_page
+from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
+from forerun.executors.jax.sharding import devices_of, make_sharding
+from forerun.executors.jax.weights import can_stack, load_params
+from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.machine import cores, memory_available
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import Bools, Floats, Ints
+
+TIMED_NODES = 7
+"""Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class JaxOptions:
+    """How a JaxExecutor runs.
+
+    dtype        of matrices, activations, keys and values
+    shards       devices that share every layer (tensor parallel)
+    draft_nodes  draft tokens of a row, at most
+    stacked      layers in a scan; None = where the device is no CPU (weights.py)
+    platform     cpu or tpu: which of jax's devices; None = its own choice
+    cache_dir    where compiled programs are kept from start to start; None = nowhere
+    """
+
+    dtype: str = "float32"
+    shards: int = 1
+    draft_nodes: int = 63
+    stacked: bool | None = None
+    platform: str | None = None
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A step in flight.
+
+    batches  its dispatches
+    records  what each gives, on the device; None of a chunk
+    place    int32[M] a flat node's row of State.hidden; -1 = it did not run
+    decided  bool[B] rows whose path the programs find
+    """
+
+    batches: list[Batch]
+    records: list[Any]
+    place: Ints
+    decided: Bools
+
+
+class JaxExecutor:
+    """A target in JAX, on any device that XLA compiles for.
+
+    A row's tokens do not depend on the other rows as far as rounding allows: products of other
+    shapes may differ in the last bits. Tokens equal the other executors' in float32 but for near
+    ties.
+
+    Raises ConfigError for an unknown dtype, limits that are not the model's, or shards that the
+    model or the machine does not have; MemoryPlanError where weights, cache and the largest round
+    do not fit. All before anything is allocated.
+    """
+
+    name = "jax"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        options: JaxOptions | None = None,
+    ) -> None:
+        options = options or JaxOptions()
+        arch = checkpoint.architecture
+        self.limits, self._options = limits, options
+        _check(arch, limits, options)
+        sharding = make_sharding(arch, options.shards, options.platform)
+        self._device = sharding.mesh.devices.flat[0]
+        on_cpu = self._device.platform == "cpu"
+        self._buckets = Buckets.of(limits, options.draft_nodes)
+        self._shape = StateShape.of(limits, self._buckets.most, self._buckets.chunks[-1])
+        dtype = jnp.dtype(DTYPES[options.dtype])
+        self._bytes = planned_bytes(arch, self._shape, self._buckets, dtype.itemsize)
+        check_fits(self._bytes, self._device, options.shards)
+        if options.cache_dir is not None:
+            keep_compiled(options.cache_dir)
+        stacked = options.stacked if options.stacked is not None else not on_cpu
+        stacked = stacked and can_stack(arch)
+        self._stacked = stacked
+        params = load_params(checkpoint, dtype, sharding, stacked)
+        self._width = -(-limits.context // limits.page_size)
+        functions = Functions(Decoder(arch, sharding), self._shape, limits.page_size, self._width)
+        self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
+        self._sampler = HostSampler(limits.slots, limits.vocab)
+        self._steps = 0
+
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Compile every program that steps with such drafts can need."""
+        nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
+        self._buckets = Buckets.of(self.limits, nodes)
+        self.programs.warm_up(self._buckets, cores(), progress)
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that the round runs whose size holds so many rows of so many nodes."""
+        return self._buckets.padded(rows, nodes)
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs. Raises EngineError after `shutdown`."""
+        if self._programs is None:
+            raise EngineError("the executor was shut down")
+        return self._programs
+
+    def open(self, slot_init: SlotInit) -> None:
+        """Bind a sequence to its slot."""
+        self._sampler.open(slot_init)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        self._sampler.close(slot)
+
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores:
+        """Begin the step; waits for nothing. Rows whose choice hangs on the temperature alone are
+        decided and committed by the same program. Nothing is drafted.
+
+        Raises EngineError, and has begun nothing, where the plan is too large or a position has no
+        page.
+        """
+        programs = self.programs
+        count = len(trees.tokens)
+        if count > self.limits.max_nodes:
+            raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
+        self._check_pages(plan, trees)
+        choosing = self._sampler.choosing
+        decided = (choosing.temperature[plan.slots] >= 0) & plan.samples & ~plan.constrained
+        cut = batches(plan, trees, self._buckets, self._shape)
+        place = np.full(count, -1, np.int32)
+        records = []
+        for batch in cut:
+            whole = packed(batch, plan, trees, choosing, decided, self._width)
+            record = programs.run(Key("chunk" if batch.chunk else "round", batch.size), whole)
+            records.append(None if batch.chunk else record)
+            for nodes, places in zip(batch.nodes, batch.places(), strict=False):
+                place[nodes] = places[: len(nodes)]
+        self._steps += 1
+        return Scores(cut, records, place, decided)
+
+    def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
+        deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
+        row = first_without_page(plan, plan.kv_len + deepest + 1, self.limits.page_size)
+        if row is not None:
+            raise EngineError(f"row {row}: a position has no page: the page table is too short")
+
+    def accept(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
+    ) -> HostAccepted:
+        """Keep one path per tree; waits for the step. Rows under a grammar are decided by a second
+        program; only for other parameters, and for reports, do logits cross to the host.
+        """
+        choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        for batch, record in zip(scores.batches, scores.records, strict=True):
+            if record is not None:
+                _spread(choice, batch, jax.device_get(record))
+        if masks is not None:
+            self._decide(plan, trees, scores, masks, choice)
+        return self._sampler.accept(plan, trees, self._logits(scores), masks, choice)
+
+    def _decide(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks, choice: Ints
+    ) -> None:
+        """Decide and commit the rows that a grammar holds and only the temperature shapes."""
+        choosing = self._sampler.choosing
+        held = (choosing.temperature[plan.slots] >= 0) & plan.samples & plan.constrained
+        for batch in regrouped(scores.batches, held, self._buckets.widest):
+            given = packed(batch, plan, trees, choosing, held, self._width)
+            padded = padded_masks(batch, masks)
+            record = self.programs.run(Key("decide", batch.size), given, padded)
+            _spread(choice, batch, jax.device_get(record))
+        scores.decided[:] |= held
+
+    def _logits(self, scores: Scores) -> Callable[[int], Floats]:
+        """Logits of flat nodes, a few more at each transfer than were asked for."""
+        found: dict[int, Floats] = {}
+
+        def of_node(node: int) -> Floats:
+            if scores.place[node] < 0:
+                return np.full(self.limits.vocab, np.nan, np.float32)
+            if node not in found:
+                last = min(node + 8, len(scores.place))
+                nodes = [other for other in range(node, last) if other not in found]
+                rows = self.programs.logits(scores.place[nodes])
+                found.update(zip(nodes, rows, strict=True))
+            return found[node]
+
+        return of_node
+
+    def commit(
+        self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
+    ) -> Outcome:
+        """Move what the host accepted from scratch into pages."""
+        source, target = [], []
+        for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
+            path = accepted.paths[row]
+            path = path[path >= trees.root(row)]
+            positions = plan.kv_len[row] + trees.depth[path]
+            size = self.limits.page_size
+            source.append(self._shape.slots + scores.place[path])
+            target.append(plan.page_table[row, positions // size] * size + positions % size)
+        if source:
+            self._move(np.concatenate(source), np.concatenate(target))
+        return self._sampler.outcome(plan, trees, accepted)
+
+    def _move(self, source: Ints, target: Ints) -> None:
+        for begin in range(0, len(source), MOVED):
+            moves = np.full((2, MOVED), self._shape.slots, np.int32)
+            part = slice(begin, begin + MOVED)
+            count = len(source[part])
+            moves[0, :count], moves[1, :count] = source[part], target[part]
+            self.programs.run(Key("move"), moves)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        programs = self._programs
+        return {
+            "device": str(self._device),
+            "devices": self._options.shards,
+            "dtype": self._options.dtype,
+            "layers": "stacked" if self._stacked else "apart",
+            "batch_invariant": False,
+            "compiled": len(programs.compiled) if programs else 0,
+            "compile_seconds": round(programs.compile_seconds, 2) if programs else 0.0,
+            "compiled_late": programs.late if programs else 0,
+            "dispatches": programs.dispatches if programs else 0,
+            "steps": self._steps,
+            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+        }
+
+    def shutdown(self) -> None:
+        """Release memory. Idempotent."""
+        self._programs = None
+
+
+def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
+    """Write a record's choices to their flat nodes, where it has any."""
+    for nodes, line in zip(batch.nodes, record.reshape(batch.size), strict=False):
+        found = line[: len(nodes)]
+        choice[nodes] = np.where(found >= 0, found, choice[nodes])
+
+
+def _check(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if limits.vocab != arch.vocab:
+        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    if limits.context > arch.context:
+        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
+
+
+def planned_bytes(
+    arch: Architecture, shape: StateShape, buckets: Buckets, itemsize: int
+) -> dict[str, int]:
+    """Bytes by purpose, all shards together. A round's logits and noise are its largest part."""
+    nodes = max(size.total for size in buckets.rounds)
+    widest = max(buckets.chunks[-1], nodes)
+    streams = widest * (4 * arch.hidden + 3 * arch.ffn) * 4
+    return {
+        "weight": arch.parameters * itemsize,
+        "cache": shape.cache_bytes(arch, itemsize),
+        "round": nodes * arch.vocab * 4 * 4 + streams + shape.hidden * arch.hidden * itemsize,
+    }
+
+
+def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
+    """Raise MemoryPlanError where the parts exceed what is free now."""
+    free = free_on(device, shards)
+    if sum(parts.values()) > free:
+        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
+        raise MemoryPlanError(
+            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; lower "
+            "kv-tokens (cache), or max-sequences, draft-nodes or max-step-nodes (the largest round)"
+        )
+
+
+def free_on(device: Any, shards: int) -> int:
+    """Bytes that are free on so many devices like this one; the machine's where it does not say."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" not in known:
+        return memory_available()
+    return int(shards * (known["bytes_limit"] - known.get("bytes_in_use", 0)))
+
+
+def free_bytes(platform: str | None, shards: int) -> int:
+    """The same for a platform's devices. Raises ConfigError where it has none."""
+    return free_on(devices_of(platform)[0], shards)
+
+
+def keep_compiled(folder: str) -> None:
+    """Keep compiled programs in a folder, and use what is there: for the whole process."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

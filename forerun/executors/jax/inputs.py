@@ -1,0 +1,140 @@
+"""What the host tells a program: one int32 vector per dispatch, written in NumPy, read in jnp.
+
+Of rows, [R]: kv_len; count of nodes; position (the output position that the root decides); decided;
+low and high halves of the seed; temperature (its bits). Of nodes, [R*N]: tokens; parents and depth
+within the row; intervals [2,R*N] (forerun.speculative.verify); place, the row of State.hidden that
+a node's stream is kept in. Of pages: table [R,W].
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.host_sampler import Choosing
+from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.batches import Batch, Size
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.verify import intervals
+from forerun.types import Bools, Ints
+
+
+def _shapes(size: Size, width: int) -> dict[str, tuple[int, ...]]:
+    rows = ("kv_len", "count", "position", "decided", "low", "high", "temperature")
+    nodes = ("tokens", "parents", "depth", "place")
+    return {
+        **dict.fromkeys(rows, (size.rows,)),
+        **dict.fromkeys(nodes, (size.rows, size.nodes)),
+        "intervals": (2, size.rows, size.nodes),
+        "table": (size.rows, width),
+    }
+
+
+def packed_size(size: Size, width: int) -> int:
+    """Numbers in the vector, for page tables of `width` places."""
+    return sum(int(np.prod(shape)) for shape in _shapes(size, width).values())
+
+
+def _views(whole: Any, size: Size, width: int) -> dict[str, Any]:
+    """Views of a NumPy or a jnp vector."""
+    views, begin = {}, 0
+    for name, shape in _shapes(size, width).items():
+        end = begin + int(np.prod(shape))
+        views[name] = whole[begin:end].reshape(shape)
+        begin = end
+    return views
+
+
+def packed(
+    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, decided: Bools, width: int
+) -> Ints:
+    """A batch as a program reads it. decided bool[B]: rows whose path it is to find; of a chunk,
+    whose nodes all stay, nobody asks.
+    """
+    size = batch.size
+    whole = np.zeros(packed_size(size, width), np.int32)
+    views = _views(whole, size, width)
+    views["parents"][:] = -1
+    # What is no node sees itself alone.
+    views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
+    views["intervals"][1] = views["intervals"][0] + 1
+    views["place"][:] = batch.places()
+    for line, (row, nodes) in enumerate(zip(batch.rows, batch.nodes, strict=True)):
+        count, first, slot = len(nodes), int(nodes[0]), int(plan.slots[row])
+        depth = int(trees.depth[first])
+        parents = trees.parents[nodes] - first
+        parents[0] = -1
+        views["kv_len"][line] = plan.kv_len[row] + depth
+        views["count"][line], views["decided"][line] = count, batch.chunk or decided[row]
+        seed, prompt = int(choosing.seed[slot]), int(choosing.prompt_len[slot])
+        halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+        views["low"][line], views["high"][line] = halves
+        views["position"][line] = views["kv_len"][line] + 1 - prompt
+        temperature = max(choosing.temperature[slot], np.float32(0))
+        views["temperature"].view(np.float32)[line] = temperature
+        views["tokens"][line, :count] = trees.tokens[nodes]
+        views["parents"][line, :count] = parents
+        views["depth"][line, :count] = trees.depth[nodes] - depth
+        views["intervals"][:, line, :count] = intervals(parents)
+        table = plan.page_table[row]
+        views["table"][line, : len(table)] = np.maximum(table, 0)
+    return whole
+
+
+class Inputs(NamedTuple):
+    """The vector, read inside a program; shapes as above."""
+
+    kv_len: Array
+    table: Array
+    depth: Array
+    place: Array
+    trees: Trees
+    rules: Rules
+
+    @classmethod
+    def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
+        """Views and what follows from them."""
+        views = _views(whole, size, width)
+        depth = views["depth"]
+        real = jnp.arange(size.nodes) < views["count"][:, None]
+
+        def of_nodes(values: Array) -> Array:
+            return jnp.broadcast_to(values[:, None], depth.shape).reshape(-1)
+
+        halves = [lax.bitcast_convert_type(views[name], jnp.uint32) for name in ("low", "high")]
+        temperature = lax.bitcast_convert_type(views["temperature"], jnp.float32)
+        return cls(
+            kv_len=views["kv_len"],
+            table=views["table"],
+            depth=depth,
+            place=views["place"].reshape(-1),
+            trees=Trees(
+                tokens=views["tokens"],
+                parents=views["parents"],
+                intervals=views["intervals"],
+                real=real & (views["decided"][:, None] > 0),
+            ),
+            rules=Rules(
+                seeds=jnp.stack([of_nodes(half) for half in halves]),
+                positions=of_nodes(views["position"]) + depth.reshape(-1),
+                temperature=of_nodes(temperature),
+            ),
+        )
+
+
+def padded_masks(batch: Batch, masks: NodeMasks) -> tuple[Ints, Ints]:
+    """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
+    int32[R*N+1,words], of which the last are all ones and stand for "everything allowed".
+    """
+    size = batch.size
+    row = np.full(size, -1, np.int32)
+    for line, nodes in zip(row, batch.nodes, strict=False):
+        line[: len(nodes)] = masks.row[nodes]
+    used, which = np.unique(np.append(row, -1), return_inverse=True)
+    whole = np.full((size.total + 1, masks.bits.shape[1]), 0xFFFFFFFF, np.uint32)
+    whole[: len(used) - 1] = masks.bits[used[1:]]
+    # The first of `used` is -1.
+    which = np.where(which == 0, size.total, which - 1)[:-1]
+    return which.astype(np.int32), whole.view(np.int32)

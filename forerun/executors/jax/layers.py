@@ -1,0 +1,70 @@
+"""The pieces of a decoder as pure functions; what they compute is torch/layers.py's."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """[..., K] by weight [N,K] -> [..., N] in the dtype of `x`; sums in float32.
+
+    A TPU multiplies float32 in bfloat16 unless it is told otherwise.
+    """
+    y = lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm (arXiv 1910.07467) over the last axis, in float32; dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
+    return (wide * weight).astype(x.dtype)
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) * up, in float32; dtype of `gate`."""
+    wide = gate.astype(jnp.float32)
+    return (wide / (1 + jnp.exp(-wide)) * up).astype(gate.dtype)
+
+
+_GELU = 2 * (2 / np.pi) ** 0.5
+
+
+def geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
+    `gate`.
+    """
+    wide = gate.astype(jnp.float32)
+    angle = _GELU * (wide + 0.044715 * wide * wide * wide)
+    return (wide / (1 + jnp.exp(-angle)) * up).astype(gate.dtype)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu}
+"""By LayerSpec.activation."""
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]; in float32,
+    dtype of `x`.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, -1).astype(x.dtype)
+
+
+def rotation(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
+    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor

@@ -1,0 +1,116 @@
+"""One mesh (data, model) and who holds what of it: heads and feed-forward columns by shard.
+
+Megatron's cut (arXiv 1909.08053, section 3): queries, keys, values, gate and up by their outputs,
+o_proj and down_proj by their inputs, so a layer needs two sums over the shards. Experts are cut by
+expert. Embedding and head are cut by token, pages by key/value head; everything else is on every
+shard.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from forerun.errors import ConfigError
+from forerun.models.arch import Architecture
+from forerun.models.layer_spec import Dense, Experts
+
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "head")
+"""Matrices [out, in] that are cut by rows, with their biases."""
+
+BY_INPUT = ("o_proj", "down_proj")
+"""Matrices [out, in] that are cut by columns; their biases are added once, after the sum."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where arrays lie.
+
+    mesh    axes data (1, for now) and model
+    shards  size of the model axis
+    """
+
+    mesh: Mesh
+
+    @property
+    def shards(self) -> int:
+        """Devices that share a layer."""
+        return int(self.mesh.shape["model"])
+
+    def of(self, *axes: str | None) -> NamedSharding:
+        """The sharding of an array whose axes lie along these axes of the mesh."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    @property
+    def whole(self) -> NamedSharding:
+        """On every shard."""
+        return self.of()
+
+    @property
+    def cache(self) -> NamedSharding:
+        """Of pages [L,slots,G,E]."""
+        return self.of(None, None, "model", None)
+
+    def weight(self, name: str, dimensions: int) -> NamedSharding:
+        """Of a parameter by its short name: a matrix, or the bias or norm of that name."""
+        part = name.removeprefix("shared.").removesuffix(".bias")
+        if name.startswith("experts."):
+            return self.of("model", None, None)
+        if part in BY_OUTPUT:
+            return self.of("model") if name != part else self.of("model", None)
+        if part in BY_INPUT and part == name.removeprefix("shared."):
+            return self.of(None, "model")
+        return self.of(*[None] * dimensions)
+
+    def put(self, x: Array, *axes: str | None) -> Array:
+        """Inside a program: `x` lies so from here on."""
+        if self.shards == 1:
+            return x
+        placed: Array = jax.lax.with_sharding_constraint(x, self.of(*axes))
+        return placed
+
+
+def check_shards(arch: Architecture, shards: int, devices: int) -> None:
+    """Raise ConfigError where the model cannot be cut into so many parts, or nobody is there."""
+    if shards > devices:
+        raise ConfigError(
+            f"tp-size is {shards}, but jax sees {devices} device{'s' * (devices != 1)} here; "
+            f"lower it to {devices} or less."
+        )
+    parts = {
+        "attention heads": arch.heads,
+        "key/value heads": arch.kv_heads,
+        "tokens of the vocabulary": arch.vocab,
+    }
+    for spec in dict.fromkeys(arch.layer_specs):
+        match spec.feed_forward:
+            case Dense(width):
+                parts["feed-forward columns"] = width
+            case Experts(count, _, _, _, shared):
+                parts["experts"] = count
+                parts["shared expert's columns"] = shared
+    for what, count in parts.items():
+        if count % shards:
+            raise ConfigError(
+                f"tp-size is {shards}, but the model's {count} {what} do not divide by it; choose "
+                "a number that divides them."
+            )
+
+
+def devices_of(platform: str | None) -> list[Any]:
+    """What jax sees of a platform; of its own choice, for None. Raises ConfigError without one."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {platform}, but jax sees none here: {error}") from error
+
+
+def make_sharding(arch: Architecture, shards: int, platform: str | None = None) -> Sharding:
+    """The mesh of the first `shards` devices. Raises ConfigError as `check_shards` does."""
+    devices = devices_of(platform)
+    check_shards(arch, shards, len(devices))
+    placed = np.array(devices[:shards]).reshape(1, shards)
+    return Sharding(Mesh(placed, ("data", "model"), axis_types=(AxisType.Auto,) * 2))

@@ -1,0 +1,132 @@
+"""A checkpoint as a pytree of device arrays.
+
+    embed [V,H], norm [H], head [V,H] (absent where it is the embedding)
+    frequencies  tuple of [E/2], one per rope of the model (`ropes`)
+    layers       stacked: {name: [L, ...]}; apart: L dictionaries {name: [...]}
+
+Matrices are [out, in] in the dtype of activations, vectors float32, norms with the model's offset.
+Names are the checkpoint's last parts, without ".weight"; those of experts have one axis more in
+front. Stacked layers run in a scan, so a program's size does not grow with the model; XLA's CPU
+backend copies each layer out of the stack, which doubles a step's time there, so on the CPU layers
+lie apart, and so do layers that differ from each other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.executors.jax.sharding import Sharding
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.rope import Rope
+from forerun.types import AnyArray
+
+Params = dict[str, Any]
+"""The pytree."""
+
+
+def ropes(arch: Architecture) -> list[Rope]:
+    """The different ropes of a model's layers, in their order."""
+    return list(dict.fromkeys(spec.rope for spec in arch.layer_specs))
+
+
+def can_stack(arch: Architecture) -> bool:
+    """Whether all layers are the same but for their weights."""
+    return len(set(arch.layer_specs)) == 1
+
+
+def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
+    """Read a checkpoint, one matrix at a time, each device its own part."""
+    arch = checkpoint.architecture
+    reader = _Reader(checkpoint, dtype, sharding)
+    params: Params = {
+        "embed": reader.made("embed", ["model.embed_tokens.weight"]),
+        "norm": reader.made("norm", ["model.norm.weight"]),
+        "frequencies": tuple(
+            jax.device_put(rope.frequencies(arch.head_size), sharding.whole) for rope in ropes(arch)
+        ),
+    }
+    if not arch.tied_head:
+        params["head"] = reader.made("head", ["lm_head.weight"])
+    prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
+    grouped = [_grouped(checkpoint, prefix) for prefix in prefixes]
+    if stacked:
+        params["layers"] = {
+            short: reader.made(short, [g[short] for g in grouped]) for short in grouped[0]
+        }
+    else:
+        params["layers"] = tuple(
+            {short: reader.made(short, names) for short, names in group.items()}
+            for group in grouped
+        )
+    return params
+
+
+def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    """Short name -> full name, or the names of all experts, of one layer's parameters."""
+    found: dict[str, Any] = {}
+    for name in checkpoint.names():
+        if not name.startswith(prefix):
+            continue
+        *path, module, kind = name.removeprefix(prefix).split(".")
+        short = module if kind == "weight" else f"{module}.{kind}"
+        if "experts" in path:
+            found.setdefault(f"experts.{short}", []).append(name)
+        elif "shared_expert" in path:
+            found[f"shared.{short}"] = [name]
+        else:
+            found[short] = [name]
+    return {
+        short: names if short.startswith("experts.") else names[0] for short, names in found.items()
+    }
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> None:
+        self._checkpoint, self._dtype, self._sharding = checkpoint, jnp.dtype(dtype), sharding
+        self._offset = checkpoint.architecture.norm_offset
+
+    def made(self, short: str, names: Any) -> Array:
+        """One parameter from one name or a (nested) list of names, an axis in front per level. A
+        callback per device reads only its part. One name in a list counts as that name.
+        """
+        if isinstance(names, list) and len(names) == 1 and not short.startswith("experts."):
+            names = names[0]
+        shape, axes = _shape(names, self._checkpoint.shape)
+        own = self._sharding.weight(short, len(shape) - axes + short.startswith("experts."))
+        lead = axes - short.startswith("experts.")
+        where = self._sharding.of(*[None] * lead, *own.spec)
+        narrow = len(shape) - axes > 1
+        offset = self._offset if "norm" in short else 0.0
+
+        def read(name: str, index: tuple[slice, ...]) -> AnyArray:
+            tensor = self._checkpoint.tensor(name)[index]
+            # A copy: device memory on the CPU may be the very same bytes, which are a file's.
+            wide = tensor + np.float32(offset) if offset else tensor
+            return np.array(wide, self._dtype if narrow else np.float32)
+
+        def part(index: tuple[slice, ...] | None) -> AnyArray:
+            assert index is not None  # Jax's word for a scalar.
+            return _read(names, index, read)
+
+        return jax.make_array_from_callback(shape, where, part)
+
+
+def _shape(names: Any, of: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
+    """The shape of a parameter, and how many axes come from lists of names."""
+    if isinstance(names, str):
+        return tuple(of(names)), 0
+    inner, axes = _shape(names[0], of)
+    return (len(names), *inner), axes + 1
+
+
+def _read(
+    names: Any, index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], AnyArray]
+) -> AnyArray:
+    if isinstance(names, str):
+        return read(names, index)
+    return np.stack([_read(name, index[1:], read) for name in names[index[0]]])

@@ -1,0 +1,125 @@
+"""--executor jax: what it takes to choose it, what it refuses, and a whole engine on it."""
+
+import pytest
+
+from forerun.bench.prove import Trial, prove
+from forerun.bench.workload import Prompt
+from forerun.build import device, with_jax
+from forerun.build.device import DeviceChoice
+from forerun.build.engine import choose_executor, open_target
+from forerun.config import EngineConfig
+from forerun.constrain.grammar import Grammar
+from forerun.errors import ConfigError, ModelError
+from forerun.models.folder import FolderCheckpoint
+from tests.models import tiny
+
+SMALL = {
+    "executor": "jax", "context": 128, "max_sequences": 2, "max_step_nodes": 64,
+    "kv_tokens": 512, "speculative_num_draft_tokens": 4, "policy": "fixed",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tiny.model("qwen3"), tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """This version of jax, or none."""
+
+    def pretend(number):
+        def version(_):
+            if number is None:
+                raise with_jax.PackageNotFoundError
+            return number
+
+        monkeypatch.setattr(with_jax, "version", version)
+
+    return pretend
+
+
+def test_without_jax_one_sentence_says_what_to_do(folder, installed):
+    installed(None)
+    with pytest.raises(ConfigError, match=r"needs jax, which is not installed\. .*forerun\[jax\]"):
+        open_target(EngineConfig(model=str(folder), **SMALL))
+    installed("0.4.38")
+    with pytest.raises(ConfigError, match=r"needs jax 0\.10 or newer, not 0\.4\.38\. .*pip"):
+        open_target(EngineConfig(model=str(folder), **SMALL))
+    installed("0.10.0.dev1")
+    with_jax.check_jax()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp_size": 64}, "tp-size is 64, but jax sees 1 device here"),
+        ({"device": "tpu"}, "device is tpu, but jax sees none here"),
+        ({"dtype": "float16"}, "dtype is 'float16'; it must be one of float32, bfloat16"),
+        ({"threads": 2}, "XLA chooses its threads itself"),
+        ({"executor": "torch", "tp_size": 2}, "torch executor runs on one device"),
+    ],
+)
+def test_what_it_refuses(folder, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        open_target(EngineConfig(model=str(folder), **SMALL | changes))
+
+
+def test_options_that_contradict_each_other():
+    with pytest.raises(ConfigError, match="device tpu needs the jax executor, but executor is cpu"):
+        EngineConfig(device="tpu", executor="cpu")
+    with pytest.raises(ConfigError, match="kv-dtype float8 needs the torch executor"):
+        EngineConfig(executor="jax", kv_dtype="float8")
+
+
+def test_a_tpu_means_jax_in_bfloat16(monkeypatch, folder):
+    chip = DeviceChoice("tpu", "TPU v6 lite")
+    monkeypatch.setattr(device, "_tpu", lambda _: chip)
+    arch = FolderCheckpoint(folder).architecture
+    chosen = choose_executor(EngineConfig(), arch)
+    assert (chosen.device, chosen.executor, chosen.dtype) == ("tpu", "jax", "bfloat16")
+    assert choose_executor(EngineConfig(device="cpu"), arch).executor != "jax"
+    assert choose_executor(EngineConfig(executor="cpu"), arch).executor == "cpu"
+
+
+def test_jax_is_not_imported_where_there_is_no_tpu(monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda _: pytest.fail("asked"))
+    assert device._tpu([]) is None
+
+
+@pytest.fixture(scope="module")
+def target(folder, tmp_path_factory):
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(with_jax, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
+        config = EngineConfig(model=str(folder), **SMALL)
+        made = open_target(config, lambda *news: told.append(news))
+    made.executor.told = told
+    yield made
+    made.close()
+
+
+def test_start_up_tells_how_far_it_is(target):
+    told = target.executor.told
+    assert told[-1][0] == "preparing step sizes" and told[-1][1] == told[-1][2] == len(told)
+    assert target.config.executor == "jax" and target.config.dtype == "float32"
+
+
+def test_speculation_changes_no_text(target):
+    """Two prompts, alone and together, at temperatures 0 and 0.8; then under a grammar."""
+    messages = ("the quick brown fox", "jumps over the quick brown fox the quick")
+    prompts = tuple(
+        Prompt(str(n), "text", ({"role": "user", "content": text},))
+        for n, text in enumerate(messages)
+    )
+    proof = prove(target, target.config, Trial(prompts, tokens=30, group=2))
+    assert proof.holds, proof
+    grammar = Grammar("regex", "(the|fox|quick)( the| quick| fox){3,9}", "regex")
+    proof = prove(target, target.config, Trial(prompts, tokens=30, group=2, grammar=grammar))
+    assert proof.identical, proof
+    assert target.executor.describe()["compiled_late"] == 0
+
+
+def test_draft_heads_are_refused_in_words():
+    with pytest.raises(ModelError, match="draft heads do not run on the jax executor yet"):
+        with_jax.refuse_head()

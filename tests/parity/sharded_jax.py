@@ -1,0 +1,66 @@
+"""Run by test_jax_sharding.py in a process of its own, on 8 forced host devices.
+
+Prints one JSON line: tokens by (shards, page size), and collectives of the compiled rounds.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from forerun.errors import ConfigError
+from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.executors.jax.batches import Size
+from forerun.executors.jax.programs import Key
+from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.sampling import Sampling
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
+
+CASES = [
+    *(("dense", shards, page, False) for shards, page in ((1, 16), (2, 1), (4, 64), (8, 5))),
+    ("dense", 2, 16, True),
+    *(("experts", shards, 16, False) for shards in (1, 8)),
+]
+"""Model, shards, page size, layers in a scan."""
+COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\w*\(")
+
+
+def text(executor):
+    """Tokens of two sequences, one of them sampled, under trees that are now and then right."""
+    with Driver(executor) as driver:
+        driver.open(0, list(range(20, 50)), Sampling(temperature=0.8, seed=5))
+        driver.open(1, list(range(60, 77)), Sampling(temperature=0.0))
+        driver.step([Row(0, 9), Row(1)])
+        for step in range(12):
+            tree = as_draft([(7 * step + n) % tiny.VOCAB for n in range(3)], [-1, 0, -1])
+            rows = [Row(slot, draft=tree) for slot in (0, 1)]
+            driver.step([Row(0), rows[1]] if step == 0 else rows)
+        return [driver.sequences[slot].tokens for slot in (0, 1)]
+
+
+def main(folder: Path, compiled: str) -> None:
+    assert jax.device_count() == 8
+    found = {"tokens": [], "collectives": [], "refused": []}
+    for name, shards, page, stacked in CASES:
+        checkpoint = FolderCheckpoint(folder / name)
+        small = limits(tiny.VOCAB, context=128, page_size=page, pages=192 // page + 1, slots=2)
+        options = JaxOptions(draft_nodes=3, shards=shards, stacked=stacked, cache_dir=compiled)
+        made = JaxExecutor(checkpoint, small, options)
+        found["tokens"].append(text(made))
+        kinds = COLLECTIVE.findall(made.programs.text(Key("round", Size(2, 4))))
+        counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+        found["collectives"].append(counts)
+    for shards in (3, 16):
+        try:
+            JaxExecutor(checkpoint, small, JaxOptions(shards=shards))
+        except ConfigError as error:
+            found["refused"].append(str(error))
+    print(json.dumps(found, default=np.ndarray.tolist))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,175 @@
+"""One suite for all executors: plain steps, trees, chunks and batches emit the same tokens.
+
+torch and jax compute in float32 and must agree with each other, too. cpu computes in the numbers of
+its files (Q8_0 here) and toy has its own model: they are held to their own plain steps.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from forerun.executors import cpu
+from forerun.executors.cpu import CpuExecutor
+from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.toy import ToyExecutor
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NodeMasks
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
+from tests.parity.test_torch_invariance import half_true_draft
+
+SMALL = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
+COUNT = 16
+PROMPTS = [np.random.default_rng(n).integers(8, 250, n).tolist() for n in (30, 4, 17, 40)]
+KINDS = ["toy", "torch", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
+    bool(cpu.available()), reason="the native core is not built"))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def executor_of(checkpoint, compiled):
+    @cache
+    def build(kind):
+        if kind == "toy":
+            return ToyExecutor(replace(SMALL, vocab=259))
+        found = checkpoint("qwen3")
+        if kind == "jax":
+            return JaxExecutor(found, SMALL, JaxOptions(draft_nodes=15, cache_dir=compiled))
+        return {"cpu": CpuExecutor, "torch": TorchExecutor}[kind](found, SMALL)
+
+    return build
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def executor(executor_of, kind):
+    return executor_of(kind)
+
+
+def emitted(executor, samplings, draft=None, chunk=None, count=COUNT, masks_of=None):
+    """`count` tokens of each sequence, all in one batch; draft(slot, tokens so far) -> Draft."""
+    with Driver(executor) as driver:
+        for slot, sampling in enumerate(samplings):
+            driver.open(slot, PROMPTS[slot], sampling)
+        wanted = {slot: len(PROMPTS[slot]) + count for slot in range(len(samplings))}
+        while left := [s for s in wanted if len(driver.sequences[s].tokens) < wanted[s]]:
+            rows = []
+            for slot in left:
+                sequence = driver.sequences[slot]
+                missing = len(sequence.tokens) - sequence.kv_len
+                known = min(chunk or missing, missing)
+                shall = draft is not None and known == missing
+                given = draft(slot, sequence.tokens) if shall else None
+                rows.append(Row(slot, known, given) if given is not None else Row(slot, known))
+            driver.step(rows, masks_of)
+        return [driver.sequences[s].tokens[len(PROMPTS[s]) : wanted[s]] for s in wanted]
+
+
+def plain(temperature):
+    return [Sampling(temperature=temperature, seed=(slot << 60) + 5) for slot in range(4)]
+
+
+def judge_of(kind):
+    """Whose plain steps an executor is held to."""
+    return "torch" if kind == "jax" else kind
+
+
+@pytest.fixture(scope="module")
+def reference(executor_of):
+    """What is said one token at a time."""
+
+    @cache
+    def build(kind, temperature):
+        return emitted(executor_of(judge_of(kind)), plain(temperature))
+
+    return build
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+def test_plain_steps(executor, kind, reference, temperature):
+    found = emitted(executor, plain(temperature), chunk=7)
+    assert found == reference(kind, temperature)
+    alone = emitted(executor, plain(temperature)[:1])
+    assert alone == found[:1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("shape", ["chains", "trees"])
+def test_drafts_change_no_token(executor, kind, reference, temperature, shape):
+    expected, random = reference(kind, temperature), np.random.default_rng(1)
+    accepted = []
+
+    def draft(slot, tokens):
+        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
+        if shape == "trees":
+            made, true = half_true_draft(random, extending, 250)
+            accepted.append(any(true))
+            return made
+        right = int(random.integers(0, 4))
+        accepted.append(bool(extending[:right]))
+        return chain_draft([*extending[:right], *random.integers(8, 250, 2)])
+
+    assert emitted(executor, plain(temperature), draft) == expected
+    assert sum(accepted) > 10
+
+
+PARAMETERS = [
+    Sampling(temperature=0.9, seed=1, top_k=5, logprobs=2),
+    Sampling(temperature=1.1, seed=2, top_p=0.7, min_p=0.02),
+    Sampling(temperature=0.0, repetition_penalty=1.3, logit_bias=((9, 4.0),)),
+    Sampling(temperature=1.0, seed=4, frequency_penalty=0.5, presence_penalty=0.2),
+]
+
+
+def test_every_sampling_parameter(executor, executor_of, kind):
+    """Under trees, with rows of all kinds in one batch."""
+    expected = emitted(executor_of(judge_of(kind)), PARAMETERS)
+    random = np.random.default_rng(2)
+
+    def draft(slot, tokens):
+        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
+        return half_true_draft(random, extending, 250)[0]
+
+    assert emitted(executor, PARAMETERS, draft) == expected
+
+
+def grammar(plan, trees):
+    """Masks by position and parity: not the same for two nodes of a row."""
+    vocab = np.arange(320)
+    kinds = np.stack([(vocab % 3 != k) & (vocab < 250) for k in range(3)])
+    bits = np.packbits(kinds, axis=1, bitorder="little").view(np.uint32)
+    starts = np.repeat(plan.kv_len, np.diff(trees.start)) + trees.depth
+    return NodeMasks(((starts + trees.tokens) % 3).astype(np.int32), bits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_grammar_masks(executor, executor_of, kind, temperature):
+    if kind == "toy":
+        pytest.skip("its vocabulary is another; tests/constrain hold it to grammars")
+    samplings = [*plain(temperature)[:3], replace(PARAMETERS[0], temperature=temperature)]
+    judge = executor_of(judge_of(kind))
+    expected = emitted(judge, samplings, masks_of=grammar)
+    assert expected != emitted(judge, samplings)
+    random = np.random.default_rng(3)
+
+    def draft(slot, tokens):
+        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
+        return half_true_draft(random, extending, 250)[0]
+
+    assert emitted(executor, samplings, draft, masks_of=grammar) == expected
+
+
+def test_rejected_draft_tokens_leave_no_trace(executor, kind, reference):
+    expected = reference(kind, 0.0)
+
+    def wrong(slot, tokens):
+        true = expected[slot][len(tokens) - len(PROMPTS[slot])]
+        return as_draft([(true + 1 + n) % 250 for n in range(8)], np.arange(8) // 3 - 1)
+
+    assert emitted(executor, plain(0.0), wrong) == expected

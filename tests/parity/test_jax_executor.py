@@ -1,0 +1,239 @@
+"""What is particular to the JAX executor: programs, dispatches, transfers, donation, refusals."""
+
+from dataclasses import replace
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+import torch
+
+from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.executors.jax.batches import Buckets, Size, batches
+from forerun.executors.jax.kv import StateShape
+from forerun.interface.executor import DraftShape
+from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft
+from tests.models import tiny
+from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
+from tests.parity.test_executors import PARAMETERS, grammar
+
+SMALL = limits(tiny.VOCAB, context=128, pages=32, max_nodes=32, slots=4)
+BROKEN = 7
+COMPILING = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def warm(checkpoint, compiled):
+    """Everything compiled at start-up."""
+    seen = []
+    options = JaxOptions(draft_nodes=3, cache_dir=compiled)
+    made = JaxExecutor(checkpoint("llama"), SMALL, options)
+    made.warm_up(DraftShape(3), lambda *told: seen.append(told))
+    made.told = seen
+    return made
+
+
+@pytest.fixture
+def prompt():
+    return np.random.default_rng(6).integers(8, tiny.VOCAB, 30).tolist()
+
+
+@pytest.fixture
+def compilations():
+    """Names of everything that XLA compiles meanwhile."""
+    found = []
+
+    def listen(event, duration, **_):
+        if event == COMPILING:
+            found.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
+    keys = warm.programs.keys
+    assert set(warm.programs.compiled) == set(keys)
+    assert warm.told == [(n + 1, len(keys)) for n in range(len(keys))]
+    assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 2 + 2
+
+
+def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilations):
+    """Prompts, batches, trees, masks, parameters and reports after start-up."""
+    jax.jit(lambda x: x + 1)(np.float32(len(compilations)))
+    assert compilations, "the listener hears nothing"
+    compilations.clear()
+    random = np.random.default_rng(0)
+    samplings = [EVERYTHING, Sampling(temperature=0.8, seed=3), *PARAMETERS[:2]]
+    with jax.transfer_guard("disallow"), Driver(warm) as driver:
+        for slot, sampling in enumerate(samplings):
+            driver.open(slot, random.integers(8, 250, 9 + slot), sampling)
+        for step in range(60):
+            chosen = random.permutation(4)[: random.integers(1, 5)].tolist()
+            rows = []
+            for slot in chosen:
+                sequence = driver.sequences[slot]
+                if len(sequence.tokens) > 110:
+                    driver.close(slot)
+                    driver.open(slot, random.integers(8, 250, 20), samplings[slot])
+                    sequence = driver.sequences[slot]
+                missing = len(sequence.tokens) - sequence.kv_len
+                known = int(random.integers(1, min(missing, 5) + 1))
+                draft = chain_draft(random.integers(8, 250, random.integers(0, 4)))
+                rows.append(Row(slot, known, draft if known == missing else Draft()))
+            driver.step(rows, grammar if step % 5 == 0 else None)
+    assert compilations == []
+    assert warm.describe()["compiled_late"] == 0
+
+
+def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, monkeypatch):
+    copied = []
+    get = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
+    with Driver(warm) as driver:
+        for slot in range(3):
+            driver.open(slot, prompt[slot:9], Sampling(temperature=0.5, seed=slot))
+        driver.step([Row(slot) for slot in range(3)])
+        copied.clear()
+        before = warm.programs.dispatches
+        for _ in range(5):
+            driver.step([Row(0, draft=chain_draft([5, 6])), Row(1), Row(2)])
+    assert warm.programs.dispatches == before + 5
+    assert copied == [4 * 4 * 4] * 5  # Choices of four rows of four nodes.
+
+
+def test_the_state_is_donated_and_nothing_else_stays(warm, prompt):
+    with Driver(warm) as driver:
+        driver.open(0, prompt, Sampling(temperature=1.0))
+        driver.step([Row(0)])
+        old = warm.programs.state
+        driver.step([Row(0)])
+        assert all(array.is_deleted() for array in old)
+        alive = len(jax.live_arrays())
+        for _ in range(20):
+            driver.step([Row(0)])
+        assert len(jax.live_arrays()) <= alive
+
+
+def test_log_probabilities_are_reported(warm, prompt):
+    with Driver(warm) as driver:
+        driver.open(0, prompt, replace(EVERYTHING, logprobs=3))
+        result = driver.step([Row(0)])
+        expected = result.logits(0, 29).double().log_softmax(-1)
+    (report,) = result.outcome.logprobs[0]
+    assert report.logprob == pytest.approx(float(expected.max()), abs=1e-5)
+    assert [token for token, _ in report.top] == expected.topk(3).indices.tolist()
+    assert len(result.outcome.prompt_logprobs[0]) == 29
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path, compiled, prompt):
+    hf = tiny.model("llama", max_position_embeddings=512)
+    with torch.no_grad():
+        hf.model.embed_tokens.weight[BROKEN] = torch.nan
+    found = FolderCheckpoint(tiny.save_folder(hf, tmp_path))
+    broken = JaxExecutor(found, SMALL, JaxOptions(draft_nodes=3, cache_dir=compiled))
+    sampling, prompt = Sampling(temperature=0.0), prompt[:9]
+    with Driver(broken) as driver:
+        driver.open(2, prompt, sampling)
+        text = [driver.step([Row(2)]).emitted(0)[0] for _ in range(2)]
+        driver.open(0, [*prompt, BROKEN], sampling)
+        driver.open(1, prompt, sampling)
+        outcome = driver.step([Row(0), Row(1)]).outcome
+        assert outcome.finite.tolist() == [False, True]
+        assert outcome.n_tokens.tolist() == [0, 1]
+        # Its pages hold NaN now; whoever gets them next does not see it.
+        for slot in (0, 1, 2):
+            driver.close(slot)
+        driver.open(3, prompt, sampling)
+        tree = as_draft([BROKEN, text[0], BROKEN], [-1, -1, 1])
+        result = driver.step([Row(3, draft=tree)])
+        assert result.outcome.finite.all()
+        assert result.emitted(0) == text[:2]
+
+
+def test_steps_are_cut_into_few_dispatches():
+    small = limits(tiny.VOCAB, max_nodes=300, slots=20)
+    buckets = Buckets.of(small, draft_nodes=8)
+    assert buckets.rows == (1, 4, 16, 20) and buckets.nodes == (1, 4, 9)
+    assert buckets.chunks == (16, 64, 256)
+    shape = StateShape.of(small, buckets.most, 256)
+
+    class Planner(Driver):
+        def __init__(self):
+            self.limits, self.executor = small, None
+            self._random, self._free = np.random.default_rng(0), list(range(96))
+            self.sequences = {}
+
+    driver = Planner()
+    driver.executor = type("Nobody", (), {"open": lambda *_: None})
+    for slot, length in enumerate([280, 5, *[1] * 16]):
+        driver.open(slot, [9] * length)
+    rows = [Row(0, 270), *(Row(slot) for slot in range(1, 18))]
+    cut = batches(*driver.plan(rows), buckets, shape)
+    assert [(b.size, b.chunk) for b in cut] == [
+        *((Size(1, 256), True), (Size(1, 16), True), (Size(1, 16), True)),
+        (Size(20, 1), False),
+    ]
+    places = np.concatenate([b.places().ravel()[: sum(map(len, b.nodes))] for b in cut])
+    assert len(set(places.tolist())) == len(places) == 270 + 4 + 17
+    assert places.max() < shape.hidden
+    # Two large trees beside many single nodes.
+    buckets = replace(buckets, most=100)
+    rows = [Row(slot, draft=chain_draft([5] * 8) if slot < 4 else Draft()) for slot in range(2, 18)]
+    cut = batches(*driver.plan(rows), buckets, shape)
+    assert [b.size for b in cut] == [(4, 1), (4, 1), (4, 1), (1, 1), (1, 1), (1, 9), (1, 9)]
+    assert sorted(row for b in cut for row in b.rows) == list(range(16))
+
+
+def test_what_it_refuses(checkpoint, warm, prompt):
+    whole = checkpoint("llama")
+    with pytest.raises(MemoryPlanError, match=r"cache 8,796,\d.* bytes do not fit .*kv-tokens"):
+        JaxExecutor(whole, limits(tiny.VOCAB, pages=1 << 30))
+    with pytest.raises(MemoryPlanError, match=r"round \d\d\d,\d.* do not fit .*draft-nodes"):
+        JaxExecutor(whole, limits(tiny.VOCAB, max_nodes=1 << 24, slots=1 << 22))
+    with pytest.raises(ConfigError, match="dtype is 'int3'"):
+        JaxExecutor(whole, SMALL, JaxOptions(dtype="int3"))
+    with pytest.raises(ConfigError, match="vocabulary is 5, the model's 320"):
+        JaxExecutor(whole, limits(5))
+    with pytest.raises(ConfigError, match="context is 1024, the model was made for 512"):
+        JaxExecutor(whole, limits(tiny.VOCAB, context=1024))
+    with pytest.raises(ConfigError, match="tp-size is 64, but jax sees 1 device here"):
+        JaxExecutor(whole, SMALL, JaxOptions(shards=64))
+    with Driver(warm) as driver:
+        driver.open(0, prompt)
+        plan, trees = driver.plan([Row(0, known=20)])
+        plan.page_table[:] = -1
+        with pytest.raises(EngineError, match="no page"):
+            warm.verify(plan, trees)
+        plan, trees = driver.plan([Row(0, draft=chain_draft([5] * 4))])
+        with pytest.raises(EngineError, match="a step of 34 nodes; at most 32 fit"):
+            warm.verify(plan, trees)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_of_a_tree_that_is_too_large_the_first_nodes_run(warm, prompt, host):
+    """As a grammar's forced tokens may make it: programs for 4 nodes are there."""
+    sampling = Sampling(temperature=0.0, repetition_penalty=1.1 if host else 1.0)
+    with Driver(warm) as driver:
+        driver.open(0, prompt[:9], sampling)
+        text = [driver.step([Row(0)]).emitted(0)[0] for _ in range(8)]
+        driver.close(0)
+        driver.open(1, prompt[:9], sampling)
+        result = driver.step([Row(1, draft=chain_draft(text[:7]))])
+        assert result.emitted(0) == text[:4]
+        assert driver.step([Row(1, draft=chain_draft(text[4:6]))]).emitted(0) == text[4:7]
+
+
+def test_what_is_shut_down_runs_no_more(checkpoint, prompt):
+    made = JaxExecutor(checkpoint("llama"), SMALL)
+    made.shutdown()
+    made.shutdown()
+    made.describe()
+    with Driver(made) as driver:
+        driver.open(0, prompt)
+        with pytest.raises(EngineError, match="shut down"):
+            made.verify(*driver.plan([Row(0)]))

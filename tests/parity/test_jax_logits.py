@@ -1,0 +1,105 @@
+"""The JAX executor's logits are those of transformers on the same weights."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.jax import JaxExecutor, JaxOptions
+from forerun.models.arch import FAMILIES
+from forerun.models.gguf import GgufCheckpoint
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.test_torch_logits import VARIANTS
+
+SMALL = limits(tiny.VOCAB, context=320, max_nodes=256, slots=2)
+
+
+def opened(checkpoint, compiled, small=SMALL, **options):
+    options = {"draft_nodes": 3, "cache_dir": compiled} | options
+    return JaxExecutor(checkpoint, small, JaxOptions(**options))
+
+
+def forward(executor, tokens, chunks):
+    """float32[T,V] of a text run in chunks of the given lengths. It goes on, so that no round has
+    to be compiled.
+    """
+    found = []
+    with Driver(executor) as driver:
+        driver.open(0, [*tokens, 5])
+        for chunk in chunks:
+            result = driver.step([Row(0, known=chunk)])
+            found.append(executor.programs.logits(result.scores.place))
+    return torch.from_numpy(np.concatenate(found))
+
+
+CASES = [
+    *((family, "plain") for family in FAMILIES),
+    *(("llama", variant) for variant in VARIANTS if variant != "plain"),
+    ("qwen3", "tied"),
+]
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
+    found = checkpoint(family, **VARIANTS[variant])
+    tokens = random.integers(0, tiny.VOCAB, 200)
+    with torch.no_grad():
+        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    logits = forward(opened(found, compiled), tokens, [150, 50])
+    assert expected.std() > 0.5
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, stacked):
+    found = checkpoint("llama", attention_bias=True, mlp_bias=True)
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    with torch.no_grad():
+        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    executor = opened(found, compiled, stacked=stacked)
+    assert executor.describe()["layers"] == ("stacked" if stacked else "apart")
+    assert (forward(executor, tokens, [30, 10]) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+def test_a_tree_sees_its_prefix_and_its_ancestors(checkpoint, compiled, random, page_size):
+    """Logits at every node of a tree are those of its path as plain text."""
+    found = checkpoint("qwen3")
+    small = limits(tiny.VOCAB, context=320, page_size=page_size, pages=1024 // page_size, slots=2)
+    executor = opened(found, compiled, small, draft_nodes=7)
+    prompt = random.integers(0, tiny.VOCAB, 150).tolist()
+    tokens, parents = [5, 6, 7, 8, 9, 5], [-1, -1, 0, 0, 3, 1]
+    with Driver(executor) as driver:
+        driver.open(0, prompt)
+        driver.step([Row(0, known=149)])
+        result = driver.step([Row(0, draft=as_draft(tokens, parents))])
+        logits = [result.logits(0, node) for node in range(7)]
+    reference = tiny.reference(found)
+    for node in range(7):
+        path, above = [], node - 1
+        while above >= 0:
+            path.insert(0, tokens[above])
+            above = parents[above]
+        with torch.no_grad():
+            expected = reference(torch.tensor([prompt + path])).logits[0, -1]
+        assert (logits[node] - expected).abs().max() < 1e-4
+
+
+def test_gguf(tmp_path, compiled, random):
+    hf = tiny.model("qwen2")
+    found = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0"))
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    with torch.no_grad():
+        expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]
+    small = limits(tiny.VOCAB, context=256, max_nodes=256, slots=2)
+    assert (forward(opened(found, compiled, small), tokens, [40]) - expected).abs().max() < 1e-4
+
+
+def test_bfloat16_is_near_float32(checkpoint, compiled, random):
+    found = checkpoint("qwen3")
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    narrow, wide = (
+        forward(opened(found, compiled, dtype=dtype), tokens, [40])
+        for dtype in ("bfloat16", "float32")
+    )
+    assert 0 < (narrow - wide).std() < 0.03 * wide.std()

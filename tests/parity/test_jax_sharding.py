@@ -1,0 +1,54 @@
+"""Tensor parallel: 1, 2, 4 and 8 devices give the same tokens, by two sums per layer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.models import tiny
+from tests.shape.tree import ROOT
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, compiled):
+    """What sharded_jax.py found, in a process that sees 8 devices."""
+    folder = tmp_path_factory.mktemp("sharded")
+    many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    many["max_position_embeddings"] = 512
+    tiny.save_folder(tiny.model("llama", **many), folder / "dense")
+    tiny.save_folder(tiny.model("qwen3_moe", num_experts=8, **many), folder / "experts")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.parity.sharded_jax", str(folder), compiled],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(900)
+def test_any_number_of_shards_says_the_same(ran):
+    dense, experts = ran["tokens"][:5], ran["tokens"][5:]
+    assert all(tokens == dense[0] for tokens in dense)
+    assert all(tokens == experts[0] for tokens in experts)
+    assert dense[0] != experts[0]
+    assert len(set(dense[0][0][30:])) > 5
+
+
+def test_collectives_are_two_per_layer_and_one_at_each_end(ran):
+    """Two layers; in a scan the compiled text holds one. Embedding: a sum; logits: gathered."""
+    apart, scanned = {"all-gather": 1, "all-reduce": 5}, {"all-gather": 1, "all-reduce": 3}
+    assert ran["collectives"] == [{}, apart, apart, apart, scanned, {}, apart]
+
+
+def test_shards_that_cannot_be(ran):
+    assert ran["refused"] == [
+        "tp-size is 3, but the model's 8 attention heads do not divide by it; choose a number "
+        "that divides them.",
+        "tp-size is 16, but jax sees 8 devices here; lower it to 8 or less.",
+    ]
