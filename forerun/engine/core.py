@@ -15,10 +15,10 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
 from forerun.engine.step import Parts, begin, finish
 from forerun.engine.timing import StageTimer
-from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, DraftRow, StepTrace, bounded, draft_row
+from forerun.engine.trace import MAX_STEPS, StepTrace, bounded
 from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, TokenLogprobs
-from forerun.speculative.tree import TreeBatch
+from forerun.speculative.tree import NO_DRAFT_ROW, DraftRow, TreeBatch, draft_row
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")

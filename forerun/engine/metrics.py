@@ -1,15 +1,16 @@
-"""Plain counters of what the engine did; a snapshot of them is all that leaves this file."""
+"""Plain counters of what the engine did. Fields that do not begin with _ are those of Stats."""
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass
+from copy import copy
 from time import monotonic
+from typing import Any
 
-from forerun.control.policy import Budget
 from forerun.control.report import STAGES, StepReport
 from forerun.engine.request import Finish
 from forerun.engine.sequence import Sequence
-from forerun.engine.trace import NO_DRAFT_ROW, DraftRow, source_name
+from forerun.engine.stats import Histogram, Load, SourceCount, Stats
+from forerun.speculative.tree import NO_DRAFT_ROW, DraftRow, DraftSource
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
@@ -18,15 +19,6 @@ CHOICES = (1, 2, 5, 10, 20)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 RECENT = 512
 """Rows over which the rolling acceptance length is taken."""
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """counts[i] values were <= bounds[i] and above the bound before; the last is the rest."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float
 
 
 class _Growing:
@@ -43,87 +35,6 @@ class _Growing:
 
     def frozen(self) -> Histogram:
         return Histogram(self._bounds, tuple(self._counts), self._total)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine holds at one moment: counts of sequences and pages.
-
-    granted  what the decoding rows of the last step that had any were allowed, and why
-    """
-
-    waiting: int
-    running: int
-    pages: int
-    pages_held: int
-    pages_kept: int
-    granted: tuple[Budget, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SourceCount:
-    """Draft tokens of one source at one depth (from 1): verified, and of these accepted."""
-
-    source: str
-    depth: int
-    verified: int
-    accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """A snapshot; all counts since the engine was made, times in seconds.
-
-    finished           sequences by how they ended
-    prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
-    output_tokens      tokens reported to clients
-    steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
-                       steps were begun before the one before was looked at (overlap.py)
-    drafts             rows that carried draft tokens; draft tokens and accepted count theirs
-    accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
-    acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
-    seconds            where the time of steps went: draft, verify, mask, accept, commit, host
-    first_token        from submission to the first decided token
-    duration           from submission to the end
-    queued, prefill, decode   of ended sequences: until a slot was free, from then to the first
-                       decided token, from then to the end; `inference` is the last two together
-    prompt_length, output_length   tokens of ended sequences
-    longest_output     tokens of the longest choice of ended requests
-    max_tokens, choices   what requests asked for
-    by_source          what became of draft tokens, by who proposed them and how deep they hung
-    step_seconds, step_nodes   per step
-    """
-
-    load: Load
-    finished: dict[Finish, int]
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    steps: int
-    carried: int
-    failed_steps: int
-    nodes: int
-    drafts: int
-    draft_tokens: int
-    accepted: int
-    accepted_at: tuple[int, ...]
-    preemptions: int
-    acceptance_length: float
-    seconds: dict[str, float]
-    first_token: Histogram
-    duration: Histogram
-    queued: Histogram
-    prefill: Histogram
-    decode: Histogram
-    inference: Histogram
-    prompt_length: Histogram
-    output_length: Histogram
-    longest_output: Histogram
-    max_tokens: Histogram
-    choices: Histogram
-    by_source: tuple[SourceCount, ...]
-    step_seconds: Histogram
-    step_nodes: Histogram
 
 
 class Metrics:
@@ -144,7 +55,7 @@ class Metrics:
         self.prompt_length, self.output_length = _Growing(LENGTHS), _Growing(LENGTHS)
         self.longest_output, self.max_tokens = _Growing(LENGTHS), _Growing(LENGTHS)
         self.choices = _Growing(CHOICES)
-        self._by_source: dict[tuple[int, int], list[int]] = {}
+        self._by_source: dict[tuple[DraftSource, int], list[int]] = {}
         self.step_seconds = _Growing(SECONDS)
         self.step_nodes = _Growing(NODES)
         self._recent: deque[int] = deque(maxlen=RECENT)
@@ -201,38 +112,19 @@ class Metrics:
     def snapshot(self, load: Load) -> Stats:
         """Freeze."""
         rows = len(self._recent)
+        counted: dict[str, Any] = {
+            name: value.frozen() if isinstance(value, _Growing) else copy(value)
+            for name, value in vars(self).items()
+            if not name.startswith("_") and name != "accepted_at"
+        }
+        by_source = sorted(self._by_source.copy().items())
         return Stats(
             load=load,
-            finished=dict(self.finished),
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens,
-            steps=self.steps,
-            carried=self.carried,
-            failed_steps=self.failed_steps,
-            nodes=self.nodes,
-            drafts=self.drafts,
-            draft_tokens=self.draft_tokens,
-            accepted=self.accepted,
             accepted_at=tuple(self.accepted_at),
-            preemptions=self.preemptions,
             acceptance_length=self._recent_sum / rows if rows else 0.0,
-            seconds=dict(self.seconds),
-            first_token=self.first_token.frozen(),
-            duration=self.duration.frozen(),
-            queued=self.queued.frozen(),
-            prefill=self.prefill.frozen(),
-            decode=self.decode.frozen(),
-            inference=self.inference.frozen(),
-            prompt_length=self.prompt_length.frozen(),
-            output_length=self.output_length.frozen(),
-            longest_output=self.longest_output.frozen(),
-            max_tokens=self.max_tokens.frozen(),
-            choices=self.choices.frozen(),
             by_source=tuple(
-                SourceCount(source_name(source), depth, verified, accepted)
-                for (source, depth), (verified, accepted) in sorted(self._by_source.items())
+                SourceCount(source.name.lower(), depth, verified, accepted)
+                for (source, depth), (verified, accepted) in by_source
             ),
-            step_seconds=self.step_seconds.frozen(),
-            step_nodes=self.step_nodes.frozen(),
+            **counted,
         )

@@ -8,8 +8,8 @@ import numpy as np
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.control.policy import Budget, Policy
-from forerun.engine.metrics import Load
 from forerun.engine.sequence import Sequence
+from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import CarriedPlan, Plan
 from forerun.types import Ints

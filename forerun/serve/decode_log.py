@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from forerun.engine.metrics import Stats
+from forerun.engine.stats import Stats
 
 LOOK_SECONDS = 0.5
 """How often the number of steps is looked at: a line comes this much late, at most."""

@@ -13,8 +13,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forerun.engine.metrics import SECONDS, Stats
-from forerun.engine.metrics import Histogram as Counts
+from forerun.engine.metrics import SECONDS
+from forerun.engine.stats import Histogram as Counts
+from forerun.engine.stats import Stats
 
 LABELS = ["model_name", "engine"]
 """On every family, as in vLLM, whose dashboards choose by them; there is one engine, number 0."""

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from forerun.engine.trace import DraftRow, StepTrace, source_name
+from forerun.engine.trace import StepTrace
+from forerun.speculative.tree import DraftRow
 from forerun.text.tokenizer import Tokenizer
 
 FIELD = "speculative_trace"
@@ -35,7 +36,7 @@ def _nodes(row: DraftRow, tokenizer: Tokenizer) -> list[dict[str, Any]]:
             **_token(token, tokenizer),
             "parent": parent,
             "score": round(score, 4),
-            "source": source_name(source),
+            "source": source.name.lower(),
         }
         for token, parent, score, source in columns
     ]

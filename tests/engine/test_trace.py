@@ -11,8 +11,8 @@ from forerun.client.completion import make_request
 from forerun.config import EngineConfig
 from forerun.engine import core
 from forerun.engine.request import Finish, Speculation
-from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
-from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch
+from forerun.engine.trace import MAX_NODES, bounded
+from forerun.speculative.tree import Draft, DraftRow, DraftSource, TreeBatch, batch, draft_row
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from forerun.config import ServeSettings
-from forerun.engine.metrics import Load, Metrics
+from forerun.engine.metrics import Metrics
+from forerun.engine.stats import Load
 from forerun.errors import ConfigError
 from forerun.serve.app import create_app
 from forerun.serve.decode_log import DecodeLog

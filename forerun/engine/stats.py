@@ -1,0 +1,96 @@
+"""What the engine did, frozen at one moment: all that leaves it of its counters."""
+
+from dataclasses import dataclass
+
+from forerun.control.policy import Budget
+from forerun.engine.request import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """counts[i] values were <= bounds[i] and above the bound before; the last is the rest."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine holds at one moment: counts of sequences and pages.
+
+    granted  what the decoding rows of the last step that had any were allowed, and why
+    """
+
+    waiting: int
+    running: int
+    pages: int
+    pages_held: int
+    pages_kept: int
+    granted: tuple[Budget, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    """Draft tokens of one source at one depth (from 1): verified, and of these accepted."""
+
+    source: str
+    depth: int
+    verified: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot; all counts since the engine was made, times in seconds.
+
+    finished           sequences by how they ended
+    prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
+    output_tokens      tokens reported to clients
+    steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
+                       steps were begun before the one before was looked at (overlap.py)
+    drafts             rows that carried draft tokens; draft tokens and accepted count theirs
+    accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
+    acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
+    seconds            where the time of steps went: draft, verify, mask, accept, commit, host
+    first_token        from submission to the first decided token
+    duration           from submission to the end
+    queued, prefill, decode   of ended sequences: until a slot was free, from then to the first
+                       decided token, from then to the end; `inference` is the last two together
+    prompt_length, output_length   tokens of ended sequences
+    longest_output     tokens of the longest choice of ended requests
+    max_tokens, choices   what requests asked for
+    by_source          what became of draft tokens, by who proposed them and how deep they hung
+    step_seconds, step_nodes   per step
+    """
+
+    load: Load
+    finished: dict[Finish, int]
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    steps: int
+    carried: int
+    failed_steps: int
+    nodes: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+    preemptions: int
+    acceptance_length: float
+    seconds: dict[str, float]
+    first_token: Histogram
+    duration: Histogram
+    queued: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_length: Histogram
+    output_length: Histogram
+    longest_output: Histogram
+    max_tokens: Histogram
+    choices: Histogram
+    by_source: tuple[SourceCount, ...]
+    step_seconds: Histogram
+    step_nodes: Histogram
