@@ -5,6 +5,7 @@ the validation and the printed configuration all derive from these fields.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -29,6 +30,8 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
 }
 """Sampling that takes the model's distribution as it is."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
@@ -297,6 +300,7 @@ class ServeSettings:
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )
     served_name: str = option("", "the model's name in the API (default: the model's own)")
+    ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
@@ -332,6 +336,12 @@ class ServeSettings:
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
         if not all(key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key holds characters that no header can carry.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed-origins has {origin!r}, which no browser sends: an origin is * or "
+                    "scheme, host and port without a path, such as https://chat.example.org."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

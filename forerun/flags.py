@@ -125,7 +125,12 @@ def flags_of(
 
 def _group(parser: argparse.ArgumentParser, title: str) -> Any:
     found = [group for group in parser._action_groups if group.title == title]
-    return found[0] if found else parser.add_argument_group(title)
+    if found:
+        return found[0]
+    made = parser.add_argument_group(title)
+    # In front of argparse's own.
+    parser._action_groups.insert(1, parser._action_groups.pop())
+    return made
 
 
 def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> None:

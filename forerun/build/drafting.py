@@ -48,6 +48,8 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     """
     named = config.speculative_draft_model_path
     if not config.speculates or named not in (None, NO_DRAFT):
+        if named and Path(named).is_dir():
+            return replace(config, speculative_draft_model_path=str(_trained(Path(named))))
         return config
     shipped = None if named == NO_DRAFT else shipped_draft(config.model)
     auto = config.speculative_algorithm == AUTO
@@ -129,13 +131,20 @@ def _folder(named: str, revision: str | None) -> Path:
     """The draft's folder; one named by its hub id is fetched. Raises ModelError."""
     folder = Path(named)
     if named and folder.is_dir():
-        return folder
+        return _trained(folder)
     hub = hub_reference(named)
     if hub is not None:
         return huggingface.fetched(hub.repository, revision=revision)
     raise ModelError(
         f"--speculative-draft-model-path {named!r} is no folder; name the one that holds the draft"
     )
+
+
+def _trained(folder: Path) -> Path:
+    """The draft in what `forerun train` worked in; any other folder is the draft itself."""
+    inner = folder / "draft"
+    bare = not (folder / "config.json").exists() and not (folder / TABLE).exists()
+    return inner if bare and inner.is_dir() else folder
 
 
 def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:

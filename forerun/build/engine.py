@@ -353,7 +353,7 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
-            "Install it with: pip install 'forerun[torch]'"
+            "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
         ) from error
     if config.threads:
         import torch

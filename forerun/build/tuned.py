@@ -90,6 +90,19 @@ def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
     return path
 
 
+def forget(name: str) -> int:
+    """Delete all profiles that were found for a model of this name: how many there were."""
+    found = 0
+    for path in (cache_dir() / "profiles").glob("*.json"):
+        try:
+            if json.loads(path.read_text()).get("model") == name:
+                path.unlink()
+                found += 1
+        except (OSError, ValueError, AttributeError):
+            continue  # Not a profile, and so none of this model.
+    return found
+
+
 def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
     """The setting kept for `resolved`; None where there is none, or where the user `asked` for
     one of the fields that it decides. A file that cannot be read counts as none.

@@ -1,6 +1,7 @@
 """`forerun models`: what is on this machine, what a model is, and room on the disk."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
         freed = remove(name)
         emit_json({"freed": freed}) if arguments.json else say(f"{name}: {human(freed)} freed")
         return 0
+    if action == "show" and arguments.tokenizer:
+        return _write_tokenizer(name, Path(arguments.tokenizer))
     rows = listed() if action == "list" else [described(name)]
     if arguments.json:
         emit_json(rows if action == "list" else rows[0])
@@ -95,6 +98,36 @@ def remove(name: str) -> int:
             "forerun models list shows what was"
         )
     return freed
+
+
+def _write_tokenizer(name: str, folder: Path) -> int:
+    """A folder that Hugging Face libraries read. Raises ModelError, ConfigError."""
+    with bars() as report:
+        model = open_model(name, report)
+    tokenizer = model.tokenizer
+    if tokenizer.backend is None:
+        raise ModelError(f"{model.name} has no tokenizer that could be written")
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    settings: dict[str, Any] = {
+        key: tokenizer.token_bytes(id).decode("utf-8", "replace")
+        for key, id in ends.items()
+        if id is not None
+    }
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.architecture.context,
+    }
+    if model.chat_template:
+        settings["chat_template"] = model.chat_template
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        text = json.dumps(settings, indent=1, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}.") from error
+    say(f"the tokenizer of {model.name} is in {folder}")
+    return 0
 
 
 def _show_list(rows: list[dict[str, Any]]) -> None:

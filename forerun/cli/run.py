@@ -14,7 +14,6 @@ from forerun.cli.constraint import grammar_of
 from forerun.cli.probing import probed
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
-from forerun.control.cost_model import StepCosts
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
 from forerun.flags import configured
@@ -68,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
         answer = answered(loaded, request, show=not arguments.json)
         twins = compared(loaded, request) if arguments.compare else []
-        report = summary(answer, twins, loaded.target.costs)
+        report = summary(answer, twins)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
         else:
@@ -108,12 +107,8 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
     return [(again(plain, 2 * number), again(request, 2 * number + 1)) for number in range(ROUNDS)]
 
 
-def summary(
-    answer: Timed, twins: list[tuple[Timed, Timed]], costs: StepCosts | None
-) -> dict[str, Any]:
-    """The numbers of one answer, beside plain decoding: measured with its twins where there are
-    any, else reckoned from the step costs measured at start-up.
-    """
+def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
+    """The numbers of one answer; beside plain decoding, where its twins measured that."""
     done = answer.completion
     report: dict[str, Any] = {
         "tokens": len(done.tokens),
@@ -123,9 +118,6 @@ def summary(
         "tokens_per_step": acceptance_length([done.stats]),
         "speculation": asdict(done.stats) if done.stats else None,
     }
-    if not twins and costs is not None:
-        reckoned = 1000.0 / costs.verify_ms[0]
-        report["plain_tokens_per_second_reckoned"] = reckoned
     if twins:
         speeds = [(a.speed, b.speed) for a, b in twins if a.speed and b.speed]
         report["rounds"] = speeds
@@ -152,12 +144,8 @@ def sentence(report: dict[str, Any]) -> str:
             f"tokens/s, with it {report['again_tokens_per_second']:.1f}: "
             f"{report['speedup']:.2f} times as fast (medians)"
         )
-    if speed is not None and "plain_tokens_per_second_reckoned" in report:
-        reckoned = report["plain_tokens_per_second_reckoned"]
-        parts.append(
-            f"plain decoding: about {reckoned:.0f} tokens/s by the step cost measured at start "
-            "(--compare measures it)"
-        )
+    elif speed is not None and report["speculation"] and report["speculation"]["draft_tokens"]:
+        parts.append("--compare measures the speed without speculation")
     if "same_text" in report:
         parts.append("same text" if report["same_text"] else "THE TEXT DIFFERS: please report")
     return "[" + "; ".join(parts) + "]"

@@ -30,7 +30,7 @@ def main(arguments: argparse.Namespace) -> int:
     run(
         partial(_load, config, arguments.probe),
         settings,
-        partial(_announce, as_json=arguments.json),
+        partial(_announce, as_json=arguments.json, ui=settings.ui),
     )
     return 0
 
@@ -44,11 +44,13 @@ def _load(config: EngineConfig, probe: bool) -> Loaded:
     return loaded
 
 
-def _announce(url: str, as_json: bool) -> None:
+def _announce(url: str, as_json: bool, ui: bool) -> None:
     if as_json:
         emit_json({"url": url})
     else:
         say(f"listening on {url}")
+        if ui:
+            say(f"web UI at {url.removesuffix('v1')}")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class Acceptance:
             min(score * trust**level, _ALMOST)
             for score, level in zip(draft.score.tolist(), depth, strict=True)
         ]
-        return Draft(draft.tokens, draft.parents, np.array(scores, np.float32))
+        return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
     def learn(self, slot: int, tokens: list[int], draft_tokens: int, given: int) -> bool | None:
         """`tokens` came, at least one. True where a draft token was right, False where none was,

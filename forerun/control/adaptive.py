@@ -316,11 +316,13 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
         return NO_DRAFT
     count = sum(kept)
     if all(kept[:count]):  # Mostly: draft tokens come best first.
-        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count])
+        source = draft.source_of(slice(count))
+        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count], source)
     keep = np.array(kept)
     # Where each kept draft token stands now; one more at the end, so that -1 stays the root.
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
-    return Draft(draft.tokens[keep], place[draft.parents[keep]], draft.score[keep])
+    parents = place[draft.parents[keep]]
+    return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
 
 
 # Text takes long to make: rows of a step, and steps, mostly say the same.

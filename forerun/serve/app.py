@@ -18,6 +18,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
+from forerun.serve.static_files import ui_routes
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
@@ -35,7 +36,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
         await service.close()
 
     app = Starlette(
-        routes=ROUTES,
+        routes=[*ROUTES, *(ui_routes() if settings.ui else ())],
         middleware=[*_browsers(settings), Middleware(RequestMiddleware, keys=settings.api_keys)],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
@@ -57,7 +58,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id",),
+            expose_headers=("x-request-id", "retry-after", "x-forerun-ignored"),
         )
     ]
 

@@ -80,6 +80,16 @@ def test_a_profile_of_version_0_1_0_is_used():
     assert tuned.find(EngineConfig(model="toy"), config).speculative_num_draft_tokens == 9
 
 
+def test_profiles_are_forgotten(capsys):
+    config = EngineConfig(model="toy")
+    tuned.save(config, FOUR, {"model": "toy"})
+    other = tuned.save(EngineConfig(model="other"), FOUR, {"model": "other"})
+    other.with_name("noise.json").write_text("[")
+    assert main(["tune", "--model", "toy", "--forget"]) == 0
+    assert "1 profiles forgotten" in capsys.readouterr().err
+    assert tuned.find(config, config) is None and other.exists()
+
+
 def test_there_is_nothing_to_tune_without_a_drafter(capsys):
     assert main(["tune", "--model", "toy", "--speculation", "off"]) == 2
     assert "nothing to tune" in capsys.readouterr().err

@@ -147,3 +147,15 @@ def open_pipe(text):
     import io
 
     return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
+def test_the_tokenizer_of_a_gguf_file_for_other_libraries(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "tiny.gguf")
+    folder = tmp_path / "tokenizer"
+    assert main(["models", "show", str(path), "--tokenizer", str(folder)]) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = open_model(str(path)).tokenizer
+    text = "the quick brown fox"
+    assert theirs.encode(text) == ours.encode(text, specials=True, bos=True).tolist()
+    assert theirs.eos_token_id == ours.eos_ids[0] and theirs.chat_template == tiny.CHAT_TEMPLATE

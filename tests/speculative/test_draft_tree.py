@@ -16,6 +16,7 @@ from forerun.speculative.draft_tree import (
     full_draft,
     grow,
 )
+from forerun.speculative.tree import DraftSource
 
 WORDS = 5
 
@@ -321,7 +322,12 @@ def test_a_block_of_one_candidate_each_is_a_chain_and_ends_where_there_is_none()
 
 
 def test_equal_offers_are_taken_in_their_order():
-    first = [(-0.5, 2, 12, -1, None), (-0.5, 1, 11, -1, None), (-0.9, 9, 10, -1, None)]
+    first = [
+        (-0.5, 2, 12, -1, None, DraftSource.NGRAM),
+        (-0.5, 1, 11, -1, None, DraftSource.TABLE),
+        (-0.9, 9, 10, -1, None, DraftSource.GRAMMAR),
+    ]
     draft = best_first(first, lambda offer, number: [], 2)
     assert draft.tokens.tolist() == [10, 11]
+    assert draft.sources() == [DraftSource.GRAMMAR, DraftSource.TABLE]
     assert len(best_first([], lambda offer, number: [], 2)) == 0
