@@ -34,19 +34,21 @@ class Acceptance:
     where level d - 1 was. What all sequences share, and of a level what is known of the one
     above, counts as one observation.
 
-    levels  D, depth of a draft at most
+    levels  D, depth of a draft at most; 0: nobody asks for rates, so none are kept
     """
 
     def __init__(self, levels: int) -> None:
         self._records: dict[int, _Record] = {}
         self._expected = self._hits = 1.0
-        self.first_rate = FIRST_RATE
+        self.first_rate, self._levels = FIRST_RATE, levels
         self._tries = np.zeros((0, levels))
         self._right = np.zeros((0, levels))
 
     def open(self, slot: int) -> None:
         """A sequence took the slot: start from what other sequences taught."""
         self._records[slot] = _Record(1.0, self.shared_trust)
+        if not self._levels:
+            return
         missing = max(slot + 1 - len(self._tries), 0)
         self._tries = np.pad(self._tries, ((0, missing), (0, 0)))
         self._right = np.pad(self._right, ((0, missing), (0, 0)))
@@ -107,11 +109,12 @@ class Acceptance:
             tried = min(right + 1, given, draft_tokens)
         else:
             return None
-        # Levels not tried fade too: what was seen of them long ago must not forbid them.
-        self._tries[slot] *= DECAY
-        self._right[slot] *= DECAY
-        self._tries[slot, :tried] += 1.0
-        self._right[slot, :right] += 1.0
+        if self._levels:
+            # Levels not tried fade too: what was seen of them long ago must not forbid them.
+            self._tries[slot] *= DECAY
+            self._right[slot] *= DECAY
+            self._tries[slot, :tried] += 1.0
+            self._right[slot, :right] += 1.0
         self.first_rate += (1.0 - DECAY) * ((right > 0) - self.first_rate)
         return right > 0
 

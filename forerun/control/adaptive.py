@@ -72,7 +72,7 @@ class AdaptivePolicy:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.guard = SlowdownGuard(costs)
-        self.acceptance = Acceptance(max_depth)
+        self.acceptance = Acceptance(0 if free else max_depth)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._width = max_nodes, max_depth, max_nodes // max_depth
         self._free, self._lookahead = free, lookahead

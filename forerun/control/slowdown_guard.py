@@ -13,6 +13,7 @@ from forerun.control.constants import (
     INITIAL_SPEED,
     LOSS_SHARE,
     MAX_CREDIT,
+    MIN_REPEATS,
     OUTLIER_FACTOR,
 )
 from forerun.control.cost_model import LiveCosts, StepCosts
@@ -34,7 +35,7 @@ class SlowdownGuard:
         self.times_disabled = 0
         self.saved = 0.0
         self._credit = CREDIT
-        self._brought, self._paid = INITIAL_SPEED, 1.0
+        self._brought, self._paid, self._looks = INITIAL_SPEED, 1.0, MIN_REPEATS
 
     @property
     def speed(self) -> float:
@@ -65,8 +66,11 @@ class SlowdownGuard:
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain
         if any(report.allowed):
-            self._brought += (1.0 - DECAY) * (brought - self._brought)
-            self._paid += (1.0 - DECAY) * (paid - self._paid)
+            # A plain mean at first, in which what is believed before counts for a few.
+            self._looks += 1
+            weight = max(1.0 - DECAY, 1.0 / self._looks)
+            self._brought += weight * (brought - self._brought)
+            self._paid += weight * (paid - self._paid)
         self._settle(brought - paid)
 
     def _settle(self, gain: float) -> None:

@@ -29,8 +29,8 @@ class Known:
         ]
 
 
-def opened(costs, rows, lookahead, nodes=2):
-    policy = AdaptivePolicy(costs, nodes, nodes, True, lookahead)
+def opened(costs, rows, lookahead, nodes=2, free=True):
+    policy = AdaptivePolicy(costs, nodes, nodes, free, lookahead)
     for slot in range(rows):
         policy.open(slot)
     policy.guard._credit = 1e12  # Nothing is too dear to be tried.
@@ -170,13 +170,15 @@ def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():
     assert speed(lambda scores: bought(policy, scores)[0], policy) > 1.03 * speed(greedy)
 
 
-def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter():
-    policy = opened(COSTS, 2, Known([], [1.0] * 3))
+@pytest.mark.parametrize("free", [True, False])
+def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
+    policy = opened(COSTS, 2, Known([], [1.0] * 3), free=free)
     acceptance = policy.acceptance
 
     def learned():
         trusts = [acceptance.trust(0), acceptance.trust(1)]
-        return [*trusts, acceptance.first_rate, acceptance.rates(np.arange(2)).tolist()]
+        rates = [] if free else acceptance.rates(np.arange(2)).tolist()
+        return [*trusts, acceptance.first_rate, rates]
 
     before = learned()
     plan = plan_of(2, [2, 3])
