@@ -5,7 +5,6 @@
 `LLM` and `AsyncLLM` are loaded when they are first asked for; types are in __init__.pyi.
 """
 
-from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -14,7 +13,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """What Python programs use, loaded late: the command line should answer at once."""
     if name == "LLM":
-        return import_module("forerun.client.llm").LLM
+        from forerun.client.llm import LLM
+
+        return LLM
     if name == "AsyncLLM":
-        return import_module("forerun.client.async_llm").AsyncLLM
+        from forerun.client.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'forerun' has no attribute {name!r}")

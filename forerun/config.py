@@ -4,7 +4,6 @@ Every option is declared once, here, with its help text and bounds. The command 
 the validation and the printed configuration all derive from these fields.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ from forerun.algorithms import (
     draft_shape,
 )
 from forerun.errors import ConfigError
-from forerun.options import option, spell, validate
+from forerun.options import addresses, option, spell, validate
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -35,19 +34,6 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
-
-
-def _origins(text: str) -> tuple[str, ...]:
-    """Web pages: one, several between commas, or a JSON list."""
-    if not text.startswith("["):
-        return tuple(one.strip() for one in text.split(",") if one.strip())
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"allowed-origins takes addresses or a JSON list of them, not {text!r}.")
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,7 +287,7 @@ class ServeSettings:
         (),
         "web page that may ask this server from a browser, such as https://chat.example, or * for "
         "any (may be repeated)",
-        spellings=_origins,
+        spellings=addresses,
     )
     log_level: str = option(
         "info",

@@ -1,5 +1,6 @@
 """Fields of configurations: each knows its help text, its bounds and its spellings."""
 
+import json
 from collections.abc import Callable
 from dataclasses import field, fields
 from math import isfinite
@@ -51,3 +52,16 @@ def validate(config: Any) -> None:
         if not ((low is None or value >= low) and (high is None or value <= high)):
             span = f"at least {low}" if high is None else f"between {low} and {high}"
             raise ConfigError(f"{name} is {value}, but must be {span}.")
+
+
+def addresses(text: str) -> tuple[str, ...]:
+    """Web pages: one, several between commas, or a JSON list."""
+    if not text.startswith("["):
+        return tuple(one.strip() for one in text.split(",") if one.strip())
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"this option takes addresses or a JSON list of them, not {text!r}.")
+    return tuple(found)

@@ -59,6 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.out:
         raise ConfigError("--out is for --batch; an answer goes to stdout.")
     if arguments.model_word and arguments.prompt is None and interactive():
+        if not any(one.option.fields == ("seed",) for one in arguments.given):
+            arguments.values["seed"] = None  # As in `chat`: each session has its own.
         return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(probed(config, arguments.probe)[0])

@@ -9,6 +9,7 @@ from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
 
 PRODUCT = sources("forerun")
 LAZY = {
+    "forerun/__init__.py",
     "forerun/bench/frontier.py",
     "forerun/bench/picture.py",
     "forerun/build/device.py",
