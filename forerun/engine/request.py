@@ -9,7 +9,6 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
-
 GRAMMAR_LIMIT = "grammar_limit"
 """Code of the error that ends a sequence whose grammar is too expensive to follow further."""
 
