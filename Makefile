@@ -1,12 +1,15 @@
 # Every verb sets up first when needed. `make demo` and `make test` are all a newcomer needs.
-PYTHON ?= python3.11
+# The first Python from 3.11 on that is there; say PYTHON=... for another.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
+	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
+	&& echo $$name && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow check prove bench bench-peers gpu-test gpu-bench clean
+.PHONY: setup tools demo serve test test-slow test-browser check prove bench bench-peers gpu-test gpu-bench clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -16,6 +19,9 @@ tools: $(TOOLS)
 
 # Without a compiler there is no CPU core, and torch has to do its work.
 $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "Forerun needs Python 3.11 or newer, \
+	and none is on the PATH. Install one, or say where it is: make setup PYTHON=/path/to/python3"; \
+	exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[plots]"
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
@@ -34,10 +40,14 @@ serve: setup
 	$(BIN)/forerun serve
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser"
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+# The web UI in headless Chromium (Debian: apt-get install chromium); skipped where there is none.
+test-browser: tools
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu

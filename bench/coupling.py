@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     prompts = tuple(spread(read_prompts(args.prompts), args.count))
-    target = open_target(EngineConfig(kv_tokens=32768, context=2048, speculation="head"))
+    target = open_target(EngineConfig(kv_tokens=32768, context=2048, speculative_algorithm="EAGLE"))
     rows = []
     for temperature in args.temperatures:
         question = Question(args.prompts.stem, prompts, temperature, args.tokens, args.group)

@@ -149,7 +149,7 @@ def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str,
     """
     found: dict[str, Any] = {}
     for name, how in _speculations(model).items():
-        if how["speculation"] == "ngram":
+        if how["speculative_algorithm"] == "NGRAM":
             continue
         with (
             _llm(model, device, size, how) as without,
@@ -199,13 +199,13 @@ def _llm(model: Model, device: torch.device, size: Size, how: dict[str, Any]) ->
 def _speculations(model: Model) -> dict[str, dict[str, Any]]:
     """Ways to speculate; with a draft head where one comes with this model."""
     found: dict[str, dict[str, Any]] = {
-        "off": {"speculation": "off"},
-        "ngram": {"speculation": "ngram"},
+        "off": {"speculative_algorithm": "OFF"},
+        "ngram": {"speculative_algorithm": "NGRAM"},
     }
     folder = shipped_draft("smollm2-135m")
     if folder and model.architecture.parameters == SHAPES["smollm2-135m"].parameters:
-        head = {"speculation": "head", "draft": str(folder)}
-        fixed = {"policy": "fixed", "draft_nodes": 3, "draft_depth": 3}
+        head = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder)}
+        fixed = {"policy": "fixed", "speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
         found |= {"head": head, "head, always 3": head | fixed}
     return found
 

@@ -58,7 +58,7 @@ def serve(
     target: Target, side: str, prompts: list[Prompt], batch: int, args: argparse.Namespace
 ) -> Served:
     """Answer the prompts on one side."""
-    config = replace(target.config, speculation="off") if side == "off" else target.config
+    config = replace(target.config, speculative_algorithm="OFF") if side == "off" else target.config
     requests = [
         make_request(
             encode_chat(target, prompt.messages),

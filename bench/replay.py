@@ -43,7 +43,8 @@ COSTS = {
 LOOK_MS = 0.1
 """Of the drafter and of choosing, in a step that asks it (docs/log.md: 80 to 180 us a step)."""
 NOISE = 0.05
-"""Relative spread of a step's time; one step in fifty takes three times as long."""
+"""Relative spread of a step's time. One step in fifty takes three times as long, and one in 300
+begins a spell of fifty steps that take 1.4 times as long: neighbours."""
 
 
 @dataclass
@@ -65,15 +66,16 @@ class Replay:
     """Plays answers over `rows` slots; counts steps, tokens and virtual milliseconds."""
 
     costs: StepCosts
-    policy: AdaptivePolicy
     drafter: NgramDrafter
     answers: Iterator[dict[str, list[int]]]
     wrong: bool = False
+    policy: AdaptivePolicy = None  # type: ignore[assignment]
     ms: float = 0.0
     plain_ms: float = 0.0
     tokens: int = 0
     rows: int = 0
     verified: int = 0
+    spell: int = 0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     streams: dict[int, Stream] = field(default_factory=dict)
 
@@ -125,6 +127,8 @@ class Replay:
         self.drafter.observe(plan, None, outcome)  # type: ignore[arg-type]
         nodes = len(out) + int(sizes.sum())
         noise = float(self.random.normal(1.0, NOISE)) * (3.0 if self.random.random() < 0.02 else 1)
+        self.spell = 50 if self.random.random() < 1 / 300 else max(self.spell - 1, 0)
+        noise *= 1.4 if self.spell else 1.0
         step = float(self.costs.verify(np.array(nodes)))
         look = LOOK_MS * asked
         self.policy.observe(
@@ -204,13 +208,15 @@ def run(options: argparse.Namespace) -> None:
     kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
     for name in options.tables:
         for rows in options.rows:
-            costs = COSTS[name]
-            policy = AdaptivePolicy(costs, 8, 8, free=True)
             played = islice(cycle(answers), max(len(answers), 8 * rows))
-            replay = Replay(costs, policy, kind(rows, table=table), played, options.wrong)
-            while replay.fill(rows):
-                replay.step()
-            facts = policy.describe()
+            replay = Replay(COSTS[name], kind(rows, table=table), played, options.wrong)
+            told = COSTS[options.told or name]
+            while head := list(islice(played, options.fresh * rows or None)):
+                replay.policy = AdaptivePolicy(told, 8, 8, free=True)
+                replay.answers = iter(head)
+                while replay.fill(rows):
+                    replay.step()
+            facts = replay.policy.describe()
             sys.stdout.write(
                 f"{name:6} {rows:3} rows: {replay.plain_ms / replay.ms:.3f} of plain, "
                 f"{replay.tokens / replay.rows:.2f} tokens per step, "
@@ -231,6 +237,8 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", default=list(COSTS))
     parser.add_argument("--set", nargs="*", default=[], help="constants of control/constants.py")
     parser.add_argument("--wrong", action="store_true")
+    parser.add_argument("--fresh", type=int, default=0, help="a new policy after so many answers")
+    parser.add_argument("--told", choices=COSTS, help="what start-up measured, if not the truth")
     options = parser.parse_args()
     if options.what == "record":
         record(options.answers, options.prompts, options.count, options.tokens)

@@ -31,6 +31,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.cost_model import StepCosts
+from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.errors import RequestError
 from forerun.machine import stamp
@@ -160,7 +161,7 @@ class Timed:
 
     def __init__(self, grammars: TreeGrammars) -> None:
         self.seconds, self.masks = 0.0, 0
-        for name in ("open", "room", "guide", "masks", "commit"):
+        for name in ("open", "predicted", "guide", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +212,7 @@ def _measure(
     target: Target, prompt: str, grammar: Grammar | None, side: str, tokens: int, requests: int
 ) -> dict[str, Any]:
     """What one engine needs for the same prompt with different seeds, one after the other."""
-    config = target.config if side == "on" else replace(target.config, speculation="off")
+    config = target.config if side == "on" else replace(target.config, speculative_algorithm="OFF")
     engine = make_engine(target, config)
     timed = Timed(engine._parts.grammars)
     engine.start()
@@ -255,7 +256,13 @@ def tokens_per_step(model: str, tokens: int, requests: int) -> None:
     """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
     corrects that.
     """
-    SlowdownGuard.ran = lambda *_, **__: None  # type: ignore[method-assign]
+    observe = SlowdownGuard.observe
+
+    def by_table(guard: SlowdownGuard, report: StepReport) -> None:
+        ms = guard.costs.one(report.nodes, report.cached)
+        observe(guard, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+
+    SlowdownGuard.observe = by_table  # type: ignore[method-assign]
     target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
     target = replace(target, costs=FIXED)
     facts = ("tokens_per_step", "first", "draft_tokens", "accepted", "steps")

@@ -75,6 +75,7 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
     tokens_.clear();
     parents_.clear();
     scores_.clear();
+    sources_.clear();
     const int32_t* const message_end = message + length;
     for (int b = 0; b < rows; b++) {
         if (message_end - message < 4 || message[3] < 0 || message_end - message - 4 < message[3]) {
@@ -97,6 +98,7 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
     memcpy(out + rows, tokens_.data(), bytes);
     memcpy(out + rows + total, parents_.data(), bytes);
     memcpy(out + rows + 2 * total, scores_.data(), bytes);
+    memcpy(out + rows + 3 * total, sources_.data(), bytes);
     return "";
 }
 
@@ -128,7 +130,7 @@ void Ngrams::find_places(Text& text) {
 void Ngrams::grow(const Text& text, int nodes, int depth) {
     heap_.clear();
     first_ = tokens_.size();
-    offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size()}, -1);
+    offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size(), 0}, -1);
     for (int count = 0; count < nodes && !heap_.empty(); count++) {
         std::pop_heap(heap_.begin(), heap_.end());
         const Candidate best = heap_.back();
@@ -136,6 +138,7 @@ void Ngrams::grow(const Text& text, int nodes, int depth) {
         tokens_.push_back(best.token);
         parents_.push_back(best.parent);
         scores_.push_back((float)best.score);
+        sources_.push_back(best.source);
         if (best.level < depth) offer(text, best, count);
     }
 }
@@ -152,10 +155,12 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
             if (found.token == token) usual = found.chance;
         }
         const double heard = rules_.sure * above.score * weight / (2.0 * total_);
-        const double share = heard + above.score * rules_.doubt * usual / total_;
+        const double expected = above.score * rules_.doubt * usual / total_;
+        const double share = heard + expected;
         if (share < min_prob_) return;
         const int32_t count = (int32_t)voters_.size() - first;
-        heap_.push_back({share, above.level + 1, number, token, parent, first, count});
+        const int32_t source = heard >= expected ? 1 : 2;
+        heap_.push_back({share, above.level + 1, number, token, parent, first, count, source});
         std::push_heap(heap_.begin(), heap_.end());
     };
     // Those that vote for the same token become neighbours; the token heard first comes first.

@@ -68,10 +68,10 @@ public:
 
     // For each of `rows` rows, `message` (`length` numbers) says: slot, draft tokens at most, their
     // depth at most, how many tokens the sequence has got, and these tokens.
-    // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total] and
-    // float scores[total]. It must have room for all the draft tokens that are asked for. Draft
-    // tokens with
-    // a score below `min_prob`, or below the rules', are left out.
+    // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total], float
+    // scores[total] and sources[total] (1 or 2, as in forerun.speculative.tree.DraftSource). It
+    // must have room for all the draft tokens that are asked for. Draft tokens with a score below
+    // `min_prob`, or below the rules', are left out.
     std::string propose(const int32_t* message, int length, int rows, double min_prob, int32_t* out,
                         int& total);
 
@@ -84,7 +84,7 @@ private:
     // What may become a draft token: `voters` of them from `first` on agree with it.
     struct Candidate {
         double score;
-        int32_t level, number, token, parent, first, voters;
+        int32_t level, number, token, parent, first, voters, source;
 
         bool operator<(const Candidate& other) const;  // is worse
     };
@@ -100,7 +100,7 @@ private:
     std::vector<std::unique_ptr<Text>> texts_;  // [slots] null = not open
 
     // Of the current call.
-    std::vector<int32_t> tokens_, parents_;
+    std::vector<int32_t> tokens_, parents_, sources_;
     std::vector<float> scores_;
     size_t first_ = 0;  // draft token of the row among all rows'
     double total_ = 0;  // weight of all votes

@@ -4,50 +4,50 @@ Every option is declared once, here, with its help text and bounds. The command 
 the validation and the printed configuration all derive from these fields.
 """
 
-from dataclasses import dataclass, field, fields
-from math import isfinite
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from forerun.algorithms import (
+    AVAILABLE,
+    MOST_STEPS,
+    Algorithm,
+    DraftShape,
+    algorithm,
+    check_shape,
+    draft_shape,
+)
 from forerun.errors import ConfigError
+from forerun.options import option, spell, validate
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling that takes the model's distribution as it is."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
 MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
 
 
-def option(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    high: float | None = None,
-    flag: str | None = None,
-) -> Any:
-    """A dataclass field that knows its help text, its bounds (inclusive) and its flag.
-
-    `choices` lists the allowed strings; `flag` overrides the flag's name, which is otherwise
-    the field's.
-    """
-    facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
-    return field(default=default, metadata=facts)
-
-
-def validate(config: Any) -> None:
-    """Hold every field of a configuration to its declared bounds. Raises ConfigError."""
-    for item in fields(config):
-        value, facts = getattr(config, item.name), item.metadata
-        name = item.name.replace("_", "-")
-        if facts.get("choices") and value not in facts["choices"]:
-            allowed = ", ".join(facts["choices"])
-            raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
-        if value is None or isinstance(value, str | bool | tuple):
-            continue
-        if isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"{name} is {value}, but must be a finite number.")
-        low, high = facts.get("low"), facts.get("high")
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            span = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ConfigError(f"{name} is {value}, but must be {span}.")
+def _origins(text: str) -> tuple[str, ...]:
+    """Web pages: one, several between commas, or a JSON list."""
+    if not text.startswith("["):
+        return tuple(one.strip() for one in text.split(",") if one.strip())
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"allowed-origins takes addresses or a JSON list of them, not {text!r}.")
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,19 @@ class EngineConfig:
     model: str = option(
         "smollm2-135m",
         "built-in name, folder with config.json and safetensors, GGUF file, hub id, or 'toy'",
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model that is named by its hub id (default: main)"
+    )
+    chat_template: str | None = option(
+        None, "file with a Jinja chat template, instead of the model's own"
+    )
+    sampling_defaults: str = option(
+        "model",
+        "what holds of temperature, top_p, top_k, min_p and repetition_penalty where nobody says: "
+        "what the model recommends (generation_config.json), or nothing (1, 1, 0, 0, 1)",
+        choices=("model", "none"),
+        spellings=lambda name: {"openai": "none", "vllm": "none", "auto": "model"}.get(name, name),
     )
     executor: str = option(
         "auto",
@@ -76,6 +89,7 @@ class EngineConfig:
         "or with torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of "
         "the blocks' products",
         choices=("auto", "file", "float32", "bfloat16", "float16", "float8"),
+        spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
     )
     kv_dtype: str = option(
         "same",
@@ -86,8 +100,14 @@ class EngineConfig:
     disable_cuda_graph: bool = option(
         False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
     )
+    cuda_graph_max_bs: int | None = option(
+        None, "sequences at once up to which rounds are captured (cuda)", low=1
+    )
     enable_torch_compile: bool = option(
         False, "let torch.compile write the kernels between the matrix products (torch executor)"
+    )
+    torch_compile_max_bs: int | None = option(
+        None, "sequences at once up to which kernels are compiled", low=1
     )
     overlap: bool = option(
         False,
@@ -105,37 +125,60 @@ class EngineConfig:
         None, "room in the key/value cache, in tokens (default: planned from memory)", low=16
     )
     max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
+    mem_fraction_static: float = option(
+        0.6,
+        "share of the free memory that weights, key/value cache and scratch may take; the rest is "
+        "for prompts and the machine",
+        low=0.05,
+        high=0.98,
+    )
     max_step_nodes: int = option(
         512, "tokens and draft tokens in one step over all sequences", low=1, high=65536
     )
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
-    speculation: str = option(
-        "auto",
-        "what drafts: a draft head, n-grams (lookup in the text so far, and the draft's table of "
-        "what the model usually says), both (n-grams where they are sure, the head elsewhere), or "
-        "nothing; auto is both if --draft names a head, else n-gram",
-        choices=("auto", "head", "ngram", "both", "off"),
+    speculative_algorithm: str = option(
+        "AUTO",
+        "what drafts: a draft head (EAGLE, EAGLE3), n-grams (NGRAM: lookup in the text so far, and "
+        "the draft's table of what the model usually says), both, or nothing; AUTO is both if a "
+        "draft with a head is named, else NGRAM",
+        choices=AVAILABLE,
+        spellings=lambda name: algorithm(name).name,
     )
-    draft: str | None = option(
+    speculative_draft_model_path: str | None = option(
         None,
-        "folder of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1), an n-gram table, or both; the "
-        "default is the one that comes with a built-in model, if one does; none = no draft",
+        "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1), an n-gram table, or both; "
+        "the default is the one that comes with a built-in model, if one does; none = no draft",
+    )
+    speculative_draft_model_revision: str | None = option(
+        None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
+    )
+    speculative_num_steps: int | None = option(
+        None, "longest path of draft tokens (default: 8)", low=0, high=MOST_STEPS
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        "children per node of a draft head's tree, and nodes that get some per level; 1 = chains "
+        "(default: 1)",
+        low=1,
+        high=16,
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "tokens per sequence and step that are verified at most, the last accepted one and its "
+        "draft tokens (default: steps x top-k + 1)",
+        low=1,
+        high=257,
     )
     draft_reading: str | None = option(
         None,
         "how the draft head's configuration is meant, as --probe found it, such as "
         "features=2/15/27,residual=raw,feedback=normed,theta=10000",
     )
-    draft_width: int = option(
-        1, "children per node of a draft head's tree; 1 = chains", low=1, high=16
-    )
     draft_on_error: str = option(
-        "stop",
-        "what a draft that cannot be used means: stop, or disable speculation and say so",
-        choices=("stop", "disable"),
+        "disable",
+        "what a draft that cannot be used means: disable speculation and say so, or stop",
+        choices=("disable", "stop"),
     )
-    draft_nodes: int = option(8, "draft tokens per sequence and step, at most", low=0, high=256)
-    draft_depth: int = option(8, "longest path of draft tokens", low=0, high=64)
     grammar_backend: str = option(
         "llguidance",
         "what matches grammars; xgrammar takes fewer kinds and is a package of its own",
@@ -143,14 +186,16 @@ class EngineConfig:
     )
     policy: str = option(
         "auto",
-        "how many draft tokens: always draft-nodes (fixed), or as many as pay by measured costs "
-        "and acceptance (adaptive); auto is adaptive, but fixed on the toy",
+        "how many draft tokens: always the most (fixed), or as many of them as pay by measured "
+        "costs and acceptance (adaptive); auto is adaptive, but fixed on the toy",
         choices=("auto", "adaptive", "fixed"),
     )
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
+        spell(self)
         validate(self)
+        self._check_speculation()
         if not (self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda"):
             raise ConfigError(f"device is {self.device!r}, but must be auto, cpu, cuda or cuda:N.")
         if self.device not in ("auto", "cpu") and self.executor not in ("auto", "torch"):
@@ -163,6 +208,11 @@ class EngineConfig:
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, torch with a torch format."
             )
+        if self.enable_torch_compile and self.executor in ("cpu", "toy"):
+            raise ConfigError(
+                f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
+            )
+        self._check_batches()
         if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "toy")):
             raise ConfigError(
                 f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
@@ -170,6 +220,49 @@ class EngineConfig:
             )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
+
+    def _check_batches(self) -> None:
+        """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
+        # "auto" is checked when it was resolved.
+        captured = self.device not in ("cpu", "auto") and not self.disable_cuda_graph
+        for name, limit, used in (
+            ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
+            ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
+        ):
+            if used and limit is not None and limit < self.max_sequences:
+                raise ConfigError(
+                    f"{name} is {limit}, but max-sequences is {self.max_sequences}, and every "
+                    f"batch up to that is served alike; lower max-sequences to {limit}, or leave "
+                    f"{name} out."
+                )
+
+    def _check_speculation(self) -> None:
+        asked = (self.speculative_num_steps, self.speculative_eagle_topk)
+        check_shape(self.algorithm, *asked, self.speculative_num_draft_tokens)
+        if self.speculative_draft_model_revision and not self.speculative_draft_model_path:
+            raise ConfigError(
+                "speculative-draft-model-revision names a version of a draft, but "
+                "speculative-draft-model-path names none."
+            )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is known of the speculative algorithm."""
+        return algorithm(self.speculative_algorithm)
+
+    @property
+    def speculates(self) -> bool:
+        """False where nothing is to be drafted, whatever else is said."""
+        return self.algorithm.model or self.algorithm.lookup
+
+    @property
+    def draft_shape(self) -> DraftShape:
+        """The largest tree of draft tokens, defaults filled in."""
+        return draft_shape(
+            self.speculative_num_steps,
+            self.speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+        )
 
     @property
     def toy(self) -> bool:
@@ -186,7 +279,28 @@ class ServeSettings:
     api_keys: tuple[str, ...] = option(
         (), "require this key (may be repeated); without one the server is open", flag="api-key"
     )
+    api_key_file: str | None = option(
+        None, "file with one key per line, kept out of the list of processes"
+    )
+    ssl_keyfile: str | None = option(None, "private key; with a certificate the server speaks TLS")
+    ssl_certfile: str | None = option(None, "certificate that goes with the key")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "web page that may ask this server from a browser, such as https://chat.example, or * for "
+        "any (may be repeated)",
+        spellings=_origins,
+    )
+    log_level: str = option(
+        "info",
+        "least level of the lines in the log",
+        choices=("debug", "info", "warning", "error", "critical"),
+        spellings=str.lower,
+    )
+    decode_log_interval: int = option(
+        0, "steps between two lines about decoding in the log; 0 = none", low=0
+    )
     served_name: str = option("", "the model's name in the API (default: the model's own)")
+    ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
@@ -214,11 +328,20 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
+        spell(self)
         validate(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl-keyfile and ssl-certfile go together: give both or neither.")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
         if not all(key.isprintable() for key in self.api_keys):
             raise ConfigError("an API key holds characters that no header can carry.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed-origins has {origin!r}, which no browser sends: an origin is * or "
+                    "scheme, host and port without a path, such as https://chat.example.org."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,14 +349,35 @@ class AskConfig:
     """How `run`, `chat` and `bench` ask for text. Names are those of the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
-    temperature: float = option(0.0, "0 is greedy; higher is more varied", low=0.0, high=100.0)
-    top_p: float = option(
-        1.0, "sample from the most likely tokens that reach this share", low=0, high=1
+    temperature: float | None = option(
+        None,
+        "0 is greedy; higher is more varied (default: what the model recommends, else 1)",
+        low=0.0,
+        high=100.0,
     )
-    top_k: int = option(0, "sample from this many most likely tokens; 0 is all", low=0)
-    min_p: float = option(0.0, "drop tokens below this share of the most likely", low=0.0, high=1.0)
-    seed: int = option(0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1)
-    repetition_penalty: float = option(1.0, "divide the logits of what was said", low=0.01)
+    top_p: float | None = option(
+        None,
+        "sample from the most likely tokens that reach this share (default: the model's, else 1)",
+        low=0,
+        high=1,
+    )
+    top_k: int | None = option(
+        None,
+        "sample from this many most likely tokens; 0 is all (default: the model's, else 0)",
+        low=0,
+    )
+    min_p: float | None = option(
+        None,
+        "drop tokens below this share of the most likely (default: the model's, else 0)",
+        low=0.0,
+        high=1.0,
+    )
+    seed: int | None = option(
+        0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1
+    )
+    repetition_penalty: float | None = option(
+        None, "divide the logits of what was said (default: the model's, else 1)", low=0.01
+    )
     stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
 
@@ -242,3 +386,11 @@ class AskConfig:
         validate(self)
         if not all(self.stop):
             raise ConfigError("a stop text is empty; leave stop out to have none.")
+
+    def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """Every field with a value: what was asked, else what the model recommends, else what
+        changes nothing.
+        """
+        asked = {item.name: getattr(self, item.name) for item in fields(self)}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**NEUTRAL, **recommended, **given}

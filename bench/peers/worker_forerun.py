@@ -24,7 +24,7 @@ class Forerun:
                 threads=load.threads,
                 kv_tokens=load.context * load.streams,
                 max_sequences=max(load.streams, 1),
-                speculation=EngineConfig().speculation if load.speculation else "off",
+                speculative_algorithm="AUTO" if load.speculation else "OFF",
             )
         )
         self.count = 0

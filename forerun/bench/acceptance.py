@@ -88,9 +88,9 @@ def ask(
 
     simulate  asked of greedy chains: the trainer's view of text that is not greedy says little
     """
-    if config.speculation == "both":
-        config = replace(config, speculation="head")
-    plain = serve(target, replace(config, speculation="off"), question, progress)
+    if config.algorithm.model:
+        config = replace(config, speculative_algorithm="EAGLE")
+    plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     found = []
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
@@ -115,14 +115,18 @@ def ask(
     return found
 
 
+def _size(config: EngineConfig) -> str:
+    return f"{config.draft_shape.nodes}x{config.draft_shape.steps}"
+
+
 def shaped(config: EngineConfig, shape: Shape) -> EngineConfig:
     """The configuration that always draft tokens in this shape."""
     return replace(
         config,
         policy="fixed",
-        draft_nodes=shape.nodes,
-        draft_depth=shape.depth,
-        draft_width=shape.width,
+        speculative_num_draft_tokens=shape.nodes + 1,
+        speculative_num_steps=shape.depth,
+        speculative_eagle_topk=shape.width if config.algorithm.model else None,
     )
 
 
@@ -140,7 +144,7 @@ def serve(
         )
         for index, prompt in enumerate(question.prompts)
     ]
-    shape = f"{config.draft_nodes}x{config.draft_depth}" if config.speculation != "off" else "plain"
+    shape = _size(config) if config.speculates else "plain"
     name = f"{question.name}, T={question.temperature:g}, {shape}"
     found = answers(
         target,

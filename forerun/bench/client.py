@@ -70,13 +70,16 @@ class Timing:
 def body_of(
     prompt: Prompt, model: str, ask: AskConfig, speculative: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The request's JSON. `speculative` is Forerun's own field; None leaves it out."""
+    """The request's JSON, greedy unless asked otherwise.
+
+    speculative  Forerun's own field; None leaves it out
+    """
     body: dict[str, Any] = {
         "model": model,
         "messages": list(prompt.messages),
         "max_tokens": ask.max_tokens,
-        "temperature": ask.temperature,
-        "top_p": ask.top_p,
+        "temperature": ask.temperature or 0.0,
+        "top_p": 1.0 if ask.top_p is None else ask.top_p,
         "seed": ask.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -84,8 +87,9 @@ def body_of(
     if ask.stop:
         body["stop"] = list(ask.stop)
     for name, usual in EXTENSIONS.items():
-        if getattr(ask, name) != usual:
-            body[name] = getattr(ask, name)
+        value = getattr(ask, name)
+        if value is not None and value != usual:
+            body[name] = value
     if speculative is not None:
         body["speculative"] = speculative
     return body

@@ -70,7 +70,7 @@ class Fuzzer:
 
     def __init__(self, config: EngineConfig, prompts: tuple[Prompt, ...], seed: int) -> None:
         self._config = config
-        self._reference_target = open_target(replace(config, speculation="off"))
+        self._reference_target = open_target(replace(config, speculative_algorithm="OFF"))
         tokenizer = self._reference_target.tokenizer
         self._source = CaseSource(
             [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],

@@ -98,11 +98,11 @@ class CaseSource:
     def drafting(self) -> dict[str, Any]:
         """How an engine speculates: fields of EngineConfig."""
         if self._random.random() < 0.1:
-            return {"speculation": "off"}
+            return {"speculative_algorithm": "OFF"}
         nodes = self._pick(1, 2, 4, 8, 16)
         return {
-            "draft_nodes": nodes,
-            "draft_depth": min(nodes, self._pick(1, 2, 4, 8)),
+            "speculative_num_draft_tokens": nodes + 1,
+            "speculative_num_steps": min(nodes, self._pick(1, 2, 4, 8)),
             "policy": self._pick("fixed", "fixed", "adaptive"),
             "overlap": self._overlap and self._pick(False, True),
         }

@@ -10,6 +10,7 @@ def draw(path: Path, levels: Sequence[Level], title: str) -> None:
     """Throughput and time to first text over concurrency, one line per side, as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -27,9 +28,12 @@ def draw(path: Path, levels: Sequence[Level], title: str) -> None:
         )
     speed.set_ylabel("output tokens per second, all requests")
     wait.set_ylabel("time to first text, median, ms")
+    at = sorted({level.at_once for level in levels})
     for axes in (speed, wait):
         axes.set_xlabel("requests at once")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [str(count) for count in at])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend(title="speculation")

@@ -60,18 +60,21 @@ def probe(
     prompts: Sequence[Prompt] | None = None,
     tokens: int = TOKENS,
 ) -> list[Attempt]:
-    """Serve a chain of 3 under every plausible reading of `config.draft`; those close to the best,
+    """Serve a chain of 3 under every plausible reading of the draft; those close to the best,
     and the best with the other rotary bases, on more prompts. What to use comes first.
 
     Raises ConfigError without a draft, and what `open_target` raises.
     """
-    if config.draft is None:
-        raise ConfigError("there is no draft head to probe; add --draft FOLDER.")
+    named = config.speculative_draft_model_path
+    if named is None:
+        raise ConfigError(
+            "there is no draft head to probe; add --speculative-draft-model-path FOLDER."
+        )
     prompts = prompts or spread(read_prompts(), PROMPTS)
     few = [prompt for index, prompt in enumerate(prompts) if index % FIRST == 0]
     more = [prompt for index, prompt in enumerate(prompts) if index % FIRST]
     arch = open_model(config.model).architecture
-    heads = plausible(open_draft(Path(config.draft), arch).head, arch)
+    heads = plausible(open_draft(Path(named), arch).head, arch)
 
     def tried(heads: list[DraftHead], prompts: list[Prompt], what: str) -> list[Attempt]:
         found = []
@@ -106,7 +109,7 @@ def _attempt(config: EngineConfig, variant: str, prompts: Sequence[Prompt], toke
     at_once = len(prompts)
     config = replace(
         shaped(config, CHAIN),
-        speculation="head",
+        speculative_algorithm="EAGLE",
         draft_reading=variant,
         draft_on_error="stop",
         max_sequences=at_once,

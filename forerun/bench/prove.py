@@ -118,13 +118,13 @@ class Proof:
         """True where every run that should speculate carried draft tokens, and some were
         accepted.
         """
-        runs = [run for run in self.runs if run.speculation != "off"]
+        runs = [run for run in self.runs if run.speculation != "OFF"]
         return all(run.draft_tokens > 0 for run in runs) and any(run.accepted > 0 for run in runs)
 
     @property
     def holds(self) -> bool:
         """The verdict."""
-        return self.identical and (self.speculated or self.speculation == "off")
+        return self.identical and (self.speculated or self.speculation == "OFF")
 
 
 def prove(
@@ -136,15 +136,16 @@ def prove(
     used, EngineError where the engine fails.
     """
     prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
-    plain = replace(config, speculation="off")
+    plain = replace(config, speculative_algorithm="OFF")
     compiled = target.compile(trial.grammar) if trial.grammar is not None else None
-    sides = [plain] if config.speculation == "off" else [plain, config]
+    sides = [plain] if not config.speculates else [plain, config]
     runs: list[Run] = []
     for temperature in trial.temperatures:
         reference: Answers | None = None
         for at_once in (1, trial.group):
             for side in sides:
-                name = f"T={temperature:g}, speculation {side.speculation}, {at_once} at once"
+                how = f"speculation {side.speculative_algorithm}, {at_once} at once"
+                name = f"T={temperature:g}, {how}"
                 done = answers(
                     target,
                     side,
@@ -155,7 +156,7 @@ def prove(
                 reference = reference or done
                 gap = _first_divergence(target, trial, prompts, temperature, (reference, done))
                 runs.append(_run(side, temperature, at_once, (reference, done), gap))
-    return Proof(tuple(runs), config.speculation)
+    return Proof(tuple(runs), config.speculative_algorithm)
 
 
 def _requests(
@@ -224,7 +225,7 @@ def _run(
     stats = [item.stats for item in done]
     return Run(
         temperature=temperature,
-        speculation=side.speculation,
+        speculation=side.speculative_algorithm,
         at_once=at_once,
         identical=sum(_differs(*two) is None for two in zip(reference.done, done, strict=True)),
         answers=len(done),
@@ -283,7 +284,7 @@ def _first_divergence(
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
     """Raw logit of `a` minus that of `b` after `text`; None where one is not in the top 20."""
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
-    found = answers(target, replace(target.config, speculation="off"), [request], 1)
+    found = answers(target, replace(target.config, speculative_algorithm="OFF"), [request], 1)
     entry: TokenLogprobs = found.done[0].logprobs[0]
     scores = dict(entry.top) | {entry.token: entry.logprob}
     return scores[a] - scores[b] if a in scores and b in scores else None

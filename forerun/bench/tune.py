@@ -12,14 +12,16 @@ from math import exp, log
 from time import perf_counter
 from typing import Any
 
+from forerun.algorithms import capacity
 from forerun.bench.workload import Prompt, spread
 from forerun.build.engine import Target, encode_chat, make_engine
 from forerun.build.tuned import Setting
 from forerun.client.completion import acceptance_length, complete, make_request
+from forerun.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
 
-OFF = Setting("off", 0, 0, "fixed")
+OFF = Setting("OFF", 1, 0, "fixed")
 SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
 """(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
 
@@ -65,12 +67,15 @@ class Tuning:
     best: Setting
 
 
-def settings_for(speculation: str) -> tuple[Setting, ...]:
-    """What is tried with a drafter, by its resolved name in EngineConfig."""
+def settings_for(config: EngineConfig) -> tuple[Setting, ...]:
+    """What is tried with the drafter of a resolved configuration."""
+    method, topk = config.algorithm, config.draft_shape.topk
+    alone = method.model and not method.lookup
+    shapes = [(n, depth) for n, depth in SHAPES if not alone or n < capacity(depth, topk)]
     return tuple(
-        Setting(speculation, nodes, depth, policy)
+        Setting(method.name, nodes + 1, depth, policy)
         for policy in ("adaptive", "fixed")
-        for nodes, depth in SHAPES
+        for nodes, depth in shapes
     )
 
 

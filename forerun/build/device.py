@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from forerun.config import EngineConfig
+from forerun.errors import ConfigError
 from forerun.machine import gpu_devices
 
 
@@ -53,3 +54,12 @@ def _gpu(found: list[str]) -> DeviceChoice:
         )
         return DeviceChoice("cpu", why, gpu=True)
     return DeviceChoice("cuda", torch.cuda.get_device_name(), gpu=True)
+
+
+def device_memory(device: str) -> int:
+    """Bytes that are free on a torch device. Raises ConfigError where torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -15,7 +15,9 @@ from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.guarded import off
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
+from forerun.hub import huggingface
 from forerun.hub.catalog import shipped_draft
+from forerun.hub.reference import hub_reference
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -30,8 +32,9 @@ LOOKUP_BAR = 0.4
 (Replayed on answers of SmolLM2-135M: 1.75, 1.80, 1.77, 1.76 and 1.67 tokens a step at .3, .4, .5,
 .6 and .7.)"""
 
-NO_DRAFT = "none"
-"""A --draft that stands for not even the one that comes with the model."""
+AUTO, NO_DRAFT = "AUTO", "none"
+"""The algorithm that is still to be decided, and a draft's path that stands for not even the one
+that comes with the model."""
 
 Result = TypeVar("Result")
 
@@ -40,32 +43,49 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     """The configuration with the draft that comes with its model, where none is named and it
     wants one. Raises ConfigError where it wants a head and there is none.
 
-    "auto" takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
+    AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
     measured a head's draft tokens were not as much better as they are dearer (docs/log.md).
     """
-    if config.speculation == "off" or config.draft not in (None, NO_DRAFT):
+    named = config.speculative_draft_model_path
+    if not config.speculates or named not in (None, NO_DRAFT):
+        if named and Path(named).is_dir():
+            return replace(config, speculative_draft_model_path=str(_trained(Path(named))))
         return config
-    shipped = None if config.draft == NO_DRAFT else shipped_draft(config.model)
+    shipped = None if named == NO_DRAFT else shipped_draft(config.model)
+    auto = config.speculative_algorithm == AUTO
     if shipped is not None:
-        wanted = "ngram" if config.speculation == "auto" else config.speculation
-        return replace(config, draft=str(shipped), speculation=wanted)
-    if config.speculation in ("head", "both"):
-        raise ConfigError(
-            f"speculation is {config.speculation}, but no draft is named and none comes with "
-            f"{config.model}; add --draft FOLDER."
+        wanted = "NGRAM" if auto else config.speculative_algorithm
+        return replace(
+            config, speculative_draft_model_path=str(shipped), speculative_algorithm=wanted
         )
-    return replace(config, draft=None)
+    if config.algorithm.model and not auto:
+        raise ConfigError(
+            f"speculative-algorithm is {config.speculative_algorithm}, but no draft is named and "
+            f"none comes with {config.model}; add --speculative-draft-model-path FOLDER."
+        )
+    return replace(config, speculative_draft_model_path=None)
 
 
-def chosen_speculation(config: EngineConfig, head: bool, fault: str | None) -> str:
-    """What drafts, "auto" decided. fault: why a draft that was named cannot be used, which
-    means that nothing drafts.
+def resolved_drafting(config: EngineConfig, head: bool, fault: str | None) -> EngineConfig:
+    """The configuration with AUTO decided, and the length and size of its trees filled in.
+
+    head   a draft head is there
+    fault  why a draft that was named cannot be used, which means that nothing drafts
+
+    Raises ConfigError where top-k was asked of a method without one.
     """
+    chosen = config.speculative_algorithm
     if fault is not None:
-        return "off"
-    if config.speculation == "auto":
-        return "both" if head else "ngram"
-    return config.speculation
+        chosen = "OFF"
+    elif chosen == AUTO:
+        chosen = "EAGLE+NGRAM" if head else "NGRAM"
+    config = replace(config, speculative_algorithm=chosen)
+    shape = config.draft_shape
+    return replace(
+        config,
+        speculative_num_steps=shape.steps,
+        speculative_num_draft_tokens=shape.tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +101,50 @@ def open_drafts(config: EngineConfig, arch: Architecture) -> Parts:
 
     Raises ModelError where the draft cannot be used.
     """
-    if config.draft is None or config.speculation == "off":
+    named, method = config.speculative_draft_model_path, config.algorithm
+    if named is None or not config.speculates:
         return Parts()
-    folder, head, table = Path(config.draft), None, None
-    if not config.draft or not folder.is_dir():
-        raise ModelError(
-            f"--draft {config.draft!r} is no folder; name the one that holds the draft"
-        )
+    folder, head, table = _folder(named, config.speculative_draft_model_revision), None, None
     tabled = (folder / TABLE).is_file()
-    if tabled and config.speculation != "head":
+    if tabled and method.lookup:
         table = read_ngram_table(folder / TABLE, arch.vocab)
-    if config.speculation == "ngram" and table is None:
-        raise ModelError(f"{folder} holds no {TABLE}, which is what speculation ngram wants of it")
+    if not method.model and table is None:
+        raise ModelError(f"{folder} holds no {TABLE}, which is what {method.name} wants of it")
     alone = tabled and not (folder / "config.json").exists()
-    if alone and config.speculation in ("head", "both"):
-        raise ModelError(f"{folder} holds an n-gram table and no head; use --speculation ngram")
-    if config.speculation != "ngram" and not alone:
+    if alone and method.model and method.name != AUTO:
+        raise ModelError(
+            f"{folder} holds an n-gram table and no head; use --speculative-algorithm NGRAM"
+        )
+    if method.model and not alone:
         head = open_draft(folder, arch, config.draft_reading)
+        if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
+            raise ConfigError(
+                f"speculative-algorithm is EAGLE3, but the head in {folder} is of the first or "
+                "second kind; use EAGLE."
+            )
         for warning in head.warnings:
-            warnings.warn(f"draft {config.draft}: {warning}", stacklevel=2)
+            warnings.warn(f"draft {named}: {warning}", stacklevel=2)
     return Parts(head, table)
+
+
+def _folder(named: str, revision: str | None) -> Path:
+    """The draft's folder; one named by its hub id is fetched. Raises ModelError."""
+    folder = Path(named)
+    if named and folder.is_dir():
+        return _trained(folder)
+    hub = hub_reference(named)
+    if hub is not None:
+        return huggingface.fetched(hub.repository, revision=revision)
+    raise ModelError(
+        f"--speculative-draft-model-path {named!r} is no folder; name the one that holds the draft"
+    )
+
+
+def _trained(folder: Path) -> Path:
+    """The draft in what `forerun train` worked in; any other folder is the draft itself."""
+    inner = folder / "draft"
+    bare = not (folder / "config.json").exists() and not (folder / TABLE).exists()
+    return inner if bare and inner.is_dir() else folder
 
 
 def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:
@@ -147,18 +191,21 @@ def model_drafter(
     """A draft model, with lookup beside it where the configuration wants both; mask: see
     ModelDrafter.
     """
-    shape = TreeShape(config.draft_width, min(config.draft_depth, config.draft_nodes))
-    drafter = ModelDrafter(model, limits, shape, mask)
-    return CombinedDrafter(lookup, drafter, LOOKUP_BAR) if config.speculation == "both" else drafter
+    shape = config.draft_shape
+    drafter = ModelDrafter(
+        model, limits, TreeShape(shape.topk, min(shape.steps, shape.nodes)), mask
+    )
+    return CombinedDrafter(lookup, drafter, LOOKUP_BAR) if config.algorithm.lookup else drafter
 
 
 def policy_for(
     config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
 ) -> Policy:
     """Who decides how many draft tokens there are; costs None: not measured."""
-    if config.speculation == "off":
+    if not config.speculates:
         return FixedPolicy(0, 0)
-    depth = min(config.draft_depth, config.draft_nodes, drafter.traits.max_depth)
+    shape = config.draft_shape
+    depth = min(shape.steps, shape.nodes, drafter.traits.max_depth)
     if costs is None or config.policy != "adaptive" or depth == 0:
-        return FixedPolicy(config.draft_nodes if depth else 0, depth, lookahead)
-    return AdaptivePolicy(costs, config.draft_nodes, depth, drafter.traits.free, lookahead)
+        return FixedPolicy(shape.nodes if depth else 0, depth, lookahead)
+    return AdaptivePolicy(costs, shape.nodes, depth, drafter.traits.free, lookahead)

@@ -8,24 +8,25 @@ The executors are imported by the functions that choose them: neither is needed 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
-from forerun.build.device import DeviceChoice, choose_device
+from forerun.build.chat_template import template_source
+from forerun.build.device import DeviceChoice, choose_device, device_memory
 from forerun.build.drafting import (
-    chosen_speculation,
     excused,
     model_drafter,
     open_drafts,
     policy_for,
+    resolved_drafting,
     with_draft,
     with_shipped,
 )
 from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
 from forerun.build.prepare import prepare
-from forerun.config import EngineConfig
+from forerun.config import NEUTRAL, EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
@@ -70,6 +71,8 @@ class Target:
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
     device    where it runs, and why; None of the toy
+    sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
+              repetition_penalty; what is not there is neutral
     """
 
     executor: Executor
@@ -85,9 +88,10 @@ class Target:
     table: NgramTable | None = None
     fault: str | None = None
     device: DeviceChoice | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def compile(self, grammar: Grammar) -> Compiled:
-        """A grammar as requests carry it. May block for seconds.
+    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
+        """A grammar as requests carry it. May block for seconds. client: see Compiler.
 
         Raises RequestError naming the field and the place at fault, BusyError.
         """
@@ -96,7 +100,7 @@ class Target:
                 f"{self.name} declares no end-of-text token: a constrained text could not end.",
                 grammar.field,
             )
-        return self.compiler.compile(grammar)
+        return self.compiler.compile(grammar, client)
 
     def close(self) -> None:
         """Release the executor's threads and memory. Idempotent."""
@@ -152,7 +156,7 @@ def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafte
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars)
     policy = policy_for(config, target.costs, drafter, grammars)
-    fault = target.fault if config.speculation == "off" else None
+    fault = target.fault if not config.speculates else None
     guarded = GuardedDrafter(drafter, fault, policy.disable)
     if fault is not None:
         policy.disable(fault)
@@ -189,6 +193,7 @@ def _facts(target: Target) -> dict[str, Any]:
     return {
         "model": target.name,
         "config": asdict(target.config),
+        "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
         "executor": target.executor.describe(),
         "costs": asdict(target.costs) if target.costs else None,
@@ -198,11 +203,12 @@ def _facts(target: Target) -> dict[str, Any]:
 
 def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
     """What proposes draft tokens."""
-    if config.speculation == "off" or config.draft_nodes == 0 or config.draft_depth == 0:
+    shape = config.draft_shape
+    if not config.speculates or shape.nodes == 0 or shape.steps == 0:
         return NoDrafter()
     lookup = _lookup(target.memory.limits.slots, target.table)
     model = target.draft_model
-    if model is not None and config.speculation in ("auto", "head", "both"):
+    if model is not None and config.algorithm.model:
         return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
     return lookup
 
@@ -219,7 +225,7 @@ def _costs(
     config: EngineConfig, executor: Executor, table: NgramTable | None = None
 ) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
-    if config.policy != "adaptive" or config.speculation == "off":
+    if config.policy != "adaptive" or not config.speculates:
         return None
     return measure_costs(executor, _lookup(executor.limits.slots, table))
 
@@ -228,25 +234,25 @@ def _open_toy(config: EngineConfig) -> Target:
     from forerun.executors.toy import ToyExecutor
 
     config = with_shipped(config)
-    if config.draft is not None:
-        raise ConfigError("the toy model takes no draft; leave --draft out.")
+    if config.speculative_draft_model_path is not None:
+        raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)
     policy = "fixed" if config.policy == "auto" else config.policy
-    speculation = chosen_speculation(config, head=False, fault=None)
-    config = replace(config, executor="toy", dtype="float32", speculation=speculation)
-    config = replace(config, device="cpu")
+    config = resolved_drafting(config, head=False, fault=None)
+    config = replace(config, executor="toy", dtype="float32", device="cpu")
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=ChatTemplate(BYTE_LEVEL_TEMPLATE, tokenizer),
+        chat=_chat(template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
         name="toy",
         config=config,
         memory=memory,
         costs=_costs(config, executor),
         compiler=open_compiler(config.grammar_backend, tokenizer),
+        sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
 
 
@@ -254,7 +260,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     from forerun.executors import cpu
     from forerun.hub.catalog import open_model
 
-    model, device = open_model(config.model, progress), choose_device(config)
+    model = open_model(config.model, progress, revision=config.revision)
+    device = choose_device(config)
     arch = model.architecture
     config = with_shipped(choose_executor(config, arch))
     native = config.executor == "cpu"
@@ -267,7 +274,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
         needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
     on_device = config.device != "cpu"
-    available = _device_memory(config.device) if on_device else memory_available()
+    available = device_memory(config.device) if on_device else memory_available()
     memory = plan_memory(config, needs, available, fill=on_device)
     executor = _build(config, model.checkpoint, memory)
     policy = "adaptive" if config.policy == "auto" else config.policy
@@ -277,7 +284,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         draft_model, fault = excused(
             config, lambda: _draft_model(executor, model.checkpoint, draft)
         )
-    config = replace(config, speculation=chosen_speculation(config, draft_model is not None, fault))
+    config = resolved_drafting(config, draft_model is not None, fault)
     prepare(config, executor, draft_model is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and draft_model is not None:
@@ -290,12 +297,13 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         device=device,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(model.chat_template, model.tokenizer),
+        chat=_chat(template_source(config, model.chat_template), model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
         costs=costs,
         compiler=open_compiler(config.grammar_backend, model.tokenizer),
+        sampling=model.sampling if config.sampling_defaults == "model" else {},
     )
 
 
@@ -320,6 +328,7 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
     executor, dtype = config.executor, config.dtype
     if executor == "auto":
         wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
+        wanted = wanted and not config.enable_torch_compile
         missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
         executor = "cpu" if wanted and not missing else "torch"
         if missing:
@@ -344,7 +353,7 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
-            "Install it with: pip install 'forerun[torch]'"
+            "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
         ) from error
     if config.threads:
         import torch
@@ -352,14 +361,6 @@ def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executo
         torch.set_num_threads(config.threads)
     how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
     return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
-
-
-def _device_memory(device: str) -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _resolved(

@@ -22,9 +22,10 @@ def prepare(
         carrying(executor)
     if not isinstance(executor, PreparedExecutor):
         return
-    drafts = 0 if config.speculation == "off" else config.draft_nodes
-    levels = min(drafts, config.draft_depth) if head else 0
-    width = config.draft_width if levels else 0
+    shape = config.draft_shape
+    drafts = shape.nodes if config.speculates else 0
+    levels = min(drafts, shape.steps) if head else 0
+    width = shape.topk if levels else 0
 
     def report(done: int, total: int) -> None:
         if progress is not None:

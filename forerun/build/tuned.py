@@ -7,34 +7,55 @@ from pathlib import Path
 from typing import Any
 
 from forerun import __version__
+from forerun.algorithms import algorithm, capacity
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.hub.cache_dir import cache_dir
 from forerun.machine import cpu_name
 
-_TUNED = ("speculation", "draft_nodes", "draft_depth", "policy")
+_TUNED = (
+    "speculative_algorithm",
+    "speculative_num_draft_tokens",
+    "speculative_num_steps",
+    "policy",
+)
 """Fields of EngineConfig that a profile decides, where the user decided none of them."""
+
+_FORMER_WORDS = {"EAGLE": "head", "EAGLE+NGRAM": "both", "NGRAM": "ngram", "OFF": "off"}
+"""What version 0.1.0 called the algorithms in its profiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to speculate: fields of EngineConfig of the same names."""
+    """One way to speculate: fields of EngineConfig of the same names, decided."""
 
-    speculation: str
-    draft_nodes: int
-    draft_depth: int
+    speculative_algorithm: str
+    speculative_num_draft_tokens: int
+    speculative_num_steps: int
     policy: str
 
     @property
     def name(self) -> str:
-        """For tables: off, or policy, nodes and depth."""
-        if self.speculation == "off":
+        """For tables: off, or policy, draft tokens and depth."""
+        if self.speculative_algorithm == "OFF":
             return "off"
-        return f"{self.policy} {self.draft_nodes} nodes, {self.draft_depth} deep"
+        nodes = self.speculative_num_draft_tokens - 1
+        return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep"
 
     def on(self, config: EngineConfig) -> EngineConfig:
-        """`config` with this setting in it."""
+        """`config` with this setting in it. Raises ConfigError where it does not fit there."""
         return replace(config, **asdict(self))
+
+
+def _read(facts: dict[str, Any], config: EngineConfig) -> Setting:
+    """The setting of a profile, also of one that version 0.1.0 wrote."""
+    if "draft_nodes" not in facts:
+        return Setting(**facts)
+    steps, tokens = int(facts["draft_depth"]), int(facts["draft_nodes"]) + 1
+    method = algorithm(facts["speculation"])
+    if method.model and not method.lookup:
+        tokens = min(tokens, capacity(steps, config.draft_shape.topk))
+    return Setting(method.name, tokens, steps, facts["policy"])
 
 
 def path_of(config: EngineConfig) -> Path:
@@ -42,11 +63,17 @@ def path_of(config: EngineConfig) -> Path:
 
     Keyed by what decides speed: model, executor, threads, drafter, version and machine.
     """
-    target = [config.model, config.executor, config.device, config.dtype, config.threads]
-    drafter = [config.speculation, config.draft, config.draft_width]
-    key = json.dumps([target, drafter, __version__, cpu_name()])
+    key = key_of(config, __version__, cpu_name())
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     return cache_dir() / "profiles" / f"{name}.json"
+
+
+def key_of(config: EngineConfig, version: str, processor: str) -> str:
+    """What a profile belongs to, in the words of version 0.1.0: its profiles are still found."""
+    target = [config.model, config.executor, config.device, config.dtype, config.threads]
+    word = _FORMER_WORDS.get(config.speculative_algorithm, config.speculative_algorithm)
+    drafter = [word, config.speculative_draft_model_path, config.draft_shape.topk]
+    return json.dumps([target, drafter, version, processor])
 
 
 def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
@@ -63,6 +90,19 @@ def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
     return path
 
 
+def forget(name: str) -> int:
+    """Delete all profiles that were found for a model of this name: how many there were."""
+    found = 0
+    for path in (cache_dir() / "profiles").glob("*.json"):
+        try:
+            if json.loads(path.read_text()).get("model") == name:
+                path.unlink()
+                found += 1
+        except (OSError, ValueError, AttributeError):
+            continue  # Not a profile, and so none of this model.
+    return found
+
+
 def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
     """The setting kept for `resolved`; None where there is none, or where the user `asked` for
     one of the fields that it decides. A file that cannot be read counts as none.
@@ -71,7 +111,7 @@ def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
     if any(getattr(asked, name) != getattr(usual, name) for name in _TUNED):
         return None
     try:
-        setting = Setting(**json.loads(path_of(resolved).read_text())["setting"])
+        setting = _read(json.loads(path_of(resolved).read_text())["setting"], resolved)
         setting.on(resolved)
     except (OSError, ValueError, TypeError, KeyError, ConfigError):
         return None

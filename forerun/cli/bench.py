@@ -83,7 +83,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _refuse_engine_flags(config: EngineConfig) -> None:
     """A server that runs already has its own. Raises ConfigError naming the flag."""
-    given = command_line(replace(config, model=EngineConfig().model))
+    usual = EngineConfig()
+    given = command_line(replace(config, model=usual.model, draft_on_error=usual.draft_on_error))
     if given:
         raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
 

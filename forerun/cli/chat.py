@@ -1,94 +1,50 @@
 """`forerun chat`: a conversation at the terminal."""
 
 import argparse
-import contextlib
-import sys
-from dataclasses import asdict
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
-from forerun.build.engine import Loaded, encode_chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
-from forerun.client.completion import Completion, acceptance_length, make_request, stream
+from forerun.cli.conversation import Conversation
+from forerun.cli.terminal import Wrapped, messages
 from forerun.config import AskConfig, EngineConfig
-from forerun.errors import ContextError, RequestError
-from forerun.flags import configured
+from forerun.errors import ConfigError, ContextError, ModelError, RequestError
+from forerun.flags import configured, parsed
+from forerun.hub.cache_dir import cache_dir
 
-with contextlib.suppress(ImportError):  # Windows has none; input() then edits less well.
-    import readline  # noqa: F401
-
-HELP = """/reset   forget the conversation
-/system  show or set the system message: /system You answer in rhyme.
-/stats   tokens and acceptance of the conversation so far
-/help    this list
-/quit    leave (or Ctrl-D). Ctrl-C stops the answer only."""
-
-
-class Conversation:
-    """The turns so far and what they cost."""
-
-    def __init__(self, loaded: Loaded, ask: AskConfig, system: str | None) -> None:
-        self.loaded, self.ask, self.system = loaded, ask, system
-        self.turns: list[dict[str, Any]] = []
-        self.done: list[Completion] = []
-
-    def reset(self) -> None:
-        """Forget everything said; the system message stays."""
-        self.turns.clear()
-        self.done.clear()
-
-    def say(self, text: str) -> Completion:
-        """Send one user turn, stream the answer to stdout, remember both.
-
-        Ctrl-C ends the answer early and keeps what there is. Raises RequestError, with the
-        turn forgotten, where the conversation no longer fits.
-        """
-        self.turns.append({"role": "user", "content": text})
-        answer = Completion()
-        try:
-            self._stream(answer)
-        except RequestError:
-            self.turns.pop()
-            raise
-        self.turns.append({"role": "assistant", "content": answer.text})
-        self.done.append(answer)
-        return answer
-
-    def _stream(self, answer: Completion) -> None:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        prompt = encode_chat(self.loaded, [*system, *self.turns])
-        request = make_request(prompt, self.loaded.tokenizer.eos_ids, **asdict(self.ask))
-        deltas = stream(self.loaded.engine, request)
-        try:
-            for delta in deltas:
-                answer.add(delta)
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            sys.stdout.write(" ...")
-        finally:
-            deltas.close()
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-
-    def stats(self) -> dict[str, Any]:
-        """Totals of the conversation."""
-        tokens = sum(len(item.tokens) for item in self.done)
-        steps = acceptance_length([item.stats for item in self.done])
-        return {"answers": len(self.done), "tokens": tokens, "tokens_per_step": steps}
+HELP = '''/regenerate        answer once more, in other words
+/reset             forget the conversation
+/system TEXT       show or set the system message: /system You answer in rhyme.
+/set               show how answers are sampled
+/set NAME VALUE    change it: /set temperature 0.8; an empty value is the model's own
+/save FILE         write the conversation as JSON messages
+/stats             tokens and acceptance of the conversation so far
+/help              this list
+/bye               leave (also /quit and Ctrl-D)
+A paste is one message; Alt-Enter begins a new line, and so does """ at the start, to the next """.
+Ctrl-C stops the answer, or clears what is half typed.'''
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command: reads turns until the input ends."""
+    """Run the command: reads messages until the input ends."""
     ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
     loaded = load_shown(config)
+    output = Wrapped.for_terminal()
     try:
-        talk = Conversation(loaded, ask, arguments.system)
+        if loaded.chat is None:
+            raise ModelError(
+                f"{loaded.name} has no chat template; it continues text: forerun run --raw"
+            )
+        talk = Conversation(loaded, ask, arguments.system, output.write, say)
         if interactive():
-            say(f"{loaded.name}. /help lists the commands, Ctrl-D leaves.")
-        while (line := _read()) is not None:
-            if line == "/quit":
+            say(f"{loaded.name}. /help lists the commands, /bye leaves.")
+        for text in messages(cache_dir() / "chat_history", interactive()):
+            if text.strip() in ("/bye", "/quit", "/exit"):
                 break
-            _turn(talk, line)
+            _turn(talk, text.strip())
         if arguments.json:
             emit_json({"turns": talk.turns, **talk.stats()})
     finally:
@@ -96,40 +52,92 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _turn(talk: Conversation, line: str) -> None:
-    command, _, rest = line.partition(" ")
-    if not line.strip():
+def _turn(talk: Conversation, text: str) -> None:
+    """One message or command. What cannot be done is said; nothing ends the conversation."""
+    command, _, rest = text.partition(" ")
+    if not text:
         return
-    if command == "/help":
-        say(HELP)
-    elif command == "/reset":
-        talk.reset()
-        say("forgotten")
-    elif command == "/stats":
-        totals = talk.stats()
-        say(
-            f"answers: {totals['answers']}, {totals['tokens']} tokens, "
-            f"{totals['tokens_per_step']:.2f} tokens per step"
-        )
-    elif command == "/system":
-        talk.system = rest or talk.system
-        say(f"system: {talk.system or 'none'}")
-    elif line.startswith("/"):
-        say(f"no command {command}; /help lists them")
-    else:
-        try:
-            talk.say(line)
-        except RequestError as error:
-            say(f"{error} /reset starts anew." if isinstance(error, ContextError) else str(error))
-
-
-def _read() -> str | None:
-    """One line; None at the end of the input. Ctrl-C at an empty prompt leaves like Ctrl-D."""
     try:
-        return input("> " if interactive() else "").strip()
-    except (EOFError, KeyboardInterrupt) as error:
-        if interactive():
-            say("")  # The shell's prompt begins a line of its own.
-        elif isinstance(error, KeyboardInterrupt):
-            raise
-        return None
+        if command in COMMANDS:
+            COMMANDS[command](talk, rest.strip())
+        elif text.startswith("/") and "\n" not in text and " " not in text:
+            say(f"no command {command}; /help lists them")
+        else:
+            talk.say(text)
+    except ContextError as error:
+        say(f"{error} /reset starts anew.")
+    except (RequestError, ConfigError) as error:
+        say(str(error))
+
+
+def _reset(talk: Conversation, _: str) -> None:
+    talk.reset()
+    say("forgotten")
+
+
+def _stats(talk: Conversation, _: str) -> None:
+    totals = talk.stats()
+    say(
+        f"answers: {totals['answers']}, {totals['tokens']} tokens, "
+        f"{totals['tokens_per_step']:.2f} tokens per step"
+    )
+
+
+def _system(talk: Conversation, text: str) -> None:
+    talk.system = text or talk.system
+    say(f"system: {talk.system or 'none'}")
+
+
+def _set(talk: Conversation, text: str) -> None:
+    """Change one field of how answers are sampled, or show all."""
+    name, _, value = text.partition(" ")
+    known = {item.name: item for item in fields(AskConfig)}
+    name = name.replace("-", "_")
+    if name == "system":
+        _system(talk, value.strip())
+    elif name in known:
+        item = known[name]
+        found = parsed(item, f"/set {name}", value.strip()) if value.strip() else item.default
+        change: dict[str, Any] = {name: found}
+        talk.ask = replace(talk.ask, **change)
+        say(f"{name}: {found if found is not None else 'as the model has it'}")
+    elif name:
+        say(f"/set knows {', '.join(known)} and system, not {name}")
+    else:
+        chosen = talk.ask.options(talk.loaded.target.sampling)
+        say(", ".join(f"{key} {value}" for key, value in chosen.items()))
+
+
+def _save(talk: Conversation, text: str) -> None:
+    if not text:
+        say("name a file: /save talk.json")
+        return
+    path = Path(text).expanduser()
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(talk.messages(), file, indent=1, ensure_ascii=False)
+    except OSError as error:
+        say(f"not saved: {error}")
+        return
+    say(f"saved to {path}")
+
+
+def _regenerate(talk: Conversation, _: str) -> None:
+    talk.regenerate()
+
+
+def _help(_: Conversation, __: str) -> None:
+    say(HELP)
+
+
+COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
+    "/reset": _reset,
+    "/clear": _reset,
+    "/stats": _stats,
+    "/system": _system,
+    "/set": _set,
+    "/save": _save,
+    "/regenerate": _regenerate,
+    "/help": _help,
+    "/?": _help,
+}

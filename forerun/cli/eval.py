@@ -31,7 +31,7 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
-    if config.speculation == "off":
+    if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
     try:
-        if target.config.speculation == "off":
+        if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
         simulate = _simulation(target) if arguments.simulate else None
         with bars() as progress:
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
                     found += ask(target, target.config, question, shapes, progress, simulate)
     finally:
         target.close()
-    promised = _promised(target.config.draft)
+    promised = _promised(target.config.speculative_draft_model_path)
     if arguments.json:
         facts = [asdict(finding) for finding in found]
         tried = [asdict(attempt) for attempt in attempts]

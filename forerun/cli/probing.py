@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from forerun.bench.probe import USELESS, Attempt, probe
-from forerun.build.drafting import NO_DRAFT, with_shipped
+from forerun.build.drafting import AUTO, NO_DRAFT, with_shipped
 from forerun.cli.console import bars, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
@@ -19,8 +19,9 @@ def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attem
         return config, []
     if config.draft_reading is not None:
         raise ConfigError("--draft-reading says how to read the draft; leave --probe out.")
-    named = config.draft not in (None, NO_DRAFT) or config.speculation in ("head", "both")
-    if config.toy or config.speculation in ("off", "ngram") or not named:
+    method, given = config.algorithm, config.speculative_draft_model_path
+    named = given not in (None, NO_DRAFT) or method.name != AUTO
+    if config.toy or not method.model or not named:
         raise ConfigError("--probe has nothing to probe: no draft head is asked for.")
     config = with_shipped(config)
     try:
@@ -30,7 +31,8 @@ def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attem
         if config.draft_on_error == "disable":
             return config, []  # Loading finds the same fault and says what follows from it.
         raise
-    say(f"probe of {config.draft}: tokens per step under {len(found)} readings, chain of 3")
+    draft = config.speculative_draft_model_path
+    say(f"probe of {draft}: tokens per step under {len(found)} readings, chain of 3")
     for attempt in found:
         note = "  (as configured)" if attempt.configured else ""
         say(f"  {attempt.length:.3f} ({attempt.tokens} tokens)  {attempt.variant}{note}")

@@ -34,7 +34,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit_json(as_dict(proof) | {"model": target.name, "machine": stamp()})
     else:
-        _show(proof, trial, target.name)
+        forced = target.config.policy == "fixed" and target.config.speculates
+        _show(proof, trial, target.name, forced)
     return 0 if proof.holds else 1
 
 
@@ -53,14 +54,14 @@ def _trial(arguments: argparse.Namespace) -> Trial:
     )
 
 
-def _show(proof: Proof, trial: Trial, name: str) -> None:
+def _show(proof: Proof, trial: Trial, name: str, forced: bool) -> None:
     asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
     bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
     other = ", other parameters for each" if trial.mixed else ""
     table = Table(title=f"{name}: {asked}{bound}{other}")
     for heading in ("T", "speculation", "at once"):
         table.add_column(heading)
-    for heading in ("identical", "tokens/s", "tokens per step", "draft_tokens", "accepted"):
+    for heading in ("identical", "tokens per step", "draft tokens", "accepted"):
         table.add_column(heading, justify="right")
     for index, run in enumerate(proof.runs):
         first = index == 0 or proof.runs[index - 1].temperature != run.temperature
@@ -69,7 +70,6 @@ def _show(proof: Proof, trial: Trial, name: str) -> None:
             run.speculation,
             str(run.at_once),
             "reference" if first else f"{run.identical} of {run.answers}",
-            f"{run.tokens / run.seconds:.1f}",
             f"{run.tokens_per_step:.2f}",
             f"{run.draft_tokens:,}",
             f"{run.share_accepted:.0%}" if run.draft_tokens else "",
@@ -79,6 +79,12 @@ def _show(proof: Proof, trial: Trial, name: str) -> None:
         if run.divergence:
             say(_describe(run.divergence, run.speculation, run.temperature, run.at_once))
     say(_verdict(proof))
+    if forced:
+        say(
+            "Draft tokens were forced into every step (--policy fixed), also where they do not "
+            "pay: this shows that no token changes, not how fast it is; forerun bench measures "
+            "that."
+        )
 
 
 def _describe(divergence: Divergence, side: str, temperature: float, at_once: int) -> str:
@@ -106,7 +112,7 @@ def _preempted(proof: Proof) -> str:
 def _verdict(proof: Proof) -> str:
     if not proof.identical:
         return "NOT LOSSLESS: the runs above diverge."
-    if proof.speculation == "off":
+    if proof.speculation == "OFF":
         return "No divergence between batches; speculation was off."
     if not proof.speculated:
         return (

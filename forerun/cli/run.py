@@ -8,16 +8,16 @@ from time import perf_counter
 from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
+from forerun.cli import chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
 from forerun.cli.probing import probed
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.config import AskConfig, EngineConfig
-from forerun.control.cost_model import StepCosts
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
 from forerun.flags import configured
-from forerun.types import Ints
+from forerun.types import Ints, RequestId
 
 FEWEST = 8
 """A speed over fewer tokens than these would say nothing."""
@@ -48,10 +48,14 @@ class Timed:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
-    if arguments.compare and config.speculation == "off":
+    if arguments.compare and not config.speculates:
         raise ConfigError("--compare has nothing to compare with speculation off.")
     if arguments.raw and arguments.system:
         raise ConfigError("--raw has no place for --system: it uses no chat template.")
+    if not (arguments.raw or arguments.parse_special):
+        raise ConfigError("--no-parse-special is for --raw: chats never hold control tokens.")
+    if arguments.model_word and arguments.prompt is None and interactive():
+        return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
     loaded = load_shown(probed(config, arguments.probe)[0])
     try:
@@ -59,11 +63,11 @@ def main(arguments: argparse.Namespace) -> int:
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
             grammar=None if grammar is None else loaded.target.compile(grammar),
-            **asdict(ask),
+            **ask.options(loaded.target.sampling),
         )
         answer = answered(loaded, request, show=not arguments.json)
         twins = compared(loaded, request) if arguments.compare else []
-        report = summary(answer, twins, loaded.target.costs)
+        report = summary(answer, twins)
         if arguments.json:
             emit_json({"text": answer.completion.text, **report, "info": loaded.info})
         else:
@@ -95,15 +99,16 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
     Both are measured: the answer that was shown came first, when the machine was still cold.
     """
     plain = replace(request, speculation=Speculation(enabled=False, stats=True))
-    return [(answered(loaded, plain), answered(loaded, request)) for _ in range(ROUNDS)]
+
+    def again(asked: Request, number: int) -> Timed:
+        # The engine may still be ending the last one when its news is here.
+        return answered(loaded, replace(asked, id=RequestId(f"{request.id}-{number}")))
+
+    return [(again(plain, 2 * number), again(request, 2 * number + 1)) for number in range(ROUNDS)]
 
 
-def summary(
-    answer: Timed, twins: list[tuple[Timed, Timed]], costs: StepCosts | None
-) -> dict[str, Any]:
-    """The numbers of one answer, beside plain decoding: measured with its twins where there are
-    any, else reckoned from the step costs measured at start-up.
-    """
+def summary(answer: Timed, twins: list[tuple[Timed, Timed]]) -> dict[str, Any]:
+    """The numbers of one answer; beside plain decoding, where its twins measured that."""
     done = answer.completion
     report: dict[str, Any] = {
         "tokens": len(done.tokens),
@@ -113,9 +118,6 @@ def summary(
         "tokens_per_step": acceptance_length([done.stats]),
         "speculation": asdict(done.stats) if done.stats else None,
     }
-    if not twins and costs is not None:
-        reckoned = 1000.0 / costs.verify_ms[0]
-        report["plain_tokens_per_second_reckoned"] = reckoned
     if twins:
         speeds = [(a.speed, b.speed) for a, b in twins if a.speed and b.speed]
         report["rounds"] = speeds
@@ -142,12 +144,8 @@ def sentence(report: dict[str, Any]) -> str:
             f"tokens/s, with it {report['again_tokens_per_second']:.1f}: "
             f"{report['speedup']:.2f} times as fast (medians)"
         )
-    if speed is not None and "plain_tokens_per_second_reckoned" in report:
-        reckoned = report["plain_tokens_per_second_reckoned"]
-        parts.append(
-            f"plain decoding: about {reckoned:.0f} tokens/s by the step cost measured at start "
-            "(--compare measures it)"
-        )
+    elif speed is not None and report["speculation"] and report["speculation"]["draft_tokens"]:
+        parts.append("--compare measures the speed without speculation")
     if "same_text" in report:
         parts.append("same text" if report["same_text"] else "THE TEXT DIFFERS: please report")
     return "[" + "; ".join(parts) + "]"
@@ -169,6 +167,6 @@ def _prompt(given: str | None) -> str:
 
 def _encode(loaded: Loaded, text: str, arguments: argparse.Namespace) -> Ints:
     if arguments.raw:
-        return loaded.tokenizer.encode(text, bos=True)
+        return loaded.tokenizer.encode(text, arguments.parse_special, bos=True)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     return encode_chat(loaded, [*system, {"role": "user", "content": text}])

@@ -20,16 +20,17 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: serves until a signal ends it. With --json the address is an object."""
     config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
-    if arguments.api_key_file:
-        keys = read_keys(Path(arguments.api_key_file))
+    if settings.api_key_file:
+        keys = read_keys(Path(settings.api_key_file))
         settings = replace(settings, api_keys=settings.api_keys + keys)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    level = settings.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
     if settings.host not in LOOPBACK and not settings.api_keys:
         say(f"forerun: anyone who can reach {settings.host} may use this server; see --api-key")
     run(
         partial(_load, config, arguments.probe),
         settings,
-        partial(_announce, as_json=arguments.json),
+        partial(_announce, as_json=arguments.json, ui=settings.ui),
     )
     return 0
 
@@ -43,11 +44,13 @@ def _load(config: EngineConfig, probe: bool) -> Loaded:
     return loaded
 
 
-def _announce(url: str, as_json: bool) -> None:
+def _announce(url: str, as_json: bool, ui: bool) -> None:
     if as_json:
         emit_json({"url": url})
     else:
         say(f"listening on {url}")
+        if ui:
+            say(f"web UI at {url.removesuffix('v1')}")
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -28,16 +28,21 @@ from forerun.train.served import ServedAuthor
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. A second run with the same --out goes on where the first stopped."""
-    changes = {item.name: getattr(arguments, item.name) for item in fields(TrainConfig)}
+    changes = {item.name: arguments.values[item.name] for item in fields(TrainConfig)}
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
     prompts = Path(arguments.prompts) if arguments.prompts else None
     if prompts and not prompts.is_file():
         raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
-    engine = replace(configured(EngineConfig, arguments), max_sequences=config.width)
+    engine = replace(
+        configured(EngineConfig, arguments),
+        model=arguments.model,
+        executor=arguments.executor,
+        max_sequences=config.width,
+    )
     if config.start_from and config.table_only:
         raise ConfigError("--table-only trains no head; leave --start-from out")
-    if config.start_from and arguments.draft_vocab:
+    if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")

@@ -11,18 +11,21 @@ from rich.table import Table
 from forerun.bench.frontier import draw
 from forerun.bench.tune import OFF, Sweep, Tuning, as_dict, settings_for, tune
 from forerun.bench.workload import read_prompts
-from forerun.build.tuned import save
+from forerun.build.tuned import forget, save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.flags import configured
+from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     config = configured(EngineConfig, arguments)
-    if config.speculation == "off":
+    if arguments.forget:
+        return _forget(config)
+    if not config.speculates:
         raise ConfigError("there is nothing to tune with speculation off; choose a drafter.")
     if arguments.out:
         _check_picture(Path(arguments.out))
@@ -30,9 +33,9 @@ def main(arguments: argparse.Namespace) -> int:
     prompts, batches = tuple(read_prompts(path)), arguments.batches
     target = open_shown(replace(config, max_sequences=max(batches), policy="adaptive"))
     try:
-        if target.config.speculation == "off":
+        if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
-        settings = settings_for(target.config.speculation)
+        settings = settings_for(target.config)
         sweep = Sweep(prompts, settings, batches, arguments.tokens)
         with bars() as progress:
             tuning = tune(target, sweep, progress)
@@ -48,6 +51,13 @@ def main(arguments: argparse.Namespace) -> int:
     say(f"best: {tuning.best.name}; serve, run and chat use it from now on ({written})")
     if arguments.out:
         _draw(Path(arguments.out), tuning, target.name)
+    return 0
+
+
+def _forget(config: EngineConfig) -> int:
+    name = "toy" if config.toy else open_model(config.model, revision=config.revision).name
+    count = forget(name)
+    say(f"{name}: {count} profiles forgotten; the defaults hold again")
     return 0
 
 

@@ -12,7 +12,8 @@ from forerun.errors import RequestError
 from forerun.types import Ints
 
 Prompt = str | Sequence[dict[str, Any]]
-"""A text to continue, or the messages of a conversation to answer."""
+"""A text to continue, in which control strings such as <|im_start|> are their tokens, or the
+messages of a conversation to answer, in which they are not."""
 
 
 class LLM:
@@ -74,7 +75,7 @@ class LLM:
 
     def _tokens(self, prompt: Prompt) -> Ints:
         if isinstance(prompt, str):
-            return self.loaded.tokenizer.encode(prompt, bos=True)
+            return self.loaded.tokenizer.encode(prompt, specials=True, bos=True)
         return encode_chat(self.loaded, prompt)
 
     def _request(self, prompt: Ints, options: dict[str, Any]) -> Request:

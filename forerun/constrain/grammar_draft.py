@@ -16,10 +16,10 @@ from forerun.constrain.grammars import Committed
 from forerun.constrain.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.token_prior import TAIL, Places, TokenPrior, last_of, legal
-from forerun.control.constants import MIN_PROB
+from forerun.control.constants import FIXED_MIN_PROB
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import Ints
 
 
@@ -62,7 +62,7 @@ class GrammarState:
                 self.failed[path] = self.matcher.error
         return found
 
-    def predicted(self, min_prob: float = MIN_PROB) -> list[PredictedToken]:
+    def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
         """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
         more. They are looked for once per step.
         """
@@ -109,10 +109,10 @@ def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
     guided = GuidedDraft()
     # By number of what lies ahead: its node, and how deep that is; -1 = the root.
     hung = {-1: (-1, 0)}
-    for number, (token, parent, score) in enumerate(state.predicted()):
+    for number, (token, parent, score, source) in enumerate(state.predicted()):
         above, level = hung.get(parent, (-1, depth))
         if level < depth:
-            hung[number] = guided.hang(token, above, score, -1), level + 1
+            hung[number] = guided.hang(token, above, score, -1, source), level + 1
     if len(draft):
         _check(state, draft, depth, guided)
     return guided
@@ -130,6 +130,7 @@ def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft")
     """Hang into `guided` what is legal of a draft, and what is forced below it."""
     matcher = state.matcher
     below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
+    sources = draft.sources()
     path: list[int] = []
     # What is still to hang: draft tokens of the draft and the node above them.
     todo, end = [(below[-1], -1)], thread_time() + PATIENCE
@@ -142,12 +143,13 @@ def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft")
         node = parent
         forced = matcher.forced()
         for token in forced[: depth - len(above)]:
-            node = guided.hang(token, node, 1.0, guided.rank[parent])
+            node = guided.hang(token, node, 1.0, guided.rank[parent], DraftSource.GRAMMAR)
         mask = state.mask(tuple(above)) if draft_tokens and not forced else None
         for draft_token in draft_tokens:
             token = tokens[draft_token]
             if legal(mask, token) if not forced else token == forced[0]:
-                hung = guided.hang(token, parent, float(draft.score[draft_token]), draft_token)
+                score, source = float(draft.score[draft_token]), sources[draft_token]
+                hung = guided.hang(token, parent, score, draft_token, source)
                 todo.append((below.get(draft_token, []), hung))
     matcher.back(len(path))
 
@@ -164,11 +166,12 @@ class GuidedDraft:
         self._tokens: list[int] = []
         self._parents: list[int] = []
         self._score: list[float] = []
+        self._source: list[int] = []
         self._place: dict[tuple[int, int], int] = {}
 
-    def hang(self, token: int, parent: int, score: float, rank: int) -> int:
+    def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
         """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
-        its beginning.
+        its beginning. Its source is whoever named it first.
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)
@@ -176,6 +179,7 @@ class GuidedDraft:
             self._tokens.append(token)
             self._parents.append(parent)
             self._score.append(score)
+            self._source.append(source)
             self.rank[node] = rank
         self._score[node] = max(score, self._score[node])
         return node
@@ -199,4 +203,5 @@ class GuidedDraft:
             np.array(self._parents, np.int32),
             np.array(self._score, np.float32),
             np.array(sorted(order[:nodes]), np.int64),
+            np.array(self._source, np.int32),
         )

@@ -1,13 +1,15 @@
 """The grammars of all running sequences, by slot."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Ints
 
 
-class Committed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Committed:
     """What became of emitted tokens.
 
     kept      how many of them count; the others, and whatever may come, do not

@@ -6,6 +6,7 @@ from time import thread_time
 from typing import NamedTuple
 
 from forerun.constrain.matcher import Matcher
+from forerun.speculative.tree import DraftSource
 
 MAX_AHEAD = 32
 """Tokens that are looked ahead at most."""
@@ -22,11 +23,13 @@ class PredictedToken(NamedTuple):
 
     parent  number of the draft token above it, -1 = none
     score   probability that the whole path to it is right
+    source  GRAMMAR where it alone can follow, else TOKEN_PRIOR
     """
 
     token: int
     parent: int
     score: float
+    source: DraftSource = DraftSource.GRAMMAR
 
 
 class JumpForward:
@@ -70,7 +73,8 @@ class JumpForward:
             return
         for token, chance in self._likely(tuple(self._path)):
             if score * chance >= self._min_prob:
-                draft_token = PredictedToken(token, node, score * chance)
+                prior = DraftSource.TOKEN_PRIOR
+                draft_token = PredictedToken(token, node, score * chance, prior)
                 heappush(
                     self._heap,
                     (-draft_token.score, len(self._heap) + len(self._found), draft_token),

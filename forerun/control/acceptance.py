@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.control.constants import DECAY, FIRST_RATE, PRIOR_WEIGHT, SHARED_DECAY
+from forerun.control.constants import DECAY, FIRST_RATE
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import AnyArray, Ints
 
@@ -29,16 +29,17 @@ class _Record:
 class Acceptance:
     """Learns from every draft, verified or not: what came is compared with what was proposed.
 
-    Two things are kept of each slot, both decayed, and both starting from what all sequences
-    share. `trust`: draft tokens that were right over those that should have been by their scores.
-    `rates`: how often level d of a draft was right where level d - 1 was.
+    Two things are kept of each slot, both decayed. `trust`: draft tokens that were right over
+    those that should have been by their scores. `rates`: how often level d of a draft was right
+    where level d - 1 was. What all sequences share, and of a level what is known of the one
+    above, counts as one observation.
 
     levels  D, depth of a draft at most
     """
 
     def __init__(self, levels: int) -> None:
         self._records: dict[int, _Record] = {}
-        self._expected = self._hits = 10.0
+        self._expected = self._hits = 1.0
         self.first_rate = FIRST_RATE
         self._tries = np.zeros((0, levels))
         self._right = np.zeros((0, levels))
@@ -50,7 +51,7 @@ class Acceptance:
         self._tries = np.pad(self._tries, ((0, missing), (0, 0)))
         self._right = np.pad(self._right, ((0, missing), (0, 0)))
         self._tries[slot], self._right[slot] = 0.0, 0.0
-        self._tries[slot, 0], self._right[slot, 0] = PRIOR_WEIGHT, PRIOR_WEIGHT * self.first_rate
+        self._tries[slot, 0], self._right[slot, 0] = 1.0, self.first_rate
 
     @property
     def shared_trust(self) -> float:
@@ -68,8 +69,7 @@ class Acceptance:
         rates = np.empty_like(right)
         rates[:, 0] = right[:, 0] / tries[:, 0]
         for level in range(1, rates.shape[1]):
-            prior = PRIOR_WEIGHT * rates[:, level - 1]
-            rates[:, level] = (prior + right[:, level]) / (PRIOR_WEIGHT + tries[:, level])
+            rates[:, level] = (rates[:, level - 1] + right[:, level]) / (1.0 + tries[:, level])
         return rates
 
     def calibrated(self, slot: int, draft: Draft) -> Draft:
@@ -85,7 +85,7 @@ class Acceptance:
             min(score * trust**level, _ALMOST)
             for score, level in zip(draft.score.tolist(), depth, strict=True)
         ]
-        return Draft(draft.tokens, draft.parents, np.array(scores, np.float32))
+        return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
     def learn(self, slot: int, tokens: list[int], draft_tokens: int, given: int) -> bool | None:
         """`tokens` came, at least one. True where a draft token was right, False where none was,
@@ -100,8 +100,8 @@ class Acceptance:
             record.proposed = NO_DRAFT
             record.expected = DECAY * record.expected + expected
             record.hits = DECAY * record.hits + right
-            self._expected = SHARED_DECAY * self._expected + expected
-            self._hits = SHARED_DECAY * self._hits + right
+            self._expected = DECAY * self._expected + expected
+            self._hits = DECAY * self._hits + right
         elif draft_tokens:
             right = len(tokens) - 1
             tried = min(right + 1, given, draft_tokens)
@@ -112,7 +112,7 @@ class Acceptance:
         self._right[slot] *= DECAY
         self._tries[slot, :tried] += 1.0
         self._right[slot, :right] += 1.0
-        self.first_rate += (1.0 - SHARED_DECAY) * ((right > 0) - self.first_rate)
+        self.first_rate += (1.0 - DECAY) * ((right > 0) - self.first_rate)
         return right > 0
 
 

@@ -40,6 +40,7 @@ TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than i
 WRONG = "off: the drafter's tokens are wrong too often in this text"
 LOOKING = "off, but the drafter is asked once to see whether the text has become easier"
 PROBING = "off, but one draft token is verified to measure what it costs now"
+PLAIN = "off for one step, which measures what a step without draft tokens takes now"
 PAUSED = "off for one step, in which others measure what a draft token costs now"
 ON = "on: draft tokens that save time are verified"
 ON_LEVELS = "on: {} draft tokens save time"
@@ -76,17 +77,20 @@ class AdaptivePolicy:
         self._nodes, self._depth, self._width = max_nodes, max_depth, max_nodes // max_depth
         self._free, self._lookahead = free, lookahead
         self._fault: str | None = None
-        # By slot: steps since it was last asked for draft tokens.
-        self._pause: dict[int, float] = {}
+        # Steps so far, and by slot the last one in which it had draft tokens, or wrong ones.
+        self._step = 0
+        self._tried: dict[int, float] = {}
         # The price of a draft token, for how many rows, and how many steps ago it was worked out.
         self._price, self._priced, self._age = 0.0, 0, 0
         # Steps since a draft token was verified.
         self._idle, self._probing = 0, False
+        # Steps since one was plain.
+        self._drafted = 0
 
     def open(self, slot: int) -> None:
         """Start from what other sequences taught, and be asked at once."""
         self.acceptance.open(slot)
-        self._pause[slot] = np.inf
+        self._tried[slot] = -np.inf
 
     def disable(self, reason: str) -> None:
         """Nothing but what grammars know from now on."""
@@ -110,7 +114,8 @@ class AdaptivePolicy:
         return widened(budgets, np.bincount([owners[i] for i in bought], minlength=len(slots)))
 
     def price(self, kv_len: Ints) -> float:
-        """What a draft token costs at least, in tokens of average speed, beside these rows.
+        """What a draft token costs at least, in tokens of plain decoding, beside these rows:
+        one that promises less is not worth looking for.
 
         Times grow in straight lines between the measured counts of nodes, so one of these, or the
         first or the last draft token, is where a draft token is cheapest.
@@ -126,16 +131,20 @@ class AdaptivePolicy:
             )
             drafting = costs.measured.draft_ms / plain if self._free else 0.0
             self._price, self._priced, self._age = rows * (cheapest + drafting), rows, 0
-        return self._price * max(1.0, self.guard.speed)
+        return self._price
 
     def _asked(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """What the drafter is asked for."""
-        self._probing = False
+        self._step, self._probing = self._step + 1, False
         why = self._fault or (DISABLED if self.guard.disabled else None)
+        if why is None and self._drafted >= PROBE_EVERY:
+            why = PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
-        if not self._free:
-            return self._levels(slots, kv_len)
+        return self._choices(slots, kv_len) if self._free else self._levels(slots, kv_len)
+
+    def _choices(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+        """All that a free drafter knows, where something of it may pay."""
         self._idle += 1
         price = self.price(kv_len)
         if self._idle % PROBE_EVERY == 0:
@@ -152,20 +161,18 @@ class AdaptivePolicy:
         trust = self.acceptance.trust(slot)
         if trust > price:
             return _all(self._nodes, self._depth, round(price, 2))
-        self._pause[slot] += 1
-        if self._pause[slot] <= LOOK_EVERY:
+        if self._step - self._tried[slot] <= LOOK_EVERY:
             return _wrong(round(100 * trust), round(100 * price))
-        self._pause[slot] = 0
+        self._tried[slot] = self._step
         return Budget(1, 1, LOOKING, price)
 
     def _probes(self, slots: Ints) -> list[Budget]:
-        """One draft token each for a few rows with good ones; nothing else is verified."""
+        """One draft token each for a few rows, more often right than not; nothing else."""
         good = [row for row, slot in enumerate(slots.tolist()) if self.acceptance.trust(slot) > 0.5]
-        probed = set(good[:PROBE_ROWS])
-        return [
-            Budget(1, 1, PROBING) if row in probed else Budget(0, 0, PAUSED)
-            for row in range(len(slots))
-        ]
+        budgets = [Budget(0, 0, PAUSED)] * len(slots)
+        for row in good[:PROBE_ROWS]:
+            budgets[row] = Budget(1, 1, PROBING)
+        return budgets
 
     def _levels(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """As many levels as pay, by what came of earlier ones. A row that gets none is probed now
@@ -185,9 +192,9 @@ class AdaptivePolicy:
         useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
         budgets = []
         for slot, given, rate in zip(slots.tolist(), levels.tolist(), rates[:, 0], strict=True):
-            self._pause[slot] = 0.0 if given else self._pause[slot] + 1.0
+            self._tried[slot] = self._step if given else self._tried[slot]
             facts = round(100 * float(rate)), round(100 * price * max(1.0, self.guard.speed))
-            probe = not given and useful and self._pause[slot] > price / LOSS_SHARE
+            probe = not given and useful and self._step - self._tried[slot] > price / LOSS_SHARE
             budgets.append(_level(width, 1 if probe else given, probe, *facts))
         return budgets
 
@@ -262,15 +269,17 @@ class AdaptivePolicy:
                two, ...; plain: with none
         """
         price = rows * max(1.0, self.guard.speed)
-        best, most, tokens, certain = 0, 0.0, 0.0, 0
+        most_longer = self.guard.max_loss * plain
+        best, most, tokens, certain_ms = 0, 0.0, 0.0, plain
         for number, (value, time) in enumerate(zip(worth, ms, strict=True), 1):
             tokens += value
-            certain += value >= CERTAIN
-            longer = time / plain - 1.0
-            if longer - certain / rows > self.guard.max_loss:
+            if value >= CERTAIN:
+                certain_ms = time
+            if time - certain_ms > most_longer:
                 break
-            if tokens - price * longer > most:
-                best, most = number, tokens - price * longer
+            won = tokens - price * (time / plain - 1.0)
+            if won > most:
+                best, most = number, won
         return best
 
     # --- when the step is over -----------------------------------------------------------
@@ -278,6 +287,7 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         """Learn what the step cost, and of every row what its draft tokens were worth."""
         self.guard.observe(report)
+        self._drafted = self._drafted + 1 if any(report.draft_tokens) else 0
         columns = report.slots, report.tokens, report.draft_tokens, report.allowed
         for slot, tokens, draft_tokens, allowed in zip(*columns, strict=True):
             if not tokens:
@@ -286,7 +296,7 @@ class AdaptivePolicy:
             right = self.acceptance.learn(slot, tokens, blind, allowed // self._width)
             if right is not None:
                 # A look that succeeds is repeated at once: easy text must be noticed quickly.
-                self._pause[slot] = np.inf if right else 0.0
+                self._tried[slot] = -np.inf if right else self._step
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""
@@ -306,11 +316,13 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
         return NO_DRAFT
     count = sum(kept)
     if all(kept[:count]):  # Mostly: draft tokens come best first.
-        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count])
+        source = draft.source_of(slice(count))
+        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count], source)
     keep = np.array(kept)
     # Where each kept draft token stands now; one more at the end, so that -1 stays the root.
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
-    return Draft(draft.tokens[keep], place[draft.parents[keep]], draft.score[keep])
+    parents = place[draft.parents[keep]]
+    return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
 
 
 # Text takes long to make: rows of a step, and steps, mostly say the same.

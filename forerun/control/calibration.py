@@ -7,6 +7,15 @@ from time import perf_counter
 
 import numpy as np
 
+from forerun.control.constants import (
+    CACHED,
+    FIRST_CALLS,
+    MIN_REPEATS,
+    NODES,
+    PER_ROW,
+    REPEATS,
+    SECONDS,
+)
 from forerun.control.cost_model import StepCosts
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
@@ -17,37 +26,6 @@ from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
-
-NODES = (1, 2, 64, 8, 4, 16, 32, 3, 5, 6)
-"""Node counts that are timed, as far as limits allow; the most telling come first, because no
-further one is begun after SECONDS."""
-
-PER_ROW = 8
-"""Nodes of one row at most; more nodes mean more rows, as they would in service."""
-
-CACHED = 256
-"""Cached tokens in the measurement that tells what reading the cache costs."""
-
-WORDS = 250
-"""Token ids used are below this, which every vocabulary holds."""
-
-FIRST_CALLS = 2
-"""Steps of a count that are not timed. The first one compiles what is made when it is needed, and
-pages in what lies on disk; on a GPU the second one captures what the others replay. Measured with
-both, a table said 30 to 300 times a step's time (tests/control/test_calibration.py)."""
-REPEATS = 8
-"""A count is timed so often at most."""
-FURTHER = 4
-"""Levels of draft tokens beyond the first whose cost is compared with none."""
-PAIRS = 4
-"""Steps with and without cached tokens that are compared."""
-MIN_REPEATS = 3
-"""A count is timed at least so often, unless that takes three times SECONDS: a step that was
-interrupted must not decide what a draft token costs beside 64 rows."""
-SMOOTH = 8
-"""Nodes from which on steps grow at least in proportion; below, kernels work in fours."""
-SECONDS = 0.5
-"""All counts get the same share of this."""
 
 
 def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
@@ -80,20 +58,20 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
 def smoothed(counts: list[int], ms: list[float]) -> list[float]:
     """The times with what bulges upwards among large steps pressed flat.
 
-    From SMOOTH nodes on a further node costs as much as one before it or more, never less, and
+    From PER_ROW nodes on a further node costs as much as one before it or more, never less, and
     noise only adds: so the times must be convex there, and the greatest such curve below them
     is taken. One slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
     """
     hull: list[int] = []
     for here in range(len(counts)):
-        if counts[here] < SMOOTH:
+        if counts[here] < PER_ROW:
             continue
         while len(hull) >= 2 and _above(hull[-2], hull[-1], here, counts, ms):
             hull.pop()
         hull.append(here)
     corners = [counts[i] for i in hull], [ms[i] for i in hull]
     return [
-        time if count < SMOOTH else float(np.interp(count, *corners))
+        time if count < PER_ROW else float(np.interp(count, *corners))
         for count, time in zip(counts, ms, strict=True)
     ]
 
@@ -138,11 +116,11 @@ def _attention_ms(executor: Executor) -> float:
     cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
-        _time_step(executor, _Step(limits, [chunk % WORDS], 0, start, samples=False))
+        _time_step(executor, _Step(limits, [np.zeros_like(chunk)], 0, start, samples=False))
     root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.max_nodes)
     far, near = _Step(limits, root, nodes - 1, cached), _Step(limits, root, nodes - 1)
     # The far step first: the near one overwrites the start of the cache, not its length.
-    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(PAIRS)]
+    pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(MIN_REPEATS)]
     extra = min(pair[0] for pair in pairs) - min(pair[1] for pair in pairs)
     return max(0.0, 1e6 * extra / (nodes * cached))
 
@@ -258,7 +236,7 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
     each further level; None where it does not do that itself. And the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2), {}
-    for levels in (1, 0, FURTHER + 1):
+    for levels in (1, 0, PER_ROW // 2):
         request = DraftRequest(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []
         for _ in range(REPEATS):
@@ -268,7 +246,8 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
                 return None, outcome
         fastest[levels] = 1000.0 * min(taken)
     follow = max(0.0, fastest[1] - fastest[0])
-    return (follow, max(0.0, fastest[FURTHER + 1] - fastest[1]) / FURTHER), outcome
+    further = max(0.0, fastest[PER_ROW // 2] - fastest[1]) / (PER_ROW // 2 - 1)
+    return (follow, further), outcome
 
 
 def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts:

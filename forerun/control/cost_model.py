@@ -6,7 +6,7 @@ from math import exp, log
 
 import numpy as np
 
-from forerun.control.constants import FOLLOW, OUTLIER_FACTOR, REFIT
+from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER_FACTOR
 from forerun.types import AnyArray
 
 
@@ -50,7 +50,7 @@ class LiveCosts:
         # Logarithms of the corrections: of all counts, and of each in measured.nodes.
         self._level, self._steps = 0.0, 0
         self._each = [0.0] * len(measured.nodes)
-        self._seen = [4.0] * len(measured.nodes)
+        self._seen = [float(MIN_REPEATS)] * len(measured.nodes)
 
     def many(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
         """Milliseconds of a step, drafting not counted; the arguments' shape.
@@ -89,7 +89,7 @@ class LiveCosts:
         error = log(max(ms, 1e-6) / max(believed, 1e-6))
         self._steps += 1
         if self._steps > 1:
-            error = max(-log(OUTLIER_FACTOR), min(log(OUTLIER_FACTOR), error))
+            error = min(log(OUTLIER_FACTOR), error)
         # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few.
         follow = max(FOLLOW, 1.0 / self._steps)
         self._level += follow * error
@@ -98,7 +98,7 @@ class LiveCosts:
         # The measured counts on both sides share what was learnt, the nearer one more.
         for count, weight in ((above, fraction), (below, 1.0 - fraction)):
             self._seen[count] += weight
-            self._each[count] += max(REFIT, 1.0 / self._seen[count]) * weight * error
+            self._each[count] += max(1.0 - DECAY, 1.0 / self._seen[count]) * weight * error
 
     def describe(self) -> dict[str, float]:
         """Milliseconds by number of nodes, as believed now, with little context."""

@@ -9,12 +9,11 @@ therefore lose CREDIT + LOSS_SHARE * n plain steps at most, and of what it won b
 
 from forerun.control.constants import (
     CREDIT,
+    DECAY,
     INITIAL_SPEED,
     LOSS_SHARE,
     MAX_CREDIT,
-    MAX_LOSS_SHARE,
     OUTLIER_FACTOR,
-    SPEED_WEIGHT,
 )
 from forerun.control.cost_model import LiveCosts, StepCosts
 from forerun.control.report import StepReport
@@ -47,7 +46,7 @@ class SlowdownGuard:
     @property
     def max_loss(self) -> float:
         """Plain steps that the coming step may lose if all that is uncertain in it is wrong."""
-        return MAX_LOSS_SHARE * max(self._credit, 0.0)
+        return CREDIT * max(self._credit, 0.0) / MAX_CREDIT
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step. One with a prefill says nothing of decoding.
@@ -66,8 +65,8 @@ class SlowdownGuard:
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain
         if any(report.allowed):
-            self._brought += SPEED_WEIGHT * (brought - self._brought)
-            self._paid += SPEED_WEIGHT * (paid - self._paid)
+            self._brought += (1.0 - DECAY) * (brought - self._brought)
+            self._paid += (1.0 - DECAY) * (paid - self._paid)
         self._settle(brought - paid)
 
     def _settle(self, gain: float) -> None:

@@ -19,7 +19,7 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import Offer, best_first
-from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 from forerun.types import Ints
 
 ORDERS = (4, 1)
@@ -142,7 +142,7 @@ class _Paths:
         return best_first(self._offers(places, (), 1.0, -1), self._below, nodes)
 
     def _below(self, taken: Offer, number: int) -> list[Offer]:
-        minus_score, _, _, _, (path, agreeing) = taken
+        minus_score, _, _, _, (path, agreeing), _ = taken
         if len(path) == self._depth:
             return []
         return self._offers(agreeing, path, -minus_score, number)
@@ -166,11 +166,15 @@ class _Paths:
             agreeing = votes.get(token, [])
             weight = sum(pair[1] for pair in agreeing)
             heard = SURE * score * weight / (2 * total)
-            probability = heard + score * DOUBT * usual.get(token, 0.0) / total
+            expected = score * DOUBT * usual.get(token, 0.0) / total
+            probability = heard + expected
             if probability >= self._min_prob:
                 # Equal scores: what was found first, nearer the root first.
                 order = ((len(path) + 1) << 8) + number
-                offers.append((-probability, order, token, parent, ((*path, token), agreeing)))
+                # Whichever of the two counts for more.
+                source = DraftSource.NGRAM if heard >= expected else DraftSource.TABLE
+                state = ((*path, token), agreeing)
+                offers.append((-probability, order, token, parent, state, source))
         return offers
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
@@ -14,14 +15,26 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
 from forerun.engine.step import Parts, begin, finish
 from forerun.engine.timing import StageTimer
+from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, DraftRow, StepTrace, bounded, draft_row
 from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, TokenLogprobs
+from forerun.speculative.tree import TreeBatch
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
 """How long new requests may have to wait where all that run wait for what may follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOver:
+    """A step whose outcome is known: its sequences in row order, what it ran, milliseconds."""
+
+    rows: tuple[Sequence, ...]
+    plan: Plan
+    trees: TreeBatch
+    ms: float
 
 
 class EngineCore:
@@ -51,6 +64,8 @@ class EngineCore:
         self._ended = ended
         self._failures = 0
         self._finished = 0.0
+        # Output tokens of the longest choice that has ended, by request.
+        self._longest: dict[RequestId, int] = {}
         carrier = carrying(parts.executor) if overlap else None
         if overlap and carrier is None:
             log.warning(
@@ -66,7 +81,10 @@ class EngineCore:
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
-        self.live[sequences[0].request.id] = list(sequences)
+        request = sequences[0].request
+        self.metrics.choices.add(request.n)
+        self.metrics.max_tokens.add(request.stopping.max_tokens)
+        self.live[request.id] = list(sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -137,6 +155,7 @@ class EngineCore:
         for sequence in schedule.opened:
             if sequence.slot is None:  # Ended with a sibling that could not be opened.
                 continue
+            sequence.admitted = sequence.admitted or monotonic()
             try:
                 self._registry.open(sequence)
             except Exception as error:
@@ -159,7 +178,8 @@ class EngineCore:
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
         try:
-            outcome = self._wait(running)
+            trees = self._overlap.trees(running)
+            outcome = finish(running.plan, trees, running.scores, self._parts, running.timer)
         except Exception as error:
             log.exception("a step failed")
             self._overlap.drop()  # It carried on from what is not there.
@@ -168,18 +188,16 @@ class EngineCore:
             return
         self._failures = 0
         self._overlap.complete(running, outcome)
-        self._process_outputs(running, outcome)
-        self._release()
         # A step that went on from the one before has what is left of the time since that ended.
-        begun, self._finished = max(running.since, self._finished), perf_counter()
+        begun = max(running.since, self._finished)
+        over = StepOver(running.rows, running.plan, trees, 1000.0 * (perf_counter() - begun))
+        self._process_outputs(over, outcome)
+        self._release()
+        self._finished = perf_counter()
         carried, total = running.trees is None, 1000.0 * (self._finished - begun)
         report = step_report(running.plan, outcome, carried, running.timer.ms, total)
         self._parts.policy.observe(report)
         self.metrics.step(report)
-
-    def _wait(self, running: Running) -> Outcome:
-        trees = self._overlap.trees(running)
-        return finish(running.plan, trees, running.scores, self._parts, running.timer)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
@@ -197,9 +215,9 @@ class EngineCore:
             if not self._overlap.growing(sequence):
                 self._registry.close(self.scheduler.release(sequence))
 
-    def _process_outputs(self, running: Running, outcome: Outcome) -> None:
+    def _process_outputs(self, over: StepOver, outcome: Outcome) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = running.rows, running.plan
+        rows, plan = over.rows, over.plan
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
         for row, sequence in enumerate(rows):
             if sequence.over:
@@ -213,15 +231,17 @@ class EngineCore:
             sequence.append(output_tokens[row])
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
-                self._settle(sequence, plan, row, outcome, output_tokens[row])
+                self._settle(sequence, over, row, outcome)
 
-    def _settle(
-        self, sequence: Sequence, plan: Plan, row: int, outcome: Outcome, tokens: list[int]
-    ) -> None:
-        """Of a row that said `tokens`: count, apply the stop conditions and tell the news."""
+    def _settle(self, sequence: Sequence, over: StepOver, row: int, outcome: Outcome) -> None:
+        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
         sequence.table.rollback(self._overlap.growing(sequence))
+        tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
-        self.metrics.row(draft_tokens, accepted)
+        drafted = NO_DRAFT_ROW
+        if draft_tokens:
+            drafted = draft_row(over.trees, row, tokens[:-1])
+        self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
         try:
             kept, again = self._keep(sequence, tokens)
@@ -229,6 +249,8 @@ class EngineCore:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, _failed(error))
             return
+        if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
+            sequence.unsent_trace.append(_trace(sequence, kept, drafted, over, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
         if again and not sequence.over:
             self._registry.close(self.scheduler.preempt(sequence))
@@ -254,7 +276,8 @@ class EngineCore:
     ) -> None:
         """Tell what was kept; if that ends the sequence, give back first what it holds."""
         if sequence.reported == len(kept.tokens) > 0:
-            self.metrics.first_token.add(monotonic() - sequence.submitted)
+            sequence.first_decided = monotonic()
+            self.metrics.first_token.add(sequence.first_decided - sequence.submitted)
         self.metrics.output_tokens += len(kept.tokens)
         if kept.ending is not None:
             self._remove(sequence, kept.ending.finish)
@@ -274,11 +297,10 @@ class EngineCore:
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
         """Give back all that a sequence holds, and forget it."""
-        metrics, request = self.metrics, sequence.request.id
-        metrics.finished[finish] += 1
-        metrics.duration.add(monotonic() - sequence.submitted)
-        metrics.prompt_tokens += sequence.prompt_len
-        metrics.cached_tokens += sequence.cached_tokens or 0
+        request = sequence.request.id
+        self.metrics.ended(sequence, finish)
+        longest = max(self._longest.get(request, 0), sequence.reported)
+        self._longest[request] = longest
         sequence.over = True
         slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
         self.live[request].remove(sequence)
@@ -286,6 +308,24 @@ class EngineCore:
             self._registry.close(slot)
         if not self.live[request]:
             del self.live[request]
+            self.metrics.longest_output.add(self._longest.pop(request))
+
+
+def _trace(
+    sequence: Sequence, kept: Kept, drafted: DraftRow, over: StepOver, row: int
+) -> StepTrace:
+    """What the step that was just counted did for a sequence."""
+    nodes = bounded(drafted)
+    return StepTrace(
+        number=sequence.tally.steps - 1,
+        position=sequence.reported - len(kept.tokens),
+        tokens=kept.tokens,
+        nodes=nodes,
+        left_out=len(drafted.tokens) - len(nodes.tokens),
+        allowed=int(over.plan.max_nodes[row]),
+        reason=sequence.tally.reason,
+        ms=over.ms,
+    )
 
 
 def _failed(error: Exception) -> Ending:

@@ -3,12 +3,18 @@
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from time import monotonic
 
 from forerun.control.policy import Budget
 from forerun.control.report import STAGES, StepReport
 from forerun.engine.request import Finish
+from forerun.engine.sequence import Sequence
+from forerun.engine.trace import NO_DRAFT_ROW, DraftRow, source_name
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
+"""Bounds for numbers of tokens, to 500,000."""
+CHOICES = (1, 2, 5, 10, 20)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 RECENT = 512
 """Rows over which the rolling acceptance length is taken."""
@@ -55,6 +61,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceCount:
+    """Draft tokens of one source at one depth (from 1): verified, and of these accepted."""
+
+    source: str
+    depth: int
+    verified: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot; all counts since the engine was made, times in seconds.
 
@@ -69,6 +85,12 @@ class Stats:
     seconds            where the time of steps went: draft, verify, mask, accept, commit, host
     first_token        from submission to the first decided token
     duration           from submission to the end
+    queued, prefill, decode   of ended sequences: until a slot was free, from then to the first
+                       decided token, from then to the end; `inference` is the last two together
+    prompt_length, output_length   tokens of ended sequences
+    longest_output     tokens of the longest choice of ended requests
+    max_tokens, choices   what requests asked for
+    by_source          what became of draft tokens, by who proposed them and how deep they hung
     step_seconds, step_nodes   per step
     """
 
@@ -90,6 +112,16 @@ class Stats:
     seconds: dict[str, float]
     first_token: Histogram
     duration: Histogram
+    queued: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    prompt_length: Histogram
+    output_length: Histogram
+    longest_output: Histogram
+    max_tokens: Histogram
+    choices: Histogram
+    by_source: tuple[SourceCount, ...]
     step_seconds: Histogram
     step_nodes: Histogram
 
@@ -107,13 +139,22 @@ class Metrics:
         self.seconds = dict.fromkeys((*STAGES, "host"), 0.0)
         self.first_token = _Growing(SECONDS)
         self.duration = _Growing(SECONDS)
+        self.queued, self.prefill = _Growing(SECONDS), _Growing(SECONDS)
+        self.decode, self.inference = _Growing(SECONDS), _Growing(SECONDS)
+        self.prompt_length, self.output_length = _Growing(LENGTHS), _Growing(LENGTHS)
+        self.longest_output, self.max_tokens = _Growing(LENGTHS), _Growing(LENGTHS)
+        self.choices = _Growing(CHOICES)
+        self._by_source: dict[tuple[int, int], list[int]] = {}
         self.step_seconds = _Growing(SECONDS)
         self.step_nodes = _Growing(NODES)
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._recent_sum = 0
 
-    def row(self, draft_tokens: int, accepted: int) -> None:
-        """One row sampled: it carried `draft_tokens`, of which a path of `accepted` was kept."""
+    def row(self, draft_tokens: int, accepted: int, drafted: DraftRow = NO_DRAFT_ROW) -> None:
+        """One row sampled: it carried `draft_tokens`, of which a path of `accepted` was kept.
+
+        drafted  the same in detail, where it is known
+        """
         if len(self._recent) == RECENT:
             self._recent_sum -= self._recent[0]
         self._recent.append(accepted + 1)
@@ -126,6 +167,27 @@ class Metrics:
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for depth in range(accepted):
             self.accepted_at[depth] += 1
+        for place in zip(drafted.sources, drafted.depth, strict=True):
+            self._by_source.setdefault(place, [0, 0])[0] += 1
+        for node in drafted.accepted:
+            self._by_source[drafted.sources[node], drafted.depth[node]][1] += 1
+
+    def ended(self, sequence: Sequence, finish: Finish) -> None:
+        """A sequence is over: count its lengths, and where its time went."""
+        now = monotonic()
+        self.finished[finish] += 1
+        self.prompt_tokens += sequence.prompt_len
+        self.cached_tokens += sequence.cached_tokens or 0
+        self.duration.add(now - sequence.submitted)
+        self.prompt_length.add(sequence.prompt_len)
+        self.output_length.add(sequence.reported)
+        admitted, first = sequence.admitted, sequence.first_decided
+        self.queued.add((admitted or now) - sequence.submitted)
+        if admitted is not None:
+            self.inference.add(now - admitted)
+            self.prefill.add((first or now) - admitted)
+        if first is not None:
+            self.decode.add(now - first)
 
     def step(self, report: StepReport) -> None:
         """One step is over."""
@@ -158,6 +220,19 @@ class Metrics:
             seconds=dict(self.seconds),
             first_token=self.first_token.frozen(),
             duration=self.duration.frozen(),
+            queued=self.queued.frozen(),
+            prefill=self.prefill.frozen(),
+            decode=self.decode.frozen(),
+            inference=self.inference.frozen(),
+            prompt_length=self.prompt_length.frozen(),
+            output_length=self.output_length.frozen(),
+            longest_output=self.longest_output.frozen(),
+            max_tokens=self.max_tokens.frozen(),
+            choices=self.choices.frozen(),
+            by_source=tuple(
+                SourceCount(source_name(source), depth, verified, accepted)
+                for (source, depth), (verified, accepted) in sorted(self._by_source.items())
+            ),
             step_seconds=self.step_seconds.frozen(),
             step_nodes=self.step_nodes.frozen(),
         )

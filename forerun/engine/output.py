@@ -95,8 +95,9 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         return None
     first, sequence.news_sent = not sequence.news_sent, True
     tokens, reports = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
-    sequence.unsent.clear()
-    sequence.unsent_logprobs.clear()
+    trace = tuple(sequence.unsent_trace)
+    for unsent in (sequence.unsent, sequence.unsent_logprobs, sequence.unsent_trace):
+        unsent.clear()
     return Delta(
         request=sequence.request.id,
         index=sequence.index,
@@ -109,5 +110,6 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         stats=sequence.tally.stats() if ending else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else 0,
         error=ending.error if ending else None,
+        trace=trace,
         code=ending.code if ending else None,
     )

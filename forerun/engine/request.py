@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from forerun.engine.trace import StepTrace
 from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
@@ -24,12 +25,16 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's wishes about speculation; None = the engine decides."""
+    """A request's wishes about speculation; None = the engine decides.
+
+    trace  its deltas tell what every step did
+    """
 
     enabled: bool = True
     max_nodes: int | None = None
     max_depth: int | None = None
     stats: bool = False
+    trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class Delta:
     prompt_logprobs  on the first delta where asked: one entry per prompt token after the first
     cached_tokens    prompt tokens that the prefix index supplied (first delta)
     error            message, with finish == ERROR
+    trace            the steps that decided `tokens`, where asked; none beyond trace.MAX_STEPS
     code             what kind of error, where it is one that the request itself brought about
     """
 
@@ -115,6 +121,7 @@ class Delta:
     stats: SpeculationStats | None = None
     cached_tokens: int = 0
     error: str | None = None
+    trace: tuple[StepTrace, ...] = ()
     code: str | None = None
 
 

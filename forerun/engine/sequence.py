@@ -8,6 +8,7 @@ import numpy as np
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
+from forerun.engine.trace import StepTrace
 from forerun.interface.plan import SlotInit, TokenLogprobs
 from forerun.text.stream import TextStream
 from forerun.types import Ints
@@ -17,12 +18,14 @@ from forerun.types import Ints
 class Tally:
     """What SpeculationStats will say, while it grows."""
 
+    steps: int = 0
     draft_tokens: int = 0
     reason: str = ""
     histogram: list[int] = field(default_factory=list)
 
     def add(self, draft_tokens: int, accepted: int) -> None:
         """Count one step that emitted tokens."""
+        self.steps += 1
         self.draft_tokens += draft_tokens
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
@@ -30,7 +33,7 @@ class Tally:
     def stats(self) -> SpeculationStats:
         """The counts as they are reported."""
         return SpeculationStats(
-            steps=sum(self.histogram),
+            steps=self.steps,
             draft_tokens=self.draft_tokens,
             accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
             histogram=tuple(self.histogram),
@@ -75,9 +78,13 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.unsent: list[int] = []
         self.unsent_logprobs: list[TokenLogprobs] = []
+        self.unsent_trace: list[StepTrace] = []
         self.news_sent = False
         self.tally = Tally()
+        # Seconds on the monotonic clock: it waited, read its prompt, decoded.
         self.submitted = monotonic()
+        self.admitted: float | None = None
+        self.first_decided: float | None = None
 
     def attach(self, index: PrefixIndex) -> None:
         """Give the sequence its (empty) page table."""

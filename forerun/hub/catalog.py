@@ -1,13 +1,14 @@
 """Model references -> opened models: built-in names, local folders and files, hub ids."""
 
 import difflib
-import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.cache_dir import cache_dir as default_cache_dir
+from forerun.hub.reference import HubReference, hub_reference
 from forerun.hub.wheel import Progress, WheelModel
 from forerun.models import folder as folders
 from forerun.models.arch import Architecture
@@ -27,7 +28,17 @@ BUILT_IN = {
 }
 """Names that work without an account, and what they stand for."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+RECOMMENDED = {"smollm2-135m": {"temperature": 0.2, "top_p": 0.9}}
+"""Sampling that a built-in model's card recommends: its file does not say it."""
+
+_GGUF_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Where a GGUF file has what the model recommends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,7 @@ class Model:
 
     name           what it calls itself in the API
     chat_template  Jinja source, or None for a model that does not chat
+    sampling       what the model recommends: temperature, top_p, top_k, min_p, repetition_penalty
     path           the file or folder
     """
 
@@ -45,16 +57,22 @@ class Model:
     tokenizer: Tokenizer
     chat_template: str | None
     path: Path
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 def open_model(
-    reference: str, progress: Progress | None = None, cache_dir: Path | None = None
+    reference: str,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    revision: str | None = None,
 ) -> Model:
     """Find, fetch where needed, and open a model.
 
     reference  a built-in name; a folder of config.json and safetensors; a .gguf file; or a hub
-               id `organisation/name`. A path that exists goes before a hub id.
+               id `organisation/name`, perhaps with `:Q4_K_M` or `:file.gguf` behind it. A path
+               that exists goes before a hub id.
     cache_dir  where fetched models are kept instead of the user's cache directory
+    revision   branch, tag or commit on the hub; None = main
 
     Raises ModelError; DownloadError where it could not be fetched.
     """
@@ -69,11 +87,26 @@ def open_model(
         return _open_gguf(path.stem, path)
     if path.exists():
         raise ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(reference):
-        return _open_folder(
-            reference, huggingface.fetched(reference, cache_dir and cache_dir / "hub")
-        )
+    hub = hub_reference(reference)
+    if hub is not None:
+        return _open_hub(hub, cache_dir and cache_dir / "hub", revision)
     raise _unknown(reference)
+
+
+def is_reference(word: str) -> bool:
+    """Whether a word alone can only mean a model: a built-in name, something on this machine that
+    looks like one, or what has the shape of a hub id.
+    """
+    if word in BUILT_IN or word == "toy":
+        return True
+    if any(letter.isspace() for letter in word):
+        return False
+    try:
+        path = _local(word)
+    except ModelError:
+        return False
+    here = path.suffix == ".gguf" or (path.is_dir() and (path / "config.json").is_file())
+    return here or hub_reference(word) is not None
 
 
 def shipped_draft(reference: str) -> Path | None:
@@ -110,13 +143,24 @@ def _unknown(reference: str) -> ModelError:
     )
 
 
+def _open_hub(hub: HubReference, cache: Path | None, revision: str | None) -> Model:
+    """A folder of safetensors where there is one and no GGUF file is asked for."""
+    if hub.file is None:
+        folder = huggingface.fetched(hub.repository, cache, revision)
+        if any(folder.glob("*.safetensors")):
+            return _open_folder(hub.name, folder)
+    return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+
+
 def _open_gguf(name: str, path: Path) -> Model:
     checkpoint = GgufCheckpoint(path)
     tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
     template = checkpoint.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ModelError(f"{path}: tokenizer.chat_template is not a string")
-    return _model(name, checkpoint, tokenizer, template)
+    stated = {key: checkpoint.metadata.get(place) for key, place in _GGUF_SAMPLING.items()}
+    sampling = RECOMMENDED.get(name) or folders.sampling_defaults(str(path), stated)
+    return _model(name, checkpoint, tokenizer, template, sampling)
 
 
 def _open_folder(name: str, path: Path) -> Model:
@@ -130,14 +174,22 @@ def _open_folder(name: str, path: Path) -> Model:
     config, vocab = checkpoint.config, checkpoint.architecture.vocab
     eos_ids, bos_id = folders.eos_ids(path, config, vocab), folders.bos_id(path, config, vocab)
     tokenizer = Tokenizer.from_file(source, eos_ids, bos_id)
-    return _model(name, checkpoint, tokenizer, folders.chat_template(path))
+    where = f"{path / 'generation_config.json'}"
+    sampling = folders.sampling_defaults(where, folders.generation_config(path))
+    return _model(name, checkpoint, tokenizer, folders.chat_template(path), sampling)
 
 
-def _model(name: str, checkpoint: Checkpoint, tokenizer: Tokenizer, template: str | None) -> Model:
+def _model(
+    name: str,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    template: str | None,
+    sampling: Mapping[str, float],
+) -> Model:
     arch = checkpoint.architecture
     if tokenizer.vocab_size > arch.vocab:
         raise ModelError(
             f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, "
             f"the model only {arch.vocab} embeddings"
         )
-    return Model(name, arch, checkpoint, tokenizer, template or None, checkpoint.path)
+    return Model(name, arch, checkpoint, tokenizer, template or None, checkpoint.path, sampling)

@@ -1,16 +1,31 @@
 """Models by hub id (`organisation/name`), fetched and cached by huggingface_hub."""
 
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import huggingface_hub
 from huggingface_hub.errors import (
+    CacheNotFound,
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from forerun.errors import DownloadError
+from forerun.hub.reference import HubReference, choose_gguf
+
+
+class CachedModel(NamedTuple):
+    """A model on this machine. size in bytes."""
+
+    name: str
+    size: int
+    path: Path
+
 
 _PATTERNS = [
     "config.json",
@@ -18,6 +33,7 @@ _PATTERNS = [
     "model.safetensors",
     "model.safetensors.index.json",
     "model-*.safetensors",
+    "ngrams.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
@@ -25,15 +41,64 @@ _PATTERNS = [
 """Data only: no code and no pickle is ever fetched."""
 
 
-def fetched(repository: str, cache: Path | None = None) -> Path:
+def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
     """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet.
 
-    cache  where to keep it; None = where huggingface_hub's own settings say
+    cache     where to keep it; None = where huggingface_hub's own settings say
+    revision  branch, tag or commit; None = main
     Raises DownloadError.
     """
+    return _snapshot(repository, _PATTERNS, cache, revision)
+
+
+def gguf_fetched(
+    reference: HubReference, cache: Path | None = None, revision: str | None = None
+) -> Path:
+    """One GGUF file of a hub model, downloaded if it is not in the cache yet; arguments as above.
+
+    Raises DownloadError, and ModelError where there is no such file.
+    """
+    repository = reference.repository
+    try:
+        names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
+    except (OSError, HfHubHTTPError, httpx.HTTPError):  # What is here already may do.
+        folder = _snapshot(repository, ["*.gguf"], cache, revision)
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+    name = choose_gguf(names, reference)
+    return _snapshot(repository, [name], cache, revision) / name
+
+
+def cached() -> list[CachedModel]:
+    """What huggingface_hub keeps of models that could be served, whoever fetched it."""
+    try:
+        found = huggingface_hub.scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    models = [repo for repo in found if repo.repo_type == "model"]
+    return sorted(CachedModel(r.repo_id, r.size_on_disk, r.repo_path) for r in models)
+
+
+def remove(repository: str) -> int:
+    """Delete a model from huggingface_hub's cache: bytes that are free now."""
+    try:
+        cache = huggingface_hub.scan_cache_dir()
+    except CacheNotFound:
+        return 0
+    named = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repository]
+    commits = [revision.commit_hash for repo in named for revision in repo.revisions]
+    if not commits:
+        return 0
+    plan = cache.delete_revisions(*commits)
+    plan.execute()
+    return int(plan.expected_freed_size)
+
+
+def _snapshot(
+    repository: str, patterns: list[str], cache: Path | None, revision: str | None
+) -> Path:
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, allow_patterns=_PATTERNS, cache_dir=cache
+            repository, revision=revision, allow_patterns=patterns, cache_dir=cache
         )
     except GatedRepoError as error:
         raise DownloadError(
@@ -41,6 +106,8 @@ def fetched(repository: str, cache: Path | None = None) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise DownloadError(f"the hub has no model {repository}, or it is private") from error
+    except RevisionNotFoundError as error:
+        raise DownloadError(f"{repository} has no revision {revision!r} on the hub") from error
     except (LocalEntryNotFoundError, EntryNotFoundError) as error:
         raise DownloadError(
             f"{repository} is not on this machine and the hub cannot be reached; connect to the "

@@ -1,5 +1,6 @@
 """Folders of config.json and safetensors, as `transformers` writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,8 @@ def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, Tenso
 
 def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
     """Ids that end a text: generation_config.json's, then config.json's."""
-    generation = folder / "generation_config.json"
-    sources = [read_json(generation)] if generation.is_file() else []
     ids: list[int] = []
-    for source in [*sources, config]:
+    for source in [generation_config(folder), config]:
         ids += _token_ids(folder, "eos_token_id", source.get("eos_token_id"), vocab)
     return tuple(dict.fromkeys(ids))
 
@@ -152,6 +151,46 @@ def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
         if type(item) is not int or not 0 <= item < vocab:
             raise ModelError(f"{folder}: {name} {shown(item)} is not a token's id")
     return ids
+
+
+SAMPLING = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""What a model may recommend of a sampler, and between which bounds."""
+
+
+def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """What a model recommends to sample with, of `values` by their names in SAMPLING.
+
+    source  where they come from, for messages
+
+    Raises ModelError naming a value that is no number or out of bounds.
+    """
+    found: dict[str, float] = {}
+    for name, (low, high) in SAMPLING.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise ModelError(
+                f"{source}: {name} is {shown(value)}, but must be between {low} and {high}"
+            )
+        found[name] = max(int(value), 0) if name == "top_k" else float(value)
+    return found
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json, or nothing."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def chat_template(folder: Path) -> str | None:

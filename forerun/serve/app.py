@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +18,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
+from forerun.serve.static_files import ui_routes
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
@@ -34,14 +36,31 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
         await service.close()
 
     app = Starlette(
-        routes=ROUTES,
-        middleware=[Middleware(RequestMiddleware, keys=settings.api_keys)],
+        routes=[*ROUTES, *(ui_routes() if settings.ui else ())],
+        middleware=[*_browsers(settings), Middleware(RequestMiddleware, keys=settings.api_keys)],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+def _browsers(settings: ServeSettings) -> list[Middleware]:
+    """Lets pages of the allowed origins ask: before keys are looked at, since a preflight has
+    none.
+    """
+    if not settings.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", "x-forerun-ignored"),
+        )
+    ]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -142,4 +142,5 @@ def _joined(deltas: list[Delta]) -> Delta:
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         prompt_logprobs=deltas[0].prompt_logprobs,
         cached_tokens=deltas[0].cached_tokens,
+        trace=tuple(step for delta in deltas for step in delta.trace),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -10,8 +11,9 @@ from forerun.config import ServeSettings
 from forerun.constrain.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
 from forerun.serve.errors import ApiError
+from forerun.serve.fields import ignored_in
 from forerun.serve.output_parser import OutputParser
-from forerun.serve.schema import ChatBody, TokenizeBody
+from forerun.serve.schema import ChatBody, SampledBody, TokenizeBody
 from forerun.serve.tools import Tool, ToolChoice
 from forerun.text.chat import ChatTemplate
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
@@ -79,12 +81,36 @@ def chat_prompt(
     messages, tools = list(body.messages or ()), [tool.plain for tool in offered]
     if not takes_tools(template.source):
         messages, tools = told_in_text(messages, tools), []
+    extra, continues = dict(body.chat_template_kwargs or {}), False
+    if isinstance(body, ChatBody):
+        extra = effort_names(body, template) | extra
+        continues = body.continue_final_message
     return template.encode(
         messages,
         tools or None,
         add_generation_prompt=body.add_generation_prompt,
-        extra=body.chat_template_kwargs,
+        extra=extra,
+        continues=continues,
     )
+
+
+def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
+    """How a template is told `reasoning_effort`; nothing where it knows no such thing."""
+    effort = body.reasoning_effort
+    if effort is not None and "reasoning_effort" in template.source:
+        return {"reasoning_effort": effort}
+    if effort is not None and "enable_thinking" in template.source:
+        return {"enable_thinking": effort != "none"}
+    return {}
+
+
+def ignored_fields(body: SampledBody, loaded: Loaded) -> tuple[str, ...]:
+    """Fields of a request that change nothing with this model."""
+    found = ignored_in(body)
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        told = loaded.chat is not None and effort_names(body, loaded.chat)
+        found += () if told else ("reasoning_effort",)
+    return found
 
 
 def _template(loaded: Loaded) -> ChatTemplate:

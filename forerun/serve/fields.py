@@ -31,6 +31,22 @@ def accept(reader: Reader, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata={"reader": reader})
 
 
+def ignore(reader: Reader, default: Any = None) -> Any:
+    """A field that is checked and then ignored, because it cannot change an answer here. Clients
+    are told which of them they sent: see `ignored_in`.
+    """
+    return dataclasses.field(default=default, metadata={"reader": reader, "ignored": True})
+
+
+def ignored_in(body: Any) -> tuple[str, ...]:
+    """Names of the ignored fields that a body was given, in the order of its declaration."""
+    return tuple(
+        item.name
+        for item in dataclasses.fields(body)
+        if item.metadata.get("ignored") and getattr(body, item.name) != item.default
+    )
+
+
 def need(reader: Reader) -> Any:
     """A field of a body that may not be absent or null."""
     return dataclasses.field(metadata={"reader": reader})

@@ -16,7 +16,10 @@ from prometheus_client.registry import Collector
 from forerun.engine.metrics import SECONDS, Stats
 from forerun.engine.metrics import Histogram as Counts
 
-LABEL = "model_name"
+LABELS = ["model_name", "engine"]
+"""On every family, as in vLLM, whose dashboards choose by them; there is one engine, number 0."""
+
+ENGINE = "0"
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of ended sequences.", lambda s: s.prompt_tokens),
@@ -57,6 +60,23 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
         lambda s: s.first_token,
     ),
     ("vllm:e2e_request_latency_seconds", "From submission to the end.", lambda s: s.duration),
+    ("vllm:request_queue_time_seconds", "From submission to a free slot.", lambda s: s.queued),
+    (
+        "vllm:request_prefill_time_seconds",
+        "From the slot to the first token.",
+        lambda s: s.prefill,
+    ),
+    ("vllm:request_decode_time_seconds", "From the first token to the end.", lambda s: s.decode),
+    ("vllm:request_inference_time_seconds", "From the slot to the end.", lambda s: s.inference),
+    ("vllm:request_prompt_tokens", "Prompt tokens of a sequence.", lambda s: s.prompt_length),
+    ("vllm:request_generation_tokens", "Tokens of an answer.", lambda s: s.output_length),
+    (
+        "vllm:request_max_num_generation_tokens",
+        "Tokens of the longest answer of a request.",
+        lambda s: s.longest_output,
+    ),
+    ("vllm:request_params_max_tokens", "max_tokens as asked for.", lambda s: s.max_tokens),
+    ("vllm:request_params_n", "n as asked for.", lambda s: s.choices),
     ("forerun:step_seconds", "Time of a step.", lambda s: s.step_seconds),
     ("forerun:step_nodes", "Tokens and draft tokens of a step.", lambda s: s.step_nodes),
 )
@@ -91,8 +111,8 @@ class Meter:
         return generate_latest(self._registry)
 
     def _seconds(self, family: str, text: str, name: str) -> Callable[[float], None]:
-        histogram = Histogram(family, text, (LABEL,), registry=self._registry, buckets=SECONDS)
-        return histogram.labels(name).observe
+        histogram = Histogram(family, text, LABELS, registry=self._registry, buckets=SECONDS)
+        return histogram.labels(name, ENGINE).observe
 
 
 class EngineCollector(Collector):
@@ -101,55 +121,67 @@ class EngineCollector(Collector):
     def __init__(
         self, name: str, stats: Callable[[], Stats], fault: Callable[[], str | None]
     ) -> None:
-        self._name = name
+        self._labels = [name, ENGINE]
         self._stats = stats
         self._fault = fault
 
     def collect(self) -> Iterable[Metric]:
         """One family per counter."""
-        stats, one = self._stats(), [self._name]
+        stats, one = self._stats(), self._labels
         for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=[LABEL])
+            counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(one, value(stats))
             yield counter
         for name, text, value in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=[LABEL])
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(one, value(stats))
             yield gauge
         yield self._state()
         for name, text, counts in _HISTOGRAMS:
             yield self._histogram(name, text, counts(stats))
         yield self._labelled(
-            "vllm:request_success", "Ended sequences.", "finished_reason", stats.finished.items()
+            "vllm:request_success", "Ended sequences.", ("finished_reason",), stats.finished.items()
         )
         yield self._labelled(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts whose draft token at this depth (from 0) was accepted.",
-            "position",
+            ("position",),
             enumerate(stats.accepted_at),
         )
         yield self._labelled(
-            "forerun:step_part_seconds", "Time of steps.", "part", stats.seconds.items()
+            "forerun:draft_tokens",
+            "Draft tokens verified, by who proposed them and depth (from 0).",
+            ("source", "position"),
+            ((count.source, count.depth - 1, count.verified) for count in stats.by_source),
+        )
+        yield self._labelled(
+            "forerun:accepted_draft_tokens",
+            "Draft tokens accepted, by who proposed them and depth (from 0).",
+            ("source", "position"),
+            ((count.source, count.depth - 1, count.accepted) for count in stats.by_source),
+        )
+        yield self._labelled(
+            "forerun:step_part_seconds", "Time of steps.", ("part",), stats.seconds.items()
         )
 
     def _state(self) -> Metric:
         fault = self._fault()
         text = "1 where nothing is drafted although it should be, and why."
-        family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[LABEL, "reason"])
-        family.add_metric([self._name, fault or ""], float(fault is not None))
+        family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[*LABELS, "reason"])
+        family.add_metric([*self._labels, fault or ""], float(fault is not None))
         return family
 
     def _histogram(self, name: str, text: str, counts: Counts) -> Metric:
         bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
-        family = HistogramMetricFamily(name, text, labels=[LABEL])
+        family = HistogramMetricFamily(name, text, labels=LABELS)
         buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
-        family.add_metric([self._name], buckets, counts.total)
+        family.add_metric(self._labels, buckets, counts.total)
         return family
 
     def _labelled(
-        self, name: str, text: str, label: str, values: Iterable[tuple[Any, float]]
+        self, name: str, text: str, names: tuple[str, ...], values: Iterable[tuple[Any, ...]]
     ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[LABEL, label])
-        for key, value in values:
-            family.add_metric([self._name, str(key)], value)
+        family = CounterMetricFamily(name, text, labels=[*LABELS, *names])
+        for *keys, value in values:
+            family.add_metric([*self._labels, *map(str, keys)], value)
         return family

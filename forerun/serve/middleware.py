@@ -21,23 +21,32 @@ log = logging.getLogger("forerun.serve")
 
 CLIENT_GONE = 499
 """Logged as the status where nobody was left to answer, as nginx does."""
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/")
 """Paths that need no key."""
-QUIET_PATHS = ("/health", "/metrics")
+OPEN_PREFIX = "/ui/"
+"""The page's files need none either: they are the same everywhere, and ask for the key."""
+QUIET_PATHS = ("/health", "/metrics", "/server_info")
 """Paths that are asked every few seconds: their lines are for debugging only."""
+
+IGNORED = b"x-forerun-ignored"
+"""Header that names the fields of a request that changed nothing."""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
 class Record:
-    """What the log says of one request. Never a prompt or an answer."""
+    """What the log says of one request. Never a prompt or an answer.
+
+    ignored  fields of it that change nothing
+    """
 
     id: str
     began: float = field(default_factory=monotonic)
     status: int | None = None
     note: str = ""
     session: GenerationSession | None = None
+    ignored: tuple[str, ...] = ()
 
     def line(self, method: str, path: str) -> str:
         """One line: id, status, times, and for generations tokens and acceptance length."""
@@ -77,13 +86,15 @@ class RequestMiddleware:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", record.id.encode()),
+                    *([(IGNORED, ", ".join(record.ignored).encode())] if record.ignored else []),
                 ]
             await send(message)
 
         try:
             await self._pass(scope, receive, stamped, record)
         finally:
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            quiet = scope["path"] in QUIET_PATHS or scope["path"].startswith(OPEN_PREFIX)
+            level = logging.DEBUG if quiet else logging.INFO
             log.log(level, record.line(scope["method"], scope["path"]))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
@@ -105,7 +116,8 @@ class RequestMiddleware:
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError (401) where a key is wanted and not given. Takes as long for any key."""
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         told = given.strip().encode("latin-1", "replace")

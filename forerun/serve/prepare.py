@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
+from forerun.config import NEUTRAL, ServeSettings
 from forerun.constrain.calls import Rules
 from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
@@ -16,6 +16,7 @@ from forerun.errors import ContextError, RequestError
 from forerun.serve.dialogue import dialogue
 from forerun.serve.render import ChatFormat, CompletionFormat, Echo, ResponseFormat
 from forerun.serve.schema import (
+    UNLIMITED,
     ChatBody,
     CompletionBody,
     Prompt,
@@ -30,6 +31,9 @@ MAX_SEQUENCES = 256
 """Prompts times choices of one request, at most."""
 MAX_REPORTED = 1 << 19
 """Log-probabilities that one request may have reported: some 100 MB of answer."""
+
+MAX_TRACED = 8
+"""Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     asked = dialogue(body, loaded, settings)
-    prompt = asked.prompt
+    prompt = _truncated(asked.prompt, body, loaded)
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
         message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
@@ -77,7 +81,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
         limit = max(loaded.context - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     shape = ChatFormat(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.parser)
-    sampling = _sampling(body, loaded.tokenizer, logprobs)
+    sampling = _sampling(body, loaded, logprobs)
     stopping = _stopping(body, sampling, limit)
     made = _generation(body, (prompt,), stopping, sampling, shape, settings)
     if asked.control:
@@ -103,8 +107,10 @@ def completion_generation(
         echoes = tuple(_echo(given, ids, body, tokenizer) for given, ids in pairs)
     silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
     shape = CompletionFormat(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
-    sampling = _sampling(body, tokenizer, body.logprobs, body.logprobs if body.echo else None)
-    stopping = _stopping(body, sampling, body.max_tokens)
+    sampling = _sampling(body, loaded, body.logprobs, body.logprobs if body.echo else None)
+    longest = max(map(len, prompts))
+    free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
+    stopping = _stopping(body, sampling, free)
     made = _generation(body, prompts, stopping, sampling, shape, settings)
     return replace(made, rules=body.rules)
 
@@ -121,7 +127,9 @@ def _generation(
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
     asked = body.speculative
-    speculation = Speculation(asked.enabled, asked.max_nodes, asked.max_depth, asked.stats)
+    speculation = Speculation(
+        asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
+    )
     name = shape.prefix + uuid.uuid4().hex
     requests = tuple(
         Request(
@@ -141,19 +149,23 @@ def _generation(
 
 def _sampling(
     body: SampledBody,
-    tokenizer: Tokenizer,
+    loaded: Loaded,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
     """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
+    given = {name: getattr(body, name) for name in NEUTRAL}
+    asked = {name: value for name, value in given.items() if value is not None}
+    usual = {**NEUTRAL, **loaded.target.sampling, **asked}
     return Sampling(
-        temperature=body.temperature,
-        top_k=max(body.top_k, 0),
-        top_p=body.top_p,
-        min_p=body.min_p,
+        temperature=usual["temperature"],
+        top_k=max(int(usual["top_k"]), 0),
+        top_p=usual["top_p"],
+        min_p=usual["min_p"],
         seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
-        repetition_penalty=body.repetition_penalty,
+        repetition_penalty=usual["repetition_penalty"],
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
         logit_bias=body.logit_bias,
@@ -190,14 +202,24 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
 def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
     """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
-        ids = loaded.tokenizer.encode(prompt, bos=body.add_special_tokens)
+        ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
+    ids = _truncated(ids, body, loaded)
     if len(ids) > loaded.context:
         raise ContextError(
             f"{place} has {len(ids)} tokens, but the context is {loaded.context} tokens.", place
         )
     return ids
+
+
+def _truncated(prompt: Ints, body: SampledBody, loaded: Loaded) -> Ints:
+    """The last tokens of a prompt, as many as were asked for; -1: what leaves room for one more."""
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    kept = loaded.context - 1 if asked == -1 else asked
+    return prompt[-kept:]
 
 
 def known_tokens(tokens: tuple[int, ...], loaded: Loaded, place: str) -> Ints:
@@ -215,9 +237,9 @@ def known_tokens(tokens: tuple[int, ...], loaded: Loaded, place: str) -> Ints:
 
 def _echo(given: Prompt, ids: Ints, body: CompletionBody, tokenizer: Tokenizer) -> Echo:
     """The prompt as it precedes the answer."""
-    if isinstance(given, str):
+    if isinstance(given, str) and body.truncate_prompt_tokens is None:
         return Echo(given, tuple(ids.tolist()))
-    return Echo(tokenizer.decode(given, body.skip_special_tokens), given)
+    return Echo(tokenizer.decode(ids.tolist(), body.skip_special_tokens), tuple(ids.tolist()))
 
 
 def _check_limits(
@@ -236,6 +258,9 @@ def _check_limits(
     if len(body.stop) > settings.max_stop:
         message = f"stop has {len(body.stop)} strings, but this server allows {settings.max_stop}."
         raise RequestError(message, "stop")
+    if body.speculative.trace and body.n * len(prompts) > MAX_TRACED:
+        message = f"speculative.trace shows {MAX_TRACED} texts at most; lower n."
+        raise RequestError(message, "speculative.trace")
     if sampling.logprobs is None:
         return
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"

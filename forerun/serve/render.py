@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
+from forerun.serve import trace
 from forerun.serve.output_parser import Heard, OutputParser, streamed_calls, whole_calls
 from forerun.text.tokenizer import Tokenizer
 
@@ -65,13 +66,16 @@ class ChatFormat:
             message["reasoning_content"] = heard.reasoning
         if heard.calls:
             message |= {"content": heard.content or None, "tool_calls": whole_calls(heard.calls)}
-        return {
+        choice = {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(news),
             "finish_reason": self._finish(index, news),
             "stop_reason": news.stop_reason,
         }
+        if news.trace:
+            choice[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
+        return choice
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
         """The role first, the finish reason last; between them reasoning, content and calls."""
@@ -93,6 +97,9 @@ class ChatFormat:
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
             found.append(ended | {"stop_reason": news.stop_reason})
+        if news.trace:
+            found = found or [_chat_chunk(index, {})]
+            found[0][trace.FIELD] = trace.traced(news.trace, self._tokenizer)
         return found
 
     def _heard(self, index: int, news: Delta) -> Heard:
@@ -183,6 +190,8 @@ class CompletionFormat:
             "finish_reason": news.finish,
             "stop_reason": news.stop_reason,
         }
+        if news.trace:
+            chunk[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
         return [chunk]
 
     def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:

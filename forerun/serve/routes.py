@@ -14,7 +14,7 @@ from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.errors import RequestError
-from forerun.serve.dialogue import chat_prompt
+from forerun.serve.dialogue import chat_prompt, ignored_fields
 from forerun.serve.fields import read
 from forerun.serve.prepare import (
     Generation,
@@ -23,7 +23,14 @@ from forerun.serve.prepare import (
     known_tokens,
 )
 from forerun.serve.render import token_text
-from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, SampledBody, TokenizeBody
+from forerun.serve.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    SampledBody,
+    TokenizeBody,
+    marks_caches,
+)
 from forerun.serve.service import Served, Service
 from forerun.serve.session import GenerationSession
 from forerun.serve.sse import EventStream
@@ -135,6 +142,28 @@ async def detokenize(request: Request) -> Response:
     return Json({"prompt": await _worked(size, _text, body, served.loaded)})
 
 
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info: what a client needs to use /tokenize as its tokenizer."""
+    loaded = _service(request).enter().loaded
+    tokenizer = loaded.tokenizer
+    eos = next(iter(tokenizer.eos_ids), None)
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": eos, "pad_token": eos}
+    named = {
+        name: None if id is None else token_text(tokenizer.token_bytes(id))
+        for name, id in ends.items()
+    }
+    return Json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": loaded.context,
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": None if loaded.chat is None else loaded.chat.source,
+            "additional_special_tokens": [t.text for t in tokenizer.added.values() if t.control],
+            **named,
+        }
+    )
+
+
 async def health(request: Request) -> Response:
     """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
     service = _service(request)
@@ -180,6 +209,7 @@ ROUTES = [
     Route("/v1/models/{name:path}", model),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
     Route("/health", health),
     Route("/metrics", metrics),
     Route("/server_info", server_info),
@@ -211,8 +241,11 @@ async def _generated(
     service = _service(request)
     body, served, size = await _asked(request, kind)
     generation = await _worked(size, prepare, body, served.loaded, service.settings)
+    request.scope["state"]["record"].ignored += ignored_fields(body, served.loaded)
     if generation.rules is not None:
-        generation = generation.under(await service.compiled(served, generation.rules))
+        client = request.client.host if request.client is not None else ""
+        compiled = await service.compiled(served, generation.rules, client)
+        generation = generation.under(compiled)
     return Generated(service, served, generation)
 
 
@@ -223,6 +256,8 @@ async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]
     data = await service.bodies.receive(request)
     value = await _worked(len(data), parse_json, data)
     body = await _worked(len(data), read, kind, value)
+    if marks_caches(value):
+        request.scope["state"]["record"].ignored += ("messages.cache_control",)
     return body, service.named(body.model), len(data)
 
 
@@ -244,7 +279,7 @@ def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
     if body.prompt is None:
         ids = chat_prompt(body, loaded)
     else:
-        ids = loaded.tokenizer.encode(body.prompt, bos=body.add_special_tokens)
+        ids = loaded.tokenizer.encode(body.prompt, body.parse_special, bos=body.add_special_tokens)
     answer = {"count": len(ids), "max_model_len": loaded.context, "tokens": ids.tolist()}
     if body.return_token_strs:
         pieces = map(loaded.tokenizer.token_bytes, ids.tolist())

@@ -1,16 +1,18 @@
 """What requests may say: one declaration per body, with OpenAI's and vLLM's names.
 
-A field is either honoured exactly or refused by name. Bounds here are those of the field
+A field is honoured exactly, refused by name, or, where it cannot change an answer, ignored: then a
+header of the response names it (docs/requests.md). Bounds here are those of the field
 alone; what depends on the model or on other fields is checked in `prepare`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,
     boolean,
+    ignore,
     integer,
     items,
     need,
@@ -26,6 +28,9 @@ from forerun.serve.structure import ConstrainedBody
 from forerun.serve.tools import Tool, ToolChoice, calls, tool_choice, tools
 
 MAX_TOKENS = 2**31 - 1
+UNLIMITED = -1
+"""As max_tokens: as many as the context takes."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TEXT = 2**31 - 1
 """Texts are bounded by the size of the body."""
 MAX_MESSAGES = 4096
@@ -35,8 +40,8 @@ MAX_STOP_TOKENS = 256
 MAX_STOP_TEXT = 1024
 
 _NO_MEDIA = "this server reads and writes text only"
-_NO_STORE = "nothing is stored on this server"
 _USE_TOOLS = "use tools and tool_choice"
+_SAFE = "what a message says never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 
 
@@ -56,13 +61,15 @@ class SpeculativeOptions:
     """`speculative`: control and statistics of speculation, Forerun's own field.
 
     max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
-    server's own bounds hold beside them. None of it changes the text.
+    server's own bounds hold beside them. stats: counts at the end; trace: what every step did, as
+    it happens (docs/trace.md). None of it changes the text.
     """
 
     enabled: bool = accept(boolean, True)
     max_nodes: int | None = accept(integer(0, MAX_TOKENS))
     max_depth: int | None = accept(integer(0, MAX_TOKENS))
     stats: bool = accept(boolean, False)
+    trace: bool = accept(boolean, False)
 
 
 def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
@@ -81,23 +88,48 @@ def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
+def _truncation(value: Any, where: str) -> int:
+    """`truncate_prompt_tokens`: how many of a prompt's last tokens are kept; -1: as many as fit."""
+    found: int = integer(-1, MAX_TOKENS)(value, where)
+    if found == 0:
+        raise RequestError(f"{where} must be -1 or at least 1: a prompt has a token.", where)
+    return found
+
+
+def _answer_length(value: Any, where: str) -> int | None:
+    """`max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
+    if type(value) is int and value == UNLIMITED:
+        return None
+    found: int = integer(1, MAX_TOKENS)(value, where)
+    return found
+
+
+def _labels(value: Any, where: str) -> dict[str, Any]:
+    """An object that is stored elsewhere, such as OpenAI's metadata."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(ConstrainedBody):
-    """What /v1/chat/completions and /v1/completions have in common."""
+    """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
+    what the model recommends.
+    """
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, False)
     stream_options: StreamOptions | None = accept(part(StreamOptions))
     min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
     n: int = accept(integer(1, MAX_TOKENS), 1)
-    temperature: float = accept(number(0.0, 2.0), 1.0)
-    top_p: float = accept(number(0.0, 1.0), 1.0)
-    top_k: int = accept(integer(-1, MAX_TOKENS), 0)
-    min_p: float = accept(number(0.0, 1.0), 0.0)
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    repetition_penalty: float = accept(number(0.0, 2.0, above_low=True), 1.0)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
     logit_bias: tuple[tuple[int, float], ...] = accept(_token_biases, ())
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
@@ -106,6 +138,8 @@ class SampledBody(ConstrainedBody):
     skip_special_tokens: bool = accept(boolean, True)
     speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
     user: str = accept(text(MAX_TEXT), "")
+    truncate_prompt_tokens: int | None = accept(_truncation)
+    priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
 
     refused: ClassVar[dict[str, str]] = {
         "use_beam_search": _NO_BEAMS,
@@ -115,7 +149,6 @@ class SampledBody(ConstrainedBody):
         "allowed_token_ids": "use logit_bias",
         "bad_words": "use logit_bias",
         "logits_processors": "the server runs no code from requests",
-        "truncate_prompt_tokens": "a prompt is answered whole or not at all",
     }
 
 
@@ -128,7 +161,7 @@ def _text_part(value: Any, where: str) -> str:
     if kind != "text":
         place = f"{where}.type"
         raise RequestError(f"{place}: {shown(kind)} is not supported: {_NO_MEDIA}.", place)
-    for name in value.keys() - {"type", "text"}:
+    for name in value.keys() - {"type", "text", "cache_control"}:
         raise RequestError(f"There is no field {shown(name)} in {where}.", where)
     return str(_plain_text(value.get("text"), f"{where}.text"))
 
@@ -150,13 +183,14 @@ class Message:
     tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
     tool_call_id: str | None = accept(text(256))
     reasoning_content: str | None = accept(_plain_text)
+    reasoning: str | None = accept(_plain_text)
+    cache_control: dict[str, Any] | None = accept(_labels)
     annotations: list[Any] | None = accept(only([], why=_NO_MEDIA))
 
     refused: ClassVar[dict[str, str]] = {
         "audio": _NO_MEDIA,
         "refusal": "the template has no place for it",
         "function_call": _USE_TOOLS,
-        "reasoning": "it is called reasoning_content",
     }
 
 
@@ -173,6 +207,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is missing.", f"{where}.content")
     role = "system" if message.role == "developer" else message.role
+    if message.reasoning is not None and message.reasoning_content is None:
+        message = replace(message, reasoning_content=message.reasoning)
     rest = ("name", "tool_call_id", "reasoning_content")
     given = {name: getattr(message, name) for name in rest if getattr(message, name) is not None}
     if message.tool_calls:
@@ -187,6 +223,14 @@ def _template_options(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+def marks_caches(body: dict[str, Any]) -> bool:
+    """Whether a checked body has cache_control in a message or in a part of one."""
+    messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    parts = [part for content in contents for part in content]
+    return any("cache_control" in one for one in (*messages, *parts))
+
+
 _messages = items(_message, MAX_MESSAGES, 1)
 
 
@@ -195,34 +239,37 @@ class ChatBody(SampledBody):
     """POST /v1/chat/completions."""
 
     messages: tuple[dict[str, Any], ...] = need(_messages)
-    max_tokens: int | None = accept(integer(1, MAX_TOKENS))
-    max_completion_tokens: int | None = accept(integer(1, MAX_TOKENS))
+    max_tokens: int | None = accept(_answer_length)
+    max_completion_tokens: int | None = accept(_answer_length)
     logprobs: bool = accept(boolean, False)
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
     add_generation_prompt: bool = accept(boolean, True)
+    continue_final_message: bool = accept(boolean, False)
+    reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
     modalities: list[str] | None = accept(only(["text"], why=_NO_MEDIA))
     service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
-    store: bool = accept(only(False, why=_NO_STORE), False)
+    store: bool = ignore(boolean, False)
+    metadata: dict[str, Any] | None = ignore(_labels)
+    verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
+    cache_control: dict[str, Any] | None = ignore(_labels)
     tools: tuple[Tool, ...] = accept(tools, ())
     tool_choice: ToolChoice | None = accept(tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
     safety_identifier: str = accept(text(MAX_TEXT), "")
     prompt_cache_key: str = accept(text(MAX_TEXT), "")
+    parse_special: bool = accept(only(False, why=_SAFE), False)
+    add_special_tokens: bool = accept(only(False, why="the template writes them"), False)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
         "audio": _NO_MEDIA,
-        "continue_final_message": "use /v1/completions to continue a text",
         "chat_template": "the template is the model's own",
         "documents": "put them into a message",
         "echo": "it exists on /v1/completions only",
         "function_call": _USE_TOOLS,
         "functions": _USE_TOOLS,
-        "metadata": _NO_STORE,
         "prediction": "speculation needs no hint",
-        "reasoning_effort": "the model's template decides; see chat_template_kwargs",
-        "verbosity": "ask for it in a message",
         "web_search_options": "the server fetches nothing",
     }
 
@@ -262,14 +309,15 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
-    """POST /v1/completions."""
+    """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
 
     prompt: tuple[Prompt, ...] = need(_prompts)
-    max_tokens: int = accept(integer(0, MAX_TOKENS), 16)
+    max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
@@ -279,12 +327,13 @@ class CompletionBody(SampledBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody:
-    """POST /tokenize: of a plain text or of a conversation."""
+    """POST /tokenize: of a plain text or of a conversation. parse_special: as in CompletionBody."""
 
     model: str | None = accept(text(256, 1))
     prompt: str | None = accept(_plain_text)
     messages: tuple[dict[str, Any], ...] | None = accept(_messages)
     add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
     add_generation_prompt: bool = accept(boolean, True)
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
     return_token_strs: bool = accept(boolean, False)

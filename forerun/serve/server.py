@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -45,19 +46,27 @@ def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[st
     listening = listen(settings.host, settings.port)
     allow_connections()
     app = create_app(source, settings)
-    server = _Server(uvicorn_config(app), app.state.service)
+    server = _Server(uvicorn_config(app, settings), app.state.service)
     host, port = listening.getsockname()[:2]
-    announce(f"http://{_bracketed(host)}:{port}/v1")
+    scheme = "https" if settings.ssl_certfile else "http"
+    announce(f"{scheme}://{_bracketed(host)}:{port}/v1")
     with listening:
         server.run(sockets=[listening])
     if server.service.failure is not None:
         raise server.service.failure
 
 
-def uvicorn_config(app: Starlette) -> uvicorn.Config:
-    """Uvicorn with the parts it always has, so that what is tested is what runs."""
+def uvicorn_config(app: Starlette, settings: ServeSettings) -> uvicorn.Config:
+    """Uvicorn with the parts it always has, so that what is tested is what runs.
+
+    Raises ConfigError where key or certificate cannot be used.
+    """
+    if settings.ssl_certfile is not None:
+        _check_certificate(settings)
     return uvicorn.Config(
         app,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
         loop="asyncio",
         http="h11",
         ws="none",
@@ -68,6 +77,18 @@ def uvicorn_config(app: Starlette) -> uvicorn.Config:
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    assert settings.ssl_certfile is not None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"ssl-certfile {settings.ssl_certfile} and ssl-keyfile {settings.ssl_keyfile} cannot "
+            f"be used: {error.strerror or error}."
+        ) from error
 
 
 def listen(host: str, port: int) -> socket.socket:

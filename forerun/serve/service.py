@@ -18,6 +18,7 @@ from forerun.constrain.calls import Rules
 from forerun.constrain.compile import MAX_WAITING
 from forerun.constrain.matcher import Compiled
 from forerun.serve.bridge import Bridge
+from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, unavailable
 from forerun.serve.metrics import Meter
 from forerun.serve.wire import Bodies
@@ -60,6 +61,7 @@ class Service:
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
+        self._logging: asyncio.Task[None] | None = None
         # One more than may wait: the compiler itself says when there are too many.
         self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
 
@@ -109,9 +111,12 @@ class Service:
             )
         return served
 
-    async def compiled(self, served: Served, rules: Rules) -> Compiled:
-        """Compile on another thread. Raises RequestError naming the place, BusyError."""
-        loop, compile = asyncio.get_running_loop(), served.loaded.target.compile
+    async def compiled(self, served: Served, rules: Rules, client: str) -> Compiled:
+        """Compile on another thread, on behalf of `client`. Raises RequestError naming the place,
+        BusyError.
+        """
+        loop = asyncio.get_running_loop()
+        compile = partial(served.loaded.target.compile, client=client)
         return await loop.run_in_executor(self._compiling, rules.compiled, compile)
 
     @contextmanager
@@ -142,6 +147,8 @@ class Service:
     async def close(self) -> None:
         """Stop the engine, which ends what still runs, and release the model."""
         self._draining = True
+        if self._logging is not None:
+            self._logging.cancel()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._served is not None:
             await asyncio.to_thread(self._served.loaded.close)
@@ -173,6 +180,9 @@ class Service:
             bridge=Bridge(asyncio.get_running_loop(), meter.gap),
         )
         log.info("serving %s", name)
+        if self.settings.decode_log_interval:
+            decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)
+            self._logging = asyncio.get_running_loop().create_task(decode_log.run())
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import AnyArray, Floats, Ints
 
 Expand = Callable[["DraftTree", Ints], tuple[Ints, Floats]]
@@ -93,7 +93,9 @@ class DraftTree:
 
     def draft(self, nodes: int) -> Draft:
         """The best `nodes` of what was grown, in the order of growth."""
-        return pruned(self.tokens, self.parents, np.exp(self.value), _best(self.value, nodes))
+        keep = _best(self.value, nodes)
+        source = DraftSource.DRAFT_MODEL
+        return pruned(self.tokens, self.parents, np.exp(self.value), keep, source)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,8 @@ def full_draft(
         return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
     count = int(np.count_nonzero(value > -np.inf))
-    return Draft(tokens[:count], np.arange(-1, count - 1, dtype=np.int32), np.exp(value[:count]))
+    parents = np.arange(-1, count - 1, dtype=np.int32)
+    return Draft(tokens[:count], parents, np.exp(value[:count]), DraftSource.DRAFT_MODEL)
 
 
 def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
@@ -185,9 +188,9 @@ def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
     return tree.draft(nodes)
 
 
-Offer = tuple[float, int, int, int, Any]
+Offer = tuple[float, int, int, int, Any, DraftSource]
 """A path that may be drafted next: (minus its score, its place among equal scores, its last
-token, the draft token above or -1, whatever the drafter wants to know of it again)."""
+token, the draft token above or -1, whatever the drafter wants to know of it again, its source)."""
 
 Below = Callable[[Offer, int], Iterable[Offer]]
 """(an offer that was taken, its number among the draft tokens) -> what may follow now, none of it
@@ -204,15 +207,20 @@ def best_first(first: Iterable[Offer], below: Below, nodes: int) -> Draft:
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
+    sources: list[int] = []
     while heap and len(tokens) < nodes:
         offer = heappop(heap)
         tokens.append(offer[2])
         parents.append(offer[3])
         scores.append(-offer[0])
+        sources.append(offer[5])
         for more in below(offer, len(tokens) - 1):
             heappush(heap, more)
     return Draft(
-        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        np.array(scores, np.float32),
+        np.array(sources, np.int32),
     )
 
 
@@ -234,7 +242,8 @@ def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
             return []
         score = above * probs[level][rank]
         state = (level, rank, above)
-        return [(-score, (level << 20) + rank, names[level][rank], parent, state)]
+        source = DraftSource.DRAFT_MODEL
+        return [(-score, (level << 20) + rank, names[level][rank], parent, state, source)]
 
     def below(taken: Offer, number: int) -> list[Offer]:
         level, rank, above = taken[4]
@@ -244,14 +253,17 @@ def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
     return best_first(offer(0, 0, 1.0, -1), below, nodes)
 
 
-def pruned(tokens: Ints, parents: Ints, score: Floats, keep: AnyArray) -> Draft:
+def pruned(
+    tokens: Ints, parents: Ints, score: Floats, keep: AnyArray, source: Ints | DraftSource
+) -> Draft:
     """The draft of nodes keep int[n], ascending, with whose parents they are: others' children
-    would hang below the root.
+    would hang below the root. The source is of all nodes, or one for all.
     """
     # Where each kept node went; the last entry sends the root, -1, to itself.
     place = np.full(len(tokens) + 1, -1, np.int32)
     place[keep] = np.arange(len(keep))
-    return Draft(tokens[keep], place[parents[keep]], score[keep])
+    kept = source if isinstance(source, DraftSource) else source[keep]
+    return Draft(tokens[keep], place[parents[keep]], score[keep], kept)
 
 
 def _best(value: Floats, count: int) -> AnyArray:

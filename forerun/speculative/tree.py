@@ -12,14 +12,30 @@ no draft token. There are no phases, only trees.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
 
-from forerun.types import Floats, Ints, Words
+from forerun.types import AnyArray, Floats, Ints, Words
 
 _NO_TOKENS: Ints = np.zeros(0, np.int32)
 _NO_SCORE: Floats = np.zeros(0, np.float32)
+
+
+class DraftSource(IntEnum):
+    """Who proposed a draft token. For statistics and traces only: nothing is decided by it."""
+
+    UNKNOWN = 0
+    NGRAM = 1
+    """What followed earlier in the text."""
+    TABLE = 2
+    """The n-gram table: what the target usually says."""
+    DRAFT_MODEL = 3
+    GRAMMAR = 4
+    """Alone can follow in a grammar."""
+    TOKEN_PRIOR = 5
+    """Usually follows where a grammar leaves a choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +46,27 @@ class Draft:
     parents  int32[K]   index of the parent among these draft tokens; -1 = the root
     score    float32[K] the drafter's estimate that the whole path to the node is right,
                         in (0, 1]; 0 where the drafter has no opinion
+    source   int32[K]   a DraftSource for each, or one for all
     """
 
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
     parents: Ints = field(default_factory=lambda: _NO_TOKENS)
     score: Floats = field(default_factory=lambda: _NO_SCORE)
+    source: Ints | DraftSource = DraftSource.UNKNOWN
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def source_of(self, part: slice | AnyArray) -> Ints | DraftSource:
+        """The source of some of the draft tokens, by slice, index or boolean mask."""
+        return self.source if isinstance(self.source, DraftSource) else self.source[part]
+
+    def sources(self) -> list[int]:
+        """A DraftSource for each draft token."""
+        if isinstance(self.source, DraftSource):
+            return [int(self.source)] * len(self.tokens)
+        each: list[int] = self.source.tolist()
+        return each
 
 
 NO_DRAFT = Draft()
@@ -52,7 +81,9 @@ class TreeBatch:
     parents  int32[M]    flat index of the parent; -1 for the first node of a row
     start    int32[B+1]  row b owns nodes start[b]:start[b+1]
     known    int32[B]    the first known[b] nodes of row b are its known chain (>= 1)
-    depth    int32[M]    distance from the row's first node; position = kv_len[b] + depth
+    depth   int32[M]    distance from the row's first node; position = kv_len[b] + depth
+    drafts  B drafts    what hangs below the roots, with scores and sources; () where only the
+                        device has them
     """
 
     tokens: Ints
@@ -60,6 +91,7 @@ class TreeBatch:
     start: Ints
     known: Ints
     depth: Ints
+    drafts: Sequence[Draft] = ()
 
     @property
     def rows(self) -> int:
@@ -131,7 +163,14 @@ def batch(known: Sequence[Ints], drafts: Sequence[Draft]) -> TreeBatch:
             depth.append(depth[above] + 1)
         start.append(len(flat))
     lengths = list(map(len, known))
-    return TreeBatch(*(np.array(part, np.int32) for part in (flat, parents, start, lengths, depth)))
+    return TreeBatch(
+        tokens=np.array(flat, np.int32),
+        parents=np.array(parents, np.int32),
+        start=np.array(start, np.int32),
+        known=np.array(lengths, np.int32),
+        depth=np.array(depth, np.int32),
+        drafts=drafts,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -19,6 +19,8 @@ from forerun.types import Ints
 
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
+_END_OF_MESSAGE = "\ue0f1end-of-message\ue0f1"
+"""Stands for the end of a message that goes on: private letters, which nobody writes."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -58,12 +60,30 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> Ints:
         """int32[T]: the prompt. `messages` and `tools` are OpenAI's; `extra` are template names.
 
+        continues  the prompt ends within the last message, which the model wrote and goes on with
+
         Raises RequestError naming the field where the messages cannot be rendered.
         """
-        return self._encode(*self._render(messages, tools, add_generation_prompt, extra))
+        if not continues:
+            return self._encode(*self._render(messages, tools, add_generation_prompt, extra))
+        last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
+        if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
+            raise RequestError(
+                f"continue_final_message: {place} must be what the assistant said so far.", place
+            )
+        # A marker of its own at the end of the message says where the template closes it.
+        marked = [*messages[:-1], {**last, "content": f"{last['content']}{_END_OF_MESSAGE}"}]
+        text, marker = self._render(marked, tools, False, extra)
+        text, found, _ = text.rpartition(_END_OF_MESSAGE)
+        if not found:
+            raise RequestError(
+                "continue_final_message: this model's template leaves the last message out.", place
+            )
+        return self._encode(text, marker)
 
     def render(
         self,

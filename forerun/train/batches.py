@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from forerun.errors import ConfigError
 from forerun.train.corpus import Corpus, Piece
 from forerun.train.loss import Batch, Dense, Likely
 from forerun.train.target import DenseTarget
@@ -45,8 +46,14 @@ def online_reader(
 ) -> Callable[[list[Piece]], Batch]:
     """Batches whose features the target computes now: no disk, for a fast device.
 
-    rows [Vd,H]: the target's output rows of the draft vocabulary.
+    rows [Vd,H]: the target's output rows of the draft vocabulary. Raises ConfigError for a target
+    that caps its logits: the teacher's distribution is made of the rows alone.
     """
+    if target.arch.final_softcap is not None:
+        raise ConfigError(
+            f"this {target.arch.family} target caps its logits, which training on a GPU does not "
+            "know; use --train-device cpu, where features and logits are written first"
+        )
 
     def read(pieces: list[Piece]) -> Batch:
         tokens = _padded(corpus.tokens, pieces).long().to(target.device)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.config import option, validate
+from forerun.options import option, validate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

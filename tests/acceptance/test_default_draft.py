@@ -23,14 +23,16 @@ AT_LEAST = {(CHAIN.name, 0.0): 1.35, (TREE.name, 0.0): 1.5, (CHAIN.name, 0.8): 1
 
 @pytest.fixture(scope="module")
 def target():
-    target = open_target(EngineConfig(kv_tokens=8192, policy="fixed", speculation="head"))
+    target = open_target(
+        EngineConfig(kv_tokens=8192, policy="fixed", speculative_algorithm="EAGLE")
+    )
     yield target
     target.close()
 
 
 def test_the_default_model_comes_with_a_draft(target):
-    assert target.config.draft == str(shipped_draft("smollm2-135m"))
-    assert target.config.speculation == "head" and target.draft_model is not None
+    assert target.config.speculative_draft_model_path == str(shipped_draft("smollm2-135m"))
+    assert target.config.speculative_algorithm == "EAGLE" and target.draft_model is not None
 
 
 @pytest.mark.parametrize(

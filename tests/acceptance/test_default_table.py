@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 SHAPE = Shape("n-grams", 8, 8, 1)
-SMALL = EngineConfig(kv_tokens=2048, policy="fixed")
+SMALL = EngineConfig(kv_tokens=2048, policy="fixed", draft_on_error="stop")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def length(target, temperature):
 
 
 def test_the_table_is_the_default(target):
-    assert target.config.draft == str(shipped_draft("smollm2-135m"))
-    assert target.config.speculation == "ngram"
+    assert target.config.speculative_draft_model_path == str(shipped_draft("smollm2-135m"))
+    assert target.config.speculative_algorithm == "NGRAM"
     assert target.table is not None and target.draft_model is None
 
 
@@ -54,23 +54,25 @@ def test_tokens_per_step(target, temperature, least):
     assert with_table > 1.12 * alone
 
 
-@pytest.mark.parametrize("speculation", ["head", "both"])
+@pytest.mark.parametrize("speculation", ["EAGLE", "EAGLE+NGRAM"])
 def test_none_means_no_draft_at_all(speculation):
-    target = open_target(replace(SMALL, draft="none"))
-    assert target.table is None and target.config.draft is None
-    assert target.config.speculation == "ngram"
+    target = open_target(replace(SMALL, speculative_draft_model_path="none"))
+    assert target.table is None and target.config.speculative_draft_model_path is None
+    assert target.config.speculative_algorithm == "NGRAM"
     target.close()
     with pytest.raises(ConfigError, match="no draft is named"):
-        open_target(replace(SMALL, draft="none", speculation=speculation))
+        open_target(
+            replace(SMALL, speculative_draft_model_path="none", speculative_algorithm=speculation)
+        )
 
 
 @pytest.mark.parametrize(
     ("draft", "speculation", "message"),
     [
-        ("", "auto", "is no folder"),
-        ("ngrams.safetensors", "ngram", "is no folder"),
-        (".", "head", "no head; use --speculation ngram"),
-        (".", "both", "no head; use --speculation ngram"),
+        ("", "AUTO", "is no folder"),
+        ("ngrams.safetensors", "NGRAM", "is no folder"),
+        (".", "EAGLE", "no head; use --speculative-algorithm NGRAM"),
+        (".", "EAGLE+NGRAM", "no head; use --speculative-algorithm NGRAM"),
     ],
 )
 def test_a_table_alone_has_no_head(tmp_path, monkeypatch, draft, speculation, message):
@@ -78,22 +80,28 @@ def test_a_table_alone_has_no_head(tmp_path, monkeypatch, draft, speculation, me
     (tmp_path / "ngrams.safetensors").write_bytes(shipped.read_bytes())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=message):
-        open_target(replace(SMALL, draft=draft, speculation=speculation))
+        open_target(
+            replace(SMALL, speculative_draft_model_path=draft, speculative_algorithm=speculation)
+        )
 
 
 def test_a_table_alone_in_a_folder(tmp_path):
     shipped = shipped_draft("smollm2-135m") / "ngrams.safetensors"
     (tmp_path / "ngrams.safetensors").write_bytes(shipped.read_bytes())
-    target = open_target(replace(SMALL, draft=str(tmp_path)))
-    assert target.config.speculation == "ngram" and target.table is not None
+    target = open_target(replace(SMALL, speculative_draft_model_path=str(tmp_path)))
+    assert target.config.speculative_algorithm == "NGRAM" and target.table is not None
     target.close()
 
 
 def test_a_folder_without_a_table(tmp_path):
     with pytest.raises(ModelError, match=r"holds no ngrams\.safetensors"):
-        open_target(replace(SMALL, draft=str(tmp_path), speculation="ngram"))
-    config = replace(SMALL, draft=str(tmp_path), draft_on_error="disable")
+        open_target(
+            replace(
+                SMALL, speculative_draft_model_path=str(tmp_path), speculative_algorithm="NGRAM"
+            )
+        )
+    config = replace(SMALL, speculative_draft_model_path=str(tmp_path), draft_on_error="disable")
     with pytest.warns(UserWarning, match="speculation is off"):
         target = open_target(config)
-    assert target.config.speculation == "off" and target.fault is not None
+    assert target.config.speculative_algorithm == "OFF" and target.fault is not None
     target.close()

@@ -66,7 +66,13 @@ COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
 @pytest.fixture
 def target(monkeypatch):
-    monkeypatch.setattr(SlowdownGuard, "ran", lambda *_, **__: None)
+    observe = SlowdownGuard.observe
+
+    def by_table(guard, report):
+        ms = guard.costs.one(report.nodes, report.cached)
+        observe(guard, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+
+    monkeypatch.setattr(SlowdownGuard, "observe", by_table)
     target = open_target(EngineConfig(kv_tokens=2048))
     yield replace(target, costs=COSTS)
     target.close()

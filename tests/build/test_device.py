@@ -7,6 +7,7 @@ from forerun.build.device import choose_device
 from forerun.build.engine import choose_executor, open_target
 from forerun.cli import console
 from forerun.config import EngineConfig
+from forerun.hub.catalog import open_model
 
 
 @pytest.fixture
@@ -44,12 +45,14 @@ def test_the_choice_and_its_reason(machine, gpus, seen, changes, expected, why):
     assert chosen.sentence().startswith(f"device {expected}: ")
 
 
+@pytest.mark.model
 def test_a_gpu_means_torch_in_bfloat16(machine):
     machine(["/dev/nvidia0"], 1)
-    chosen = choose_executor(EngineConfig())
+    arch = open_model("smollm2-135m").architecture
+    chosen = choose_executor(EngineConfig(), arch)
     assert (chosen.device, chosen.executor, chosen.dtype) == ("cuda", "torch", "bfloat16")
     machine([], 0)
-    assert choose_executor(EngineConfig()).device == "cpu"
+    assert choose_executor(EngineConfig(), arch).device == "cpu"
 
 
 def test_torch_is_not_asked_where_there_is_no_gpu(machine, monkeypatch):

@@ -35,7 +35,12 @@ def test_engines_may_take_turns_on_one_target():
     prompt = np.array([72, 105], np.int32)
     with toy_target() as target:
         texts = []
-        for changes in ({}, {"speculation": "off"}, {"draft_nodes": 2}, {"draft_nodes": 0}):
+        for changes in (
+            {},
+            {"speculative_algorithm": "OFF"},
+            {"speculative_num_draft_tokens": 3},
+            {"speculative_num_draft_tokens": 1},
+        ):
             engine = make_engine(target, replace(target.config, **changes))
             engine.start()
             texts.append(complete(engine, [make_request(prompt, max_tokens=60)])[0][0].text)
@@ -123,7 +128,7 @@ def test_the_default_model_is_proved_on_a_few_prompts(default_model):
     proof = prove(default_model, default_model.config, trial)
     assert proof.holds, proof
     # A drafter that never drafts right would be invisible in the text.
-    greedy = [run for run in proof.runs if run.speculation != "off" and run.temperature == 0.0]
+    greedy = [run for run in proof.runs if run.speculation != "OFF" and run.temperature == 0.0]
     assert all(run.tokens_per_step > 1.05 for run in greedy)
 
 
@@ -152,9 +157,9 @@ def test_adaptive_speculation_gives_the_same_text(default_model):
     prompt = encode_chat(default_model, [{"role": "user", "content": "Count from 1 to 30."}])
     texts = []
     for config in (
-        replace(default_model.config, speculation="off"),
+        replace(default_model.config, speculative_algorithm="OFF"),
         default_model.config,
-        replace(default_model.config, draft_nodes=3, draft_depth=3),
+        replace(default_model.config, speculative_num_draft_tokens=4, speculative_num_steps=3),
     ):
         engine = make_engine(default_model, config)
         engine.start()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.build.engine import open_target
-from forerun.build.memory import SHARE, Needs, human, plan_memory
+from forerun.build.memory import Needs, human, plan_memory
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError
 from tests.models import tiny
@@ -63,7 +63,10 @@ def test_a_plan_never_exceeds_its_share(available, page_size, kv_tokens, context
     assert pages >= (kv_tokens or 0)
     # Rounding up to whole pages may take at most one page more than the share.
     page_bytes = page_size * needs.per_token
-    assert plan.weights + plan.cache + plan.scratch <= available * SHARE + page_bytes
+    assert (
+        plan.weights + plan.cache + plan.scratch
+        <= available * config.mem_fraction_static + page_bytes
+    )
 
 
 def test_bytes_for_people():

@@ -33,6 +33,39 @@ def test_train_does_not_offer_the_toy(capsys):
     )
 
 
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\nfrom forerun.cli.main import main\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["train", "--out", "x", "--preset", "smoke"],
+        ["bench", "--random-weights", "smollm2-135m"],
+        ["run", "Hi", "--device", "cuda"],
+        ["run", "Hi", "--executor", "torch"],
+    ],
+)
+@pytest.mark.model
+def test_what_needs_torch_says_how_to_install_it(line, tmp_path):
+    program = f"{WITHOUT_TORCH}sys.exit(main({line}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, check=False, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "pip install 'forerun[torch]'" in done.stderr and "make tools" in done.stderr
+
+
+def test_serve_shows_examples_and_what_matters_first(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: forerun serve [MODEL] [options]\n")
+    assert "examples:\n    forerun serve\n" in text
+    first = text[text.index("what matters first:") : text.index("\noptions:")]
+    flags = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    assert len(flags) == 10 and {"--port", "--context", "--speculative-algorithm"} <= set(flags)
+
+
 def test_run_prints_the_answer_alone_on_stdout(capsys):
     assert main(["run", "Hello", *TOY, "--max-tokens", "30"]) == 0
     out, err = capsys.readouterr()
@@ -53,9 +86,11 @@ def test_run_as_json_compared_with_plain(capsys):
     assert report["plain_tokens_per_second"] == plain[1]
 
 
-def test_run_says_when_the_plain_speed_is_only_reckoned(capsys):
+def test_run_claims_no_speed_that_it_did_not_measure(capsys):
     assert main(["run", "Hello", *TOY, "--max-tokens", "40", "--policy", "adaptive"]) == 0
-    assert "by the step cost measured at start" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.count("tokens/s") == 1 and "plain" not in err
+    assert "--compare measures the speed without speculation" in err
 
 
 def test_run_tells_no_speed_of_a_few_tokens(capsys):
@@ -142,15 +177,21 @@ def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
 
 
 @pytest.mark.parametrize(
-    "line", [[], ["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
+    "line", [["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
              ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"],
              ["bench", "--launch", "--repeats", "0"], ["eval", "--tokens", "0"],
              ["eval", "--temperatures", "warm"], ["prove", "--temperatures", "0,nan"]]
 )  # fmt: skip
-def test_a_wrong_command_line_is_code_two(line):
-    with pytest.raises(SystemExit) as caught:
-        main(line)
-    assert caught.value.code == 2
+def test_a_wrong_command_line_is_code_two(line, capsys):
+    assert main(line) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("forerun: ") and "usage" not in err
+    assert len(err.splitlines()) == 1
+
+
+def test_forerun_alone_prints_help(capsys):
+    assert main([]) == 0
+    assert "COMMAND" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -165,9 +206,9 @@ def test_a_wrong_command_line_is_code_two(line):
 )
 def test_what_a_command_decides_itself_is_no_flag_of_its(command, flags, capsys):
     for flag in flags:
-        with pytest.raises(SystemExit):
-            main([*command, flag, "4"])
-        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+        assert main([*command, flag, "4"]) == 2
+        err = capsys.readouterr().err
+        assert f"{flag} is no option of forerun {command[0]}; it belongs to another" in err
 
 
 def test_a_reader_that_goes_away_is_not_an_error():
@@ -206,6 +247,7 @@ def test_prove_verdicts_and_json(capsys):
     assert main([*quick, "--temperatures", "100", "--tokens", "4"]) == 1
     out, err = capsys.readouterr()
     assert "NOTHING PROVED" in err and "4 of 4" in out
+    assert "tokens/s" not in out and "forced into every step" in err
 
 
 def test_doctor_describes_the_machine(capsys):

@@ -62,7 +62,7 @@ def round_trip(config):
         threads=st.none() | st.integers(1, 64),
         kv_tokens=st.none() | st.integers(16, 10**6),
         page_size=st.integers(1, 256),
-        speculation=st.sampled_from(["ngram", "off"]),
+        speculative_algorithm=st.sampled_from(["NGRAM", "OFF"]),
         policy=st.sampled_from(["auto", "fixed", "adaptive"]),
     )
 )
@@ -84,4 +84,4 @@ def test_help_names_every_default():
     text = " ".join(parser.format_help().split())
     assert "(default: 3)" in text
     assert "(default: smollm2-135m)" in text
-    assert parser.parse_args([]).max_sequences == 3
+    assert configured(EngineConfig, parser.parse_args([])).max_sequences == 3

@@ -87,7 +87,8 @@ def test_a_grammar_alone_in_a_step_without_decoding_rows():
     prompt = tuple(np.arange(60, 120).tolist())
     held = Asked(prompt, {"max_tokens": 16, "ignore_eos": True}, "closed object")
     shape = {"page_size": 2, "max_sequences": 1, "max_step_nodes": 16, "context": 256}
-    changes = shape | {"kv_tokens": 2048, "draft_nodes": 2, "draft_depth": 1}
+    drafting = {"speculative_num_draft_tokens": 3, "speculative_num_steps": 1}
+    changes = shape | {"kv_tokens": 2048} | drafting
     fuzzer = Fuzzer(config, tuple(read_prompts()), 0)
     try:
         assert fuzzer.check(Case(changes, (held, held))) is None

@@ -28,11 +28,11 @@ def test_the_toy_is_proved():
         (temperature, side, at_once)
         for temperature in (0.0, 0.8)
         for at_once in (1, 3)
-        for side in ("off", "ngram")
+        for side in ("OFF", "NGRAM")
     ]
     for run in proof.runs:
         assert (run.identical, run.answers, run.tokens) == (6, 6, 6 * 40)
-        if run.speculation == "off":
+        if run.speculation == "OFF":
             assert (run.draft_tokens, run.tokens_per_step) == (0, 1.0)
         elif run.temperature == 0.0:
             assert run.tokens_per_step > 1.1
@@ -44,8 +44,8 @@ def test_the_toy_is_proved():
     [
         {"page_size": 1},
         {"page_size": 256},
-        {"draft_nodes": 1},
-        {"draft_nodes": 64, "draft_depth": 3},
+        {"speculative_num_draft_tokens": 2},
+        {"speculative_num_draft_tokens": 65, "speculative_num_steps": 3},
     ],
 )
 def test_pages_and_trees_of_any_shape_are_proved(changes):
@@ -69,7 +69,7 @@ def test_a_leak_is_found_at_its_first_token_with_the_gap():
     with toy_target() as target:
         broken = replace(target, executor=LeakyToy(target.memory.limits))
         proof = prove(broken, target.config, TRIAL)
-        true = prove(target, replace(target.config, speculation="off"), TRIAL)
+        true = prove(target, replace(target.config, speculative_algorithm="OFF"), TRIAL)
     assert not proof.holds and not proof.identical
     found = next(run.divergence for run in proof.runs if run.divergence)
     assert 0 < found.position < 40
@@ -77,7 +77,7 @@ def test_a_leak_is_found_at_its_first_token_with_the_gap():
     assert found.found == 97 + (found.expected - 96) % 16
     assert found.logit_gap in (pytest.approx(0.5, abs=1e-5), None)
     assert found.score_gap == found.logit_gap
-    assert next(run for run in proof.runs if run.speculation == "off").divergence is None
+    assert next(run for run in proof.runs if run.speculation == "OFF").divergence is None
     assert true.identical
 
 
@@ -91,10 +91,10 @@ def test_nothing_accepted_is_nothing_proved():
 
 
 def test_speculation_off_compares_batches_only():
-    with toy_target(replace(CONFIG, speculation="off")) as target:
+    with toy_target(replace(CONFIG, speculative_algorithm="OFF")) as target:
         proof = prove(target, target.config, TRIAL)
     assert proof.holds
-    assert {run.speculation for run in proof.runs} == {"off"}
+    assert {run.speculation for run in proof.runs} == {"OFF"}
 
 
 def test_prompts_that_do_not_fit_are_refused_by_name():
@@ -162,7 +162,7 @@ def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
 
     monkeypatch.setattr("forerun.bench.prove.answers", spying)
     with toy_target() as target:
-        prove(target, replace(target.config, speculation="off"), replace(MIXED, tokens=2))
+        prove(target, replace(target.config, speculative_algorithm="OFF"), replace(MIXED, tokens=2))
         kinds = [mixed.options(index, target.tokenizer) for index in range(9)]
     names = {name for kind in kinds for name in kind}
     wanted = {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "n"}

@@ -13,7 +13,7 @@ from forerun.config import EngineConfig
 from forerun.executors.toy import ToyExecutor
 
 TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
-FOUR = Setting("ngram", 4, 4, "fixed")
+FOUR = Setting("NGRAM", 5, 4, "fixed")
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +52,10 @@ def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys):
     with_profile.close()
     assert with_profile.info["profile"] == best.name
     assert with_profile.config.policy == best.policy
-    assert with_profile.config.speculation == best.speculation
-    other = load(replace(asked, draft_nodes=3))
+    assert with_profile.config.speculative_algorithm == best.speculative_algorithm
+    other = load(replace(asked, speculative_num_draft_tokens=4))
     other.close()
-    assert other.info["profile"] is None and other.config.draft_nodes == 3
+    assert other.info["profile"] is None and other.config.speculative_num_draft_tokens == 4
 
 
 def test_a_broken_profile_is_no_profile():
@@ -64,6 +64,30 @@ def test_a_broken_profile_is_no_profile():
     assert tuned.find(config, config) == FOUR
     path.write_text('{"setting": {"speculation": "nonsense"}}')
     assert tuned.find(config, config) is None
+
+
+def test_a_profile_of_version_0_1_0_is_used():
+    config = EngineConfig(model="toy", device="cpu", speculative_algorithm="NGRAM")
+    path = tuned.path_of(config)
+    path.parent.mkdir(parents=True)
+    old = {"speculation": "ngram", "draft_nodes": 4, "draft_depth": 4, "policy": "fixed"}
+    path.write_text(json.dumps({"setting": old}))
+    assert tuned.find(EngineConfig(model="toy"), config) == FOUR
+    key = '[["toy", "auto", "cpu", "auto", null], ["ngram", null, 1], "0.1.0", "some processor"]'
+    assert tuned.key_of(config, "0.1.0", "some processor") == key
+    wide = {"speculation": "head", "draft_nodes": 16, "draft_depth": 8, "policy": "fixed"}
+    path.write_text(json.dumps({"setting": wide}))
+    assert tuned.find(EngineConfig(model="toy"), config).speculative_num_draft_tokens == 9
+
+
+def test_profiles_are_forgotten(capsys):
+    config = EngineConfig(model="toy")
+    tuned.save(config, FOUR, {"model": "toy"})
+    other = tuned.save(EngineConfig(model="other"), FOUR, {"model": "other"})
+    other.with_name("noise.json").write_text("[")
+    assert main(["tune", "--model", "toy", "--forget"]) == 0
+    assert "1 profiles forgotten" in capsys.readouterr().err
+    assert tuned.find(config, config) is None and other.exists()
 
 
 def test_there_is_nothing_to_tune_without_a_drafter(capsys):

@@ -44,11 +44,12 @@ ended with "the grammar's matcher gave up"): docs/upstream/llguidance-rollback.m
 
 
 def test_under_an_open_schema_speculation_changes_no_token():
-    target = open_target(EngineConfig(policy="fixed", draft_nodes=8, kv_tokens=8192))
+    config = EngineConfig(policy="fixed", speculative_num_draft_tokens=9, kv_tokens=8192)
+    target = open_target(config)
     grammar, prompt = target.compile(Grammar.json_schema(SCHEMA)), target.tokenizer.encode(PROMPT)
     told = []
     for speculation in ("off", "auto"):
-        engine = make_engine(target, replace(target.config, speculation=speculation))
+        engine = make_engine(target, replace(target.config, speculative_algorithm=speculation))
         engine.start()
         options = {"max_tokens": 80, "grammar": grammar, "temperature": 0.7}
         requests = [

@@ -1,4 +1,3 @@
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +8,7 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control import calibration
 from forerun.control.calibration import measure_costs, smoothed, with_draft_model
+from forerun.control.constants import FIRST_CALLS, MIN_REPEATS, NODES, REPEATS
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
@@ -17,20 +17,39 @@ from forerun.interface.next_draft import NextDrafts
 from tests.cli.toys import toy_target
 
 
+class Clock:
+    """Goes on when somebody says so, and a microsecond whenever it is read."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def __call__(self):
+        self.seconds += 1e-6
+        return self.seconds
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def virtual_time(monkeypatch):
+    monkeypatch.setattr(calibration, "perf_counter", CLOCK)
+
+
 class PricedToy(ToyExecutor):
     """A toy whose step takes a known time: one millisecond, and half of one per node."""
 
     def verify(self, plan, trees, draft_request=None):
         cached = int(plan.kv_len.max()) * len(trees.tokens)
-        time.sleep(0.001 + 0.0005 * len(trees.tokens) + 2e-5 * cached)
+        CLOCK.seconds += 0.001 + 0.0005 * len(trees.tokens) + 2e-5 * cached
         return super().verify(plan, trees, draft_request)
 
 
 def test_measured_costs_are_those_of_the_executor():
     limits = ExecutorLimits(16, 200, 8, 256, 1024, 259)
-    executor, begun = PricedToy(limits), time.perf_counter()
+    executor, begun = PricedToy(limits), CLOCK.seconds
     costs = measure_costs(executor, NgramDrafter(8))
-    assert time.perf_counter() - begun < 15.0
+    assert CLOCK.seconds - begun < 1.0
     assert costs.nodes[:3] == (1, 2, 3)
     slope = (costs.verify_ms[5] - costs.verify_ms[0]) / (costs.nodes[5] - costs.nodes[0])
     assert 0.3 < slope < 1.5
@@ -39,46 +58,31 @@ def test_measured_costs_are_those_of_the_executor():
     assert 0.0 < costs.draft_ms < 1.0
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 class CapturingToy(ToyExecutor):
     """A toy on a clock: the first step of a size compiles, the second captures, others replay."""
 
-    def __init__(self, limits, clock, first=(1.5, 0.15)):
+    def __init__(self, limits, first=(1.5, 0.15)):
         super().__init__(limits)
-        self.clock, self.first, self.calls = clock, first, {}
+        self.first, self.calls = first, {}
 
     def replay(self, nodes):
         return 0.005 + 0.00003 * nodes
 
-    def verify(self, plan, trees):
+    def verify(self, plan, trees, draft_request=None):
         size = plan.rows, len(trees.tokens)
         calls = self.calls[size] = self.calls.get(size, 0) + 1
         random = np.random.default_rng((calls, *size))
         slow = calls <= len(self.first)
         took = self.first[calls - 1] if slow else self.replay(size[1])
-        self.clock.now += took * (1.0 + 0.02 * random.standard_normal())
-        return super().verify(plan, trees)
+        CLOCK.seconds += took * (1.0 + 0.02 * random.standard_normal())
+        return super().verify(plan, trees, draft_request)
 
 
 @pytest.mark.parametrize("first", [(1.5, 0.15), (0.4,), ()])
-def test_first_calls_are_no_part_of_the_table(monkeypatch, first):
-    clock = Clock()
-    monkeypatch.setattr(calibration, "perf_counter", clock)
-    executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), clock, first)
+def test_first_calls_are_no_part_of_the_table(first):
+    executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), first)
     costs = measure_costs(executor, NgramDrafter(8))
-    assert set(costs.nodes) == set(calibration.NODES)
+    assert set(costs.nodes) == set(NODES)
     expected = [1e3 * executor.replay(nodes) for nodes in costs.nodes]
     np.testing.assert_allclose(costs.verify_ms, expected, rtol=0.05)
     assert costs.attend_ms < 1.0  # 1,000 tokens cost nothing here but noise.
@@ -86,14 +90,13 @@ def test_first_calls_are_no_part_of_the_table(monkeypatch, first):
 
 def test_measuring_a_slow_machine_ends(monkeypatch):
     """Two counts of nodes are timed, however long they take: a step of 4 seconds, 6 of them."""
-    clock = Clock()
-    monkeypatch.setattr(calibration, "perf_counter", clock)
-    executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), clock, ())
+    executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), ())
+    begun = CLOCK.seconds
     monkeypatch.setattr(executor, "replay", lambda nodes: 4.0)
     costs = measure_costs(executor, NgramDrafter(8))
     assert len(costs.nodes) == 2
     # Beside the table: what 1,000 cached tokens cost.
-    assert clock.now < 4.0 * 1.1 * (2 * 3 + 2 * calibration.PAIRS + 1)
+    assert CLOCK.seconds - begun < 4.0 * 1.1 * (2 * (FIRST_CALLS + MIN_REPEATS) + 2 * REPEATS + 4)
 
 
 DRAFTS = NextDrafts(np.ones(1, np.bool_), 1, 1, *(np.zeros((1, 1)) for _ in range(3)))
@@ -106,7 +109,7 @@ class DraftingToy(PricedToy):
 
     def verify(self, plan, trees, draft_request=None):
         self.levels = levels = draft_request.levels if draft_request else 0
-        time.sleep(0.004 + 0.002 * (levels - 1) if levels else 0.0)
+        CLOCK.seconds += 0.004 + 0.002 * (levels - 1) if levels else 0.0
         return super().verify(plan, trees, draft_request)
 
     def commit(self, plan, trees, scores, accepted):
@@ -114,10 +117,7 @@ class DraftingToy(PricedToy):
         return replace(outcome, drafts=DRAFTS) if self.levels else outcome
 
 
-def test_drafting_within_a_step_is_a_part_of_its_cost(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(calibration, "perf_counter", clock)
-    monkeypatch.setattr(time, "sleep", clock.sleep)
+def test_drafting_within_a_step_is_a_part_of_its_cost():
     executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259))
     alone = measure_costs(executor, NgramDrafter(8))
     costs = with_draft_model(alone, None, executor, 16)

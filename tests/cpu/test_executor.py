@@ -8,6 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.build.engine import choose_executor, open_target
+from forerun.build.memory import needs_of
+from forerun.config import EngineConfig
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.executors.host_sampler import HostAccepted
@@ -36,6 +39,46 @@ def test_models_it_cannot_run(checkpoint, executor):
         CpuExecutor(checkpoint(), limits(10))
     with pytest.raises(ConfigError, match="called 'sse'"):
         executor(kernels="sse")
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("qwen2_moe", ["mixture-of-experts layers"]),
+        ("qwen3_moe", ["mixture-of-experts layers"]),
+        ("gemma2", ["capped attention scores", "capped logits", "scaled embeddings"]),
+        ("gemma3_text", ["norms after attention", "a GELU gate", "a rope per layer"]),
+    ],
+)
+def test_families_it_cannot_run_are_refused_in_one_sentence(checkpoint, executor, family, named):
+    source = checkpoint(family, None)
+    with pytest.raises(ModelError, match=f"CPU core cannot run this {family} model") as caught:
+        executor(source)
+    message = str(caught.value)
+    assert message.endswith("; use the torch executor (--executor torch)")
+    assert all(each in message for each in named)
+    assert "\n" not in message
+    with pytest.warns(UserWarning, match=f"cannot run this {family}"):
+        chosen = choose_executor(EngineConfig(), source.architecture)
+    assert (chosen.executor, chosen.dtype) == ("torch", "float32")
+
+
+def test_a_window_ends_its_context(checkpoint, executor, tmp_path):
+    """Up to the window nothing is hidden, so the core is exact there; beyond, torch serves."""
+    source = checkpoint("mistral", None, sliding_window=100)
+    arch = source.architecture
+    config = EngineConfig(model=str(source.path))
+    assert needs_of(config, arch, source.path, cache_bytes_per_token(arch)).context == 100
+    torch_config = replace(config, executor="torch", dtype="float32")
+    assert needs_of(torch_config, arch, source.path, None).context == 512
+    assert executor(source, context=100).limits.context == 100
+    with pytest.raises(ModelError, match=r"no sliding windows.*100 tokens.*context is 101"):
+        executor(source, context=101)
+    assert choose_executor(config, arch).executor == "cpu"
+    with pytest.warns(UserWarning, match="sliding windows"):
+        assert choose_executor(replace(config, context=300), arch).executor == "torch"
+    with pytest.raises(ModelError, match=r"context is 300; use the torch executor"):
+        open_target(replace(config, executor="cpu", context=300))
 
 
 class Damaged:

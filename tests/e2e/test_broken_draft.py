@@ -26,14 +26,21 @@ def test_disabled_speculation_is_in_log_health_and_metrics(tmp_path):
     tensors["fc.weight"][3, 5] = float("nan")
     save_file(tensors, draft / "model.safetensors")
     line = [sys.executable, "-m", "forerun.cli", "serve", "--model", str(model), "--port", "0"]
-    line += ["--draft", str(draft), "--kv-tokens", "512", "--max-sequences", "2", "--json"]
-    stopped = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
+    line += [
+        "--speculative-draft-model-path",
+        str(draft),
+        "--kv-tokens",
+        "512",
+        "--max-sequences",
+        "2",
+        "--json",
+    ]
+    stop = [*line, "--draft-on-error", "stop"]
+    stopped = subprocess.run(stop, capture_output=True, text=True, timeout=120, check=False)
     assert stopped.returncode == 3 and "fc.weight holds NaN" in stopped.stderr
     log = tmp_path / "log"
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            [*line, "--draft-on-error", "disable"], stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             url = json.loads("".join(process.stdout.readline() for _ in range(3)))["url"]
             transport = httpx.HTTPTransport(retries=3)
@@ -42,6 +49,7 @@ def test_disabled_speculation_is_in_log_health_and_metrics(tmp_path):
                 while client.get("/v1/models").status_code == 503:
                     pass
                 fault = client.get("/health").json()["speculation_fault"]
+                info = client.get("/server_info").json()
                 page = client.get("/metrics").text
                 body = {"prompt": "the quick", "max_tokens": 4, "ignore_eos": True}
                 answer = client.post("/v1/completions", json=body).json()
@@ -49,6 +57,8 @@ def test_disabled_speculation_is_in_log_health_and_metrics(tmp_path):
             process.terminate()
             process.communicate(timeout=60)
     assert fault.startswith(REASON) and "fc.weight holds NaN" in fault
+    assert info["drafter"]["fault"] == fault
+    assert info["config"]["speculative_algorithm"] == "OFF"
     (line,) = [x for x in page.splitlines() if x.startswith("forerun:speculation_fault{")]
     assert "fc.weight holds NaN" in line and line.endswith(" 1.0")
     assert fault in log.read_text()

@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-from dataclasses import replace
 
 from forerun.build.engine import load
 from forerun.config import EngineConfig, ServeSettings
@@ -43,9 +42,13 @@ def failing(drafter, calls):
     drafter.propose = fail
 
 
+def as_tuples(settings):
+    """JSON has lists where settings have tuples."""
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
+
+
 def main(options):
-    settings = ServeSettings(port=0, **{"api_keys": (), **options.get("settings", {})})
-    settings = replace(settings, api_keys=tuple(settings.api_keys))
+    settings = ServeSettings(**{"port": 0, **as_tuples(options.get("settings", {}))})
 
     def loader():
         time.sleep(options.get("load_seconds", 0))

@@ -58,6 +58,7 @@ def test_rows_of_every_kind_in_one_step():
     table = next_is(0, 0, 0, 0, 6, 3, 4, 5, 0, 1)
     accepted, outcome = run(sampler, plan, drafts, table)
     assert [path.tolist() for path in accepted.paths] == [[0, 1], [2, 3, 4], [5], [6, 7, 8]]
+    assert [path.tolist() for path in outcome.paths()] == [[], [], [], [7, 8]]
     assert all(path.dtype == np.int32 for path in accepted.paths)
     assert outcome.n_tokens.tolist() == [0, 1, 1, 3]
     assert outcome.tokens.tolist() == [[-1, -1, -1], [6, -1, -1], [3, -1, -1], [4, 5, 0]]
@@ -316,3 +317,17 @@ def test_misuse_is_named():
     sampler.close(0)
     sampler.close(0)
     sampler.open(slot_init(0, [1], 1))
+
+
+def test_the_accepted_path_goes_by_the_first_of_equal_children():
+    """As flat nodes: nobody has to walk the tree again."""
+    sampler = HostSampler(2, V)
+    sampler.open(slot_init(0, [1, 2], 2))
+    sampler.open(slot_init(1, [3], 1))
+    plan = plan_of([0, 1], [0, 0], [[1, 2], [3]], [True, True])
+    drafts = [as_draft([4, 4, 7, 6], [-1, -1, 0, 1]), as_draft([5, 4], [-1, -1])]
+    #                  known, root, 4, 4, 7, 6 | root, 5, 4
+    _, outcome = run(sampler, plan, drafts, next_is(2, 4, 7, 6, 1, 1, 4, 1, 2))
+    assert outcome.output_tokens == [[4, 7, 1], [4, 2]]
+    assert outcome.accepted.tolist() == [2, 4, 8]
+    assert [path.tolist() for path in outcome.paths()] == [[2, 4], [8]]

@@ -42,7 +42,7 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
     target = opened(folder("llama", layers=6), twin, device)
     try:
         prompts = list(texts[:, :12])
-        plain = serve(target, prompts, "off")
+        plain = serve(target, prompts, "OFF")
         served = serve(target, prompts)
     finally:
         target.close()
@@ -59,15 +59,19 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
 def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
     """Accepted draft tokens, of texts that are the same; near-ties of the draft are forgiven."""
     twin, texts = learned
-    names = ("draft_nodes", "draft_depth", "draft_width")
+    nodes, steps, topk = shape
+    tree = {
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": topk,
+    }
     found = []
     for eager in (False, True):
         many = {"max_step_nodes": 256, "disable_cuda_graph": eager}
         target = opened(folder("llama", layers=6), twin, device, **many)
         try:
             served = serve(
-                target, list(texts[:4, :12]), "head", 40, temperature,
-                **dict(zip(names, shape, strict=True)),
+                target, list(texts[:4, :12]), "EAGLE", 40, temperature, **tree,
             )  # fmt: skip
             sizes = target.executor.describe()["captured"]
         finally:

@@ -10,6 +10,7 @@ from forerun.executors.torch.geometry import Geometry, attend_dense, intervals, 
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import Narrow, put
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear
+from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -31,10 +32,10 @@ def step(kv_len, nodes, groups, size, device, dtype, seed=0):
     random = np.random.default_rng(seed)
     page, width = 16, max(kv_len) // 16 + 1
     pages = random.permutation(len(kv_len) * width).reshape(len(kv_len), width)
-    spans = [
-        intervals(np.array([-1, *(random.integers(0, i) for i in range(1, nodes))], np.int32))
-        for _ in kv_len
+    parents = [
+        np.array([-1, *(random.integers(0, i) for i in range(1, nodes))], np.int32) for _ in kv_len
     ]
+    spans = [intervals(row) for row in parents]
     start = np.arange(len(kv_len) + 1, dtype=np.int32) * nodes
     scratch = len(kv_len) * width * page
 
@@ -50,6 +51,9 @@ def step(kv_len, nodes, groups, size, device, dtype, seed=0):
         tile=4,
         page_size=page,
         scratch=scratch,
+        position=there(
+            np.concatenate([n + depths(row) for n, row in zip(kv_len, parents, strict=True)])
+        ),
     )
     total = scratch + len(kv_len) * nodes + 1
     draw = torch.Generator(device).manual_seed(seed)
@@ -60,6 +64,25 @@ def step(kv_len, nodes, groups, size, device, dtype, seed=0):
     shape = len(kv_len) * nodes, groups[0], size
     queries = torch.randn(shape, device=device, dtype=dtype, generator=draw)
     return queries, keys, values, geometry
+
+
+def depths(parents):
+    """int32[N]: steps below the first node."""
+    found = np.zeros_like(parents)
+    for node in range(1, len(parents)):
+        found[node] = found[parents[node]] + 1
+    return found
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("spec", [(0.1, 1), (0.1, 100), (0.1, 512, 20.0), (0.1, None, 5.0)])
+@pytest.mark.parametrize("size", [128, 256])
+def test_windows_and_caps(kernels, device, dtype, spec, size):
+    for kv_len, nodes in (([0, 5, 64, 700], 8), ([3000], 1), ([130] * 5, 33)):
+        inputs = *step(kv_len, nodes, (8, 4), size, device, dtype), AttentionSpec(*spec)
+        expected, found = attend_dense(*inputs).double(), kernels.attend(*inputs).double()
+        assert torch.isfinite(found).all()
+        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(ERROR))
@@ -123,6 +146,7 @@ def test_parts_between_the_products(kernels, device, dtype):
         ("norm", (x, weight, 1e-5)),
         ("norm", (heads, weight[:128], 1e-5)),
         ("gate", both),
+        ("gelu_gate", both),
         ("rotate", (heads, cos, sin)),
     ):
         found = getattr(kernels.parts, part)(*inputs).double()
@@ -171,6 +195,22 @@ def test_float8_products_are_the_twins(device):
         there = [None if each is None else each.to(device) for each in parts]
         found = Float8Linear(*there)(x.bfloat16().to(device)).double().cpu()
         assert (found - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe"])
+def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family):
+    """Windows, caps and sandwich norms in rounds; experts eagerly. In float32, as below."""
+    found = []
+    for where in (device, "cpu"):
+        made = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), where, "float32")
+        with Driver(made) as driver:
+            for slot in range(3):
+                driver.open(slot, np.arange(20, 60 + slot), Sampling(temperature=0.0))
+            driver.step([Row(slot) for slot in range(3)])
+            for _ in range(30):
+                driver.step([Row(slot, draft=as_draft([7, 9], [-1, -1])) for slot in range(3)])
+            found.append([driver.sequences[slot].tokens[:85] for slot in range(3)])
+    assert sum(a == b for a, b in zip(*found, strict=True)) >= 2
 
 
 @pytest.mark.parametrize("kv_dtype", ["same", "float8"])

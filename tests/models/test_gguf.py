@@ -5,11 +5,13 @@ import torch
 from gguf.quants import dequantize, quantize
 
 from forerun.errors import ModelError
+from forerun.executors.torch import TorchExecutor
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import read_header
 from forerun.models.rope import Divided, Linear, Yarn
 from tests.models import tiny
+from tests.parity.driver import Driver, Row, limits
 
 IDS = torch.arange(200)[None]
 
@@ -161,6 +163,79 @@ def test_window_and_yarn_factors(tmp_path):
     assert (arch.context, arch.windowless_context) == (256, 100)
     assert {spec.attention.window for spec in arch.layer_specs} == {100}
     assert arch.rope.scaling == Yarn(4.0, 64, 0.5 * (0.1 * np.log(4.0) + 1))
+
+
+GEMMA = {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 16}
+"""As llama.cpp has it: every sixth layer sees all, the others turn by a base of 10,000."""
+
+
+def gemma(**changes):
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    whole = {"rope_theta": 1e6} | changes.pop("rope", {"rope_type": "default"})
+    ropes = {"full_attention": whole, "sliding_attention": local}
+    return tiny.model("gemma3_text", **GEMMA | {"rope_parameters": ropes} | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"rope": tiny.LINEAR}, {"final_logit_softcapping": 4.0, "tie_word_embeddings": False}],
+    ids=lambda changes: str(changes)[:24],
+)
+def test_gemma_3_is_that_of_transformers(changes, tmp_path):
+    hf = gemma(**changes)
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))
+    weights = tiny.weights(hf)
+    assert set(checkpoint.names()) == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight + ("norm" in name))
+    arch = checkpoint.architecture
+    assert [spec.attention.window for spec in arch.layer_specs] == [24] * 5 + [None, 24]
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
+    with Driver(executor) as driver:
+        driver.open(0, IDS[0].numpy())
+        logits = driver.step([Row(0)]).scores.logits
+    assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("attention.sliding_window_pattern", 5, "sliding_window_pattern"),
+        ("attention.sliding_window_pattern", 6, None),
+        ("rope.freq_base", None, "freq_base is missing"),
+        ("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
+        ("expert_count", 4, "expert_count"),
+    ],
+)
+def test_gemma_3s_metadata_is_honoured_or_refused(key, value, named, tmp_path):
+    path = tiny.write_gguf(gemma(), tmp_path / "x.gguf", metadata={f"gemma3.{key}": value})
+    if named is None:
+        GgufCheckpoint(path)
+        return
+    with pytest.raises(ModelError, match=named):
+        GgufCheckpoint(path)
+
+
+def test_gemma_3_of_62_layers_scales_its_scores_by_the_hidden_size(tmp_path):
+    hf = gemma(num_hidden_layers=62, hidden_size=32, intermediate_size=8)
+    arch = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf")).architecture
+    assert {spec.attention.scale for spec in arch.layer_specs} == {(32 // 4) ** -0.5}
+
+
+def test_a_gemma_3_without_windows(tmp_path):
+    metadata = {"gemma3.attention.sliding_window": None}
+    arch = GgufCheckpoint(
+        tiny.write_gguf(gemma(), tmp_path / "x.gguf", metadata=metadata)
+    ).architecture
+    assert {(spec.attention.window, spec.rope.theta) for spec in arch.layer_specs} == {(None, 1e6)}
+
+
+def test_a_window_that_names_no_layers_limits_the_context(tmp_path):
+    """A Qwen's file does not say which layers have it."""
+    metadata = {"qwen2.attention.sliding_window": 100}
+    path = tiny.write_gguf(tiny.model("qwen2"), tmp_path / "x.gguf", metadata=metadata)
+    arch = GgufCheckpoint(path).architecture
+    assert (arch.context, arch.windowless_context) == (100, 100)
 
 
 def test_unknown_tensors_are_named(tmp_path):

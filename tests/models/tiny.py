@@ -7,6 +7,7 @@ reference(checkpoint)                        a transformers model with a checkpo
 """
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS | {"norm_topk_prob": True},
     # Scores large enough for the cap to bend them.
     "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "sliding_window": 24},
-    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3}
-    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
 
@@ -86,7 +86,12 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         local = {"rope_type": "default", "rope_theta": 3000.0}
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
-    return _CLASSES[family][0](**numbers | _OF_FAMILY.get(family, {}) | changes)
+    numbers |= _OF_FAMILY.get(family, {})
+    if family == "gemma3_text":
+        count = changes.get("num_hidden_layers", numbers["num_hidden_layers"])
+        kinds = ("sliding_attention", "full_attention")
+        numbers["layer_types"] = [kinds[layer % 2] for layer in range(count)]
+    return _CLASSES[family][0](**numbers | changes)
 
 
 def model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -186,19 +191,21 @@ def write_gguf(
     extra     more tensors, under their names in the file
     """
     settings, family = hf.config, hf.config.model_type
-    name = "llama" if family == "mistral" else family
+    name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(family, family)
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, hf, metadata or {})
     quant = gguf.GGMLQuantizationType[kind]
     for source, weight in weights(hf).items():
         array = interleaved(source, weight, settings) if name == "llama" else weight
+        if name == "gemma3" and "norm" in source:
+            array = array + 1
         if stored and source in stored:
             raw, raw_kind = stored[source]
-            writer.add_tensor(gguf_name(source), raw, raw_dtype=raw_kind)
+            writer.add_tensor(gguf_name(source, name), raw, raw_dtype=raw_kind)
         elif array.ndim == 1:
-            writer.add_tensor(gguf_name(source), array)
+            writer.add_tensor(gguf_name(source, name), array)
         else:
-            writer.add_tensor(gguf_name(source), quantize(array, quant), raw_dtype=quant)
+            writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
     for source, array in (extra or {}).items():
         writer.add_tensor(source, array)
     writer.write_header_to_file()
@@ -220,6 +227,10 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     writer.add_value_length(settings.head_dim)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)
+    if settings.model_type == "gemma3_text":
+        writer.add_sliding_window(settings.sliding_window)
+        if settings.final_logit_softcapping:
+            writer.add_final_logit_softcapping(settings.final_logit_softcapping)
     _add_rope(writer, hf)
     _add_tokenizer(writer)
     (values,) = writer.kv_data
@@ -241,16 +252,22 @@ def interleaved(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
 
 
-def gguf_name(name: str) -> str:
+@cache
+def _gguf_names(arch: str) -> Any:
+    kind = gguf.MODEL_ARCH.GEMMA3 if arch == "gemma3" else gguf.MODEL_ARCH.QWEN3
+    return gguf.get_tensor_name_map(kind, 64)
+
+
+def gguf_name(name: str, arch: str = "qwen3") -> str:
     """Canonical tensor name -> the GGUF one, by the gguf package's own table."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)
-    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
 
 
 def _add_rope(writer: gguf.GGUFWriter, hf: Any) -> None:
     rope = hf.config.rope_parameters
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(hf.config.head_dim)
     if rope["rope_type"] in ("linear", "yarn"):

@@ -40,13 +40,18 @@ COUNT = 24
 @pytest.fixture(scope="module")
 def pair(checkpoint):
     """The same model with captured rounds and without."""
+    return pair_of(checkpoint("qwen3"))
+
+
+def pair_of(source):
+    """Executors of a checkpoint with captured rounds and without, and the recorder."""
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "kernels_for", twins)
         patch.setattr(executor, "recorder", lambda device: tape)
-        captured = TorchExecutor(checkpoint("qwen3"), small)
-    return captured, TorchExecutor(checkpoint("qwen3"), small), tape
+        captured = TorchExecutor(source, small)
+    return captured, TorchExecutor(source, small), tape
 
 
 def twins(device):
@@ -120,6 +125,28 @@ def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
     assert sum(accepted) > 10
     sizes = captured.describe()["captured"]
     assert (4, 1 if most == 1 else 8, 0, 0) in sizes or (4, 2, 0, 0) in sizes
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_windows_and_caps_in_rounds_give_the_eager_text(checkpoint, family):
+    captured, eager, tape = pair_of(checkpoint(family))
+    expected, _ = texts(eager, no_draft)
+    random = np.random.default_rng(0)
+
+    def draft_tokens(slot, tokens):
+        return half_true_draft(random, expected[slot][len(tokens) :], tiny.VOCAB, 5)[0]
+
+    assert texts(captured, draft_tokens)[0] == expected
+    assert tape.replays > 5
+    assert captured.describe()["captured"]
+
+
+def test_experts_are_not_captured(checkpoint):
+    """Which rows an expert gets is known on the host only."""
+    captured, eager, tape = pair_of(checkpoint("qwen3_moe"))
+    assert texts(captured, no_draft)[0] == texts(eager, no_draft)[0]
+    assert tape.replays == 0
+    assert not captured.describe()["captured"]
 
 
 def test_features_are_those_of_an_eager_step(pair):

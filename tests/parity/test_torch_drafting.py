@@ -117,8 +117,9 @@ def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temper
 
     def run(target):
         return serve(
-            target, prompts, "head", 30, temperature,
-            draft_nodes=nodes, draft_depth=depth, draft_width=width,
+            target, prompts, "EAGLE", 30, temperature,
+            speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+        speculative_eagle_topk=width,
         )  # fmt: skip
 
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
@@ -163,7 +164,11 @@ def mixed(texts):
 
 def answered(target, requests, **changes):
     """What is said to the requests, one more of which comes every five steps."""
-    shape = {"speculation": "head", "draft_nodes": 5, "draft_depth": 5} | changes
+    shape = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": 6,
+        "speculative_num_steps": 5,
+    } | changes
     engine = make_engine(target, replace(target.config, **shape))
     output_tokens, waiting, steps = [[] for _ in requests], list(requests), 0
     while engine.step_once() or waiting:
@@ -183,11 +188,11 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
 
     def run(target):
-        return answered(target, mixed(learned[1]), draft_width=width)
+        return answered(target, mixed(learned[1]), speculative_eagle_topk=width)
 
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     monkeypatch.undo()
-    assert carried == behind == answered(pair[1], mixed(learned[1]), speculation="off")
+    assert carried == behind == answered(pair[1], mixed(learned[1]), speculative_algorithm="OFF")
     same(drafts, expected, rtol=1e-2)  # Features that were kept for later have 16 bits.
     assert few < many
 
@@ -198,7 +203,7 @@ def test_a_lookup_beside_the_head(pair, seen, learned):
     requests = [make_request(prompt, max_tokens=30, ignore_eos=True) for prompt in repeated]
 
     def run(target):
-        return answered(target, requests, speculation="both")
+        return answered(target, requests, speculative_algorithm="EAGLE+NGRAM")
 
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     assert carried == behind
@@ -210,7 +215,7 @@ def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, pair, 
     target = taped(folder, learned[0], disable_cuda_graph=True)
     try:
         prompts = list(learned[1][:3, :12])
-        staging = both((target, pair[1]), seen, lambda target: serve(target, prompts, "head", 20))
+        staging = both((target, pair[1]), seen, lambda target: serve(target, prompts, "EAGLE", 20))
     finally:
         target.close()
     (alone, drafts, passes), (expected_texts, expected, same_passes) = staging
@@ -225,8 +230,12 @@ def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
     targets = taped(folder, twin), opened(folder, twin)
     prompts = np.random.default_rng(4).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
     try:
-        shape = {"draft_nodes": 7, "draft_depth": 3, "draft_width": 2}
-        staging = both(targets, seen, lambda t: serve(t, list(prompts), "head", 12, 0.8, **shape))
+        shape = {
+            "speculative_num_draft_tokens": 8,
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 2,
+        }
+        staging = both(targets, seen, lambda t: serve(t, list(prompts), "EAGLE", 12, 0.8, **shape))
     finally:
         for target in targets:
             target.close()

@@ -380,7 +380,7 @@ def opened_config(folder, twin, device="cpu", **changes):
         executor="torch",
         device=device,
         dtype="float32",
-        draft=str(twin.folder),
+        speculative_draft_model_path=str(twin.folder),
         policy="fixed",
         max_sequences=6,
         max_step_nodes=64,
@@ -389,10 +389,11 @@ def opened_config(folder, twin, device="cpu", **changes):
     return replace(config, **changes)
 
 
-def serve(target, prompts, speculation="head", tokens=60, temperature=0.0, **changes):
+def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **changes):
     """Completions of the prompts on one fresh engine, all at once; with at_once=1, in turn."""
     at_once = changes.pop("at_once", None)
-    config = replace(target.config, speculation=speculation, draft_nodes=3, draft_depth=3)
+    chain = {"speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
+    config = replace(target.config, speculative_algorithm=speculation, **chain)
     engine = make_engine(target, replace(config, **changes))
     engine.start()
     try:
@@ -435,7 +436,7 @@ def test_served_is_what_the_unrolled_forward_says(target, learned):
     """Text and every step's acceptance, for prompts it was trained on and others, in a batch."""
     twin, texts = learned
     prompts = list(texts[:, :12])
-    plain = serve(target, prompts, "off")
+    plain = serve(target, prompts, "OFF")
     served = serve(target, prompts)
     assert [item.tokens for item in served] == [item.tokens for item in plain]
     expected = np.zeros(4, int)
@@ -449,11 +450,12 @@ def test_served_is_what_the_unrolled_forward_says(target, learned):
 @pytest.mark.parametrize("shape", [(3, 3, 1), (16, 5, 4)])
 def test_no_guess_changes_the_text(target, learned, temperature, shape):
     prompts = list(learned[1][:, :12])
-    plain = serve(target, prompts, "off", 40, temperature)
+    plain = serve(target, prompts, "OFF", 40, temperature)
     nodes, depth, width = shape
     served = serve(
-        target, prompts, "head", 40, temperature,
-        draft_nodes=nodes, draft_depth=depth, draft_width=width,
+        target, prompts, "EAGLE", 40, temperature,
+        speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+        speculative_eagle_topk=width,
     )  # fmt: skip
     assert [item.tokens for item in served] == [item.tokens for item in plain]
     assert sum(item.stats.accepted for item in served) > 0
@@ -467,7 +469,7 @@ def test_the_price_of_a_head_is_measured(folder, target, learned):
         prompts = list(learned[1][:4, :12])
         served = serve(adaptive, prompts)
         assert [item.tokens for item in served] == [
-            item.tokens for item in serve(target, prompts, "off")
+            item.tokens for item in serve(target, prompts, "OFF")
         ]
     finally:
         adaptive.close()
@@ -476,7 +478,13 @@ def test_the_price_of_a_head_is_measured(folder, target, learned):
 def test_a_tree_accepts_more_than_a_chain(target, learned):
     prompts = list(learned[1][1::2, :12])  # Not trained on.
     chain = serve(target, prompts)
-    tree = serve(target, prompts, draft_nodes=16, draft_depth=3, draft_width=4)
+    tree = serve(
+        target,
+        prompts,
+        speculative_num_draft_tokens=17,
+        speculative_num_steps=3,
+        speculative_eagle_topk=4,
+    )
     assert sum(item.stats.steps for item in tree) < sum(item.stats.steps for item in chain)
 
 
@@ -494,13 +502,13 @@ def test_a_reused_prefix_keeps_what_the_draft_needs(target, learned):
 def test_lookup_and_head_together(target, learned):
     """The same text, in no more steps than the better of the two takes, but for a few."""
     prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1]]
-    plain = serve(target, prompts, "off")
+    plain = serve(target, prompts, "OFF")
     steps = {}
-    for speculation in ("head", "ngram", "both"):
+    for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):
         served = serve(target, prompts, speculation)
         assert [item.tokens for item in served] == [item.tokens for item in plain]
         steps[speculation] = sum(item.stats.steps for item in served)
-    assert steps["both"] < 1.02 * min(steps.values()), steps
+    assert steps["EAGLE+NGRAM"] < 1.02 * min(steps.values()), steps
 
 
 @pytest.mark.parametrize("damage", ["gone", "too narrow"])
@@ -512,14 +520,18 @@ def test_a_draft_that_cannot_be_used_disables_speculation(folder, dense, tmp_pat
         save_file(tensors, tmp_path / "model.safetensors")
         assert twin.draft
     config = EngineConfig(
-        model=str(folder), executor="torch", draft=str(tmp_path), max_sequences=2, kv_tokens=512
+        model=str(folder),
+        executor="torch",
+        speculative_draft_model_path=str(tmp_path),
+        max_sequences=2,
+        kv_tokens=512,
     )
     with pytest.raises(ModelError):
-        open_target(config)
+        open_target(replace(config, draft_on_error="stop"))
     with pytest.warns(UserWarning, match="speculation is off: "):
-        loaded = load(replace(config, draft_on_error="disable"))
+        loaded = load(config)
     try:
-        assert loaded.config.speculation == "off"
+        assert loaded.config.speculative_algorithm == "OFF"
         assert loaded.drafter.fault.startswith("speculation is off: ")
         assert loaded.engine.describe()["drafter"]["fault"] == loaded.drafter.fault
         request = make_request(np.array([5, 6, 7], np.int32), max_tokens=4, ignore_eos=True)

@@ -12,6 +12,7 @@ from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
+from forerun.models.shapes import shape_named
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.tape import Tape
@@ -80,10 +81,11 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     x, weight = torch.randn(3, 32), torch.rand(32)
     torch.testing.assert_close(parts.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
     torch.testing.assert_close(parts.gate(x, x), PLAIN.gate(x, x))
+    torch.testing.assert_close(parts.gelu_gate(x, x), PLAIN.gelu_gate(x, x))
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
-    assert seen == [True] * 3
+    assert seen == [True] * 4
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):
@@ -145,7 +147,8 @@ def test_the_memory_plan_knows_float8_pages(tmp_path):
 
 
 def test_float8_pages_belong_to_torch():
-    assert choose_executor(EngineConfig(kv_dtype="float8")).executor == "torch"
+    arch = shape_named("tiny")
+    assert choose_executor(EngineConfig(kv_dtype="float8"), arch).executor == "torch"
     for changes in ({"executor": "cpu"}, {"model": "toy"}):
         with pytest.raises(ConfigError, match="kv-dtype float8 needs the torch executor"):
             EngineConfig(kv_dtype="float8", **changes)

@@ -1,12 +1,16 @@
 """The torch executor's logits are those of transformers on the same weights."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.decoder import Decoder
+from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.models import tiny
-from tests.parity.driver import Driver, Row, limits
+from tests.parity.driver import Driver, Row, as_draft, limits
 
 VARIANTS = {
     "plain": {},
@@ -130,6 +134,69 @@ def equals_transformers(found, random, count=300):
     logits = forward(executor, tokens, [170, 10, 100, *[1] * (count - 280)])
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"])
+def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family, page_size):
+    """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
+    changes = {"sliding_window": 5} if family.startswith("gemma") else {}
+    found = checkpoint(family, **changes)
+    prompt = random.integers(0, tiny.VOCAB, 40)
+    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
+    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
+    executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
+    reference = tiny.reference(found)
+    with Driver(executor) as driver:
+        driver.open(0, prompt)
+        driver.step([Row(0, known=33)])
+        result = driver.step([Row(0, draft=draft)])
+    for leaf in (5, 8, 11):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        text = torch.from_numpy(np.concatenate([prompt, draft.tokens[path]])).long()
+        with torch.no_grad():
+            expected = reference(text[None]).logits[0]
+        for depth, node in enumerate(path):
+            logits = result.logits(0, len(prompt) - 33 + node)
+            assert (logits - expected[len(prompt) + depth]).abs().max() < 1e-4
+
+
+def test_norms_after_attention_and_feed_forward_alone():
+    """The order that no family here has: by hand, on one layer of random weights."""
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    arch = replace(arch, layer_specs=(replace(spec, norms="post"),))
+    source = RandomCheckpoint(arch)
+    decoder = Decoder(source, torch.device("cpu"), torch.float32)
+    tokens, positions = torch.arange(5, 9), torch.zeros(4, dtype=torch.int64)
+    found, _ = decoder.forward(tokens, positions, lambda layer, q, k, v: v.repeat(1, 2, 1))
+
+    def weight(name):
+        return torch.from_numpy(source.tensor(f"model.layers.0.{name}.weight"))
+
+    def normed(y, name):
+        return torch.nn.functional.rms_norm(y, (arch.hidden,), weight(name), arch.norm_eps)
+
+    x = torch.from_numpy(source.tensor("model.embed_tokens.weight"))[tokens]
+    values = (x @ weight("self_attn.v_proj").T).view(4, 2, 16).repeat(1, 2, 1).flatten(1)
+    x = x + normed(values @ weight("self_attn.o_proj").T, "post_attention_layernorm")
+    opened, up = (x @ weight(f"mlp.{part}_proj").T for part in ("gate", "up"))
+    fed = (torch.nn.functional.silu(opened) * up) @ weight("mlp.down_proj").T
+    x = x + normed(fed, "post_feedforward_layernorm")
+    torch.testing.assert_close(found, x, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, family):
+    found = checkpoint(family, hidden_size=96)  # sqrt(96) is no bfloat16.
+    decoder = Decoder(found, torch.device("cpu"), torch.bfloat16)
+    tokens = torch.from_numpy(random.integers(0, tiny.VOCAB, 20))
+    positions = torch.arange(20)
+    _, (entering,) = decoder.forward(tokens, positions, lambda layer, q, k, v: q, (0,))
+    expected = tiny.reference(found).bfloat16().model.embed_tokens(tokens)
+    assert torch.equal(entering, expected)
 
 
 def test_biases_everywhere(checkpoint, random):

@@ -23,9 +23,14 @@ from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
 from tests.parity.test_torch_eagle_model import Target, learn, opened, opened_config
 
-OFF = {"speculation": "off"}
+OFF = {"speculative_algorithm": "OFF"}
 SHAPES = [OFF] + [
-    {"speculation": "head", "draft_nodes": nodes, "draft_depth": depth, "draft_width": width}
+    {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": depth,
+        "speculative_eagle_topk": width,
+    }
     for nodes, depth, width in [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
 ]
 """No drafter; chains; trees of which all, or the best, are verified."""
@@ -161,7 +166,9 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor._graphs._future = None  # Room is made anew.
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
-    found, stats = answered(slow[0], requests, True, **SHAPES[2] | {"draft_width": width})
+    found, stats = answered(
+        slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
+    )
     assert tokens(found) == tokens(expected)
     assert slow[0].executor._graphs._future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
@@ -252,7 +259,12 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     tape, told = Tape(), []
     monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(executor, "recorder", lambda device: tape)
-    shape = {"draft_nodes": 2, "draft_depth": 2, "draft_width": 1, "speculation": "head"}
+    shape = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": 3,
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+    }
     small = {"max_step_nodes": 32, "context": 128, "max_sequences": 2, "overlap": True}
     config = opened_config(folder, learned[0], **small, **shape)
     target = open_target(config, lambda *news: told.append(news))

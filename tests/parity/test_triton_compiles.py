@@ -1,4 +1,4 @@
-"""Triton compiles the kernels for an H100 or H200 here, as it will there."""
+"""Triton compiles the kernels for an A100, an H100 or H200 and a B200 here, as it will there."""
 
 import json
 import subprocess
@@ -9,23 +9,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CASES = [
-    *("attend 8b, one node", "attend 8b, tree", "attend 135m"),
-    *("attend 8b, tree, window and cap", "merge", "choose"),
-    *("attend 8b, float8 pages", "write float8"),
-    *("pick", "norm", "gate", "gelu gate", "rotate", "write"),
+slow = pytest.mark.slow
+ARCHS = [pytest.param(80, marks=slow), 90, pytest.param(100, marks=slow)]
+
+PARKED = {("attend 8b with window and cap, 64 lines", 100): 8}
+"""Bytes on the stack. One value is stored before the loops and read once after them, whatever the
+registers: with half as many keys a turn 168 of 255 are taken, and it is there too."""
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("triton") is None,
+        reason="triton is not installed; `pip install --no-deps triton==3.6.0` lets this run",
+    ),
+    pytest.mark.timeout(600),
 ]
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None,
-    reason="triton is not installed; `pip install --no-deps triton==3.6.0` lets this run",
-)
 
-
-@pytest.fixture(scope="module")
-def usage(tmp_path_factory):
+@pytest.fixture(scope="module", params=ARCHS)
+def usage(request, tmp_path_factory):
+    """What is said of every binary of one architecture, by kernel."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.compile_kernels", *CASES],
+        [sys.executable, "-m", "tests.parity.compile_kernels", "--arch", str(request.param)],
         cwd=ROOT,
         env={"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "PATH": "/usr/bin:/bin"},
         capture_output=True,
@@ -33,16 +37,33 @@ def usage(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
+    found = {line.pop("kernel"): line for line in map(json.loads, done.stdout.splitlines())}
+    assert {line["arch"] for line in found.values()} == {request.param}
+    return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_register_is_spilt(usage, case):
-    assert usage[case]["STACK"] == usage[case]["LOCAL"] == 0
+def test_all_of_them_compile_and_none_spills(usage):
+    assert len(usage) > 20
+    spilt = {
+        (name, line["arch"]): line["STACK"] + line["LOCAL"]
+        for name, line in usage.items()
+        if line["STACK"] or line["LOCAL"]
+    }
+    assert spilt.items() <= PARKED.items()
 
 
-@pytest.mark.parametrize("case", CASES[:4])
-def test_attention_fetches_ahead_and_multiplies_on_tensor_cores(usage, case):
-    assert usage[case]["async_copies"] >= 20
-    assert usage[case]["tensor_cores"]
-    assert usage[case]["shared"] <= 120_000  # Two programs of a multiprocessor.
+def test_a_model_has_at_most_eight_attention_binaries(usage):
+    """Of rows of any size: 25 when tiles and parts were constants. Two sets (a head of other heads
+    than its target's, or layers with a window beside layers without) and one that merges for each.
+    """
+    for model in ("8b", "8b with window and cap", "135m", "135m float32"):
+        lines = [name for name in usage if name.startswith(f"attend {model},")]
+        assert lines and 2 * (len(lines) + 1) <= 8, lines
+
+
+def test_attention_fetches_ahead_and_multiplies_on_tensor_cores(usage):
+    found = {name: line for name, line in usage.items() if name.startswith("attend")}
+    assert len(found) >= 12
+    for name, line in found.items():
+        assert line["tensor_cores"] and line["programs"] >= 2, name
+        assert line["async_copies"] >= (20 if "float32" in name else 70), name

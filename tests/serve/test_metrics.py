@@ -1,5 +1,10 @@
 """/metrics says what the engine's snapshot says, in Prometheus' own reading."""
 
+import json
+import re
+from pathlib import Path
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.build.engine import load
@@ -15,6 +20,7 @@ def samples(page):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "toy"
+            assert labels.pop("engine") == "0"
             found[sample.name, *labels.values()] = sample.value
     return found
 
@@ -56,3 +62,70 @@ def test_the_page_shows_the_snapshot():
     assert after["vllm:inter_token_latency_seconds_bucket", "0.01"] == 0
     assert after["vllm:inter_token_latency_seconds_bucket", "0.025"] == 1
     assert after["vllm:request_time_per_output_token_seconds_count",] == 1
+    by_source = {key: value for key, value in after.items() if key[0].startswith("forerun:acc")}
+    assert sum(value for key, value in by_source.items() if len(key) == 3) == accepted
+    for count in stats.by_source:
+        place = (str(count.depth - 1), count.source)
+        assert after["forerun:draft_tokens_total", *place] == count.verified >= count.accepted
+        assert after["forerun:accepted_draft_tokens_total", *place] == count.accepted
+
+
+def test_where_the_time_and_the_tokens_of_requests_went():
+    """Queue, prefill and decode of a sequence are all of its time, and nothing is counted twice."""
+    loaded = load(EngineConfig(model="toy"))
+    try:
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
+        prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
+        asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
+        complete(loaded.engine, asked)
+        found = samples(meter.page())
+    finally:
+        loaded.close()
+    names = ("queue", "prefill", "decode", "inference")
+    for name in names:
+        assert found[f"vllm:request_{name}_time_seconds_count",] == 4
+    seconds = {name: found[f"vllm:request_{name}_time_seconds_sum",] for name in names}
+    whole = found["vllm:e2e_request_latency_seconds_sum",]
+    assert seconds["inference"] == pytest.approx(seconds["prefill"] + seconds["decode"])
+    assert whole == pytest.approx(seconds["queue"] + seconds["inference"])
+    assert found["vllm:request_prompt_tokens_sum",] == 2 * (3 + 30)
+    assert found["vllm:request_prompt_tokens_bucket", "5.0"] == 2
+    assert found["vllm:request_generation_tokens_sum",] == found["vllm:generation_tokens_total",]
+    assert found["vllm:request_max_num_generation_tokens_count",] == 2, "per request, not choice"
+    assert found["vllm:request_params_max_tokens_sum",] == 40
+    assert found["vllm:request_params_n_sum",] == 4
+
+
+STOCK = [
+    "vllm:e2e_request_latency_seconds_bucket", "vllm:e2e_request_latency_seconds_sum",
+    "vllm:e2e_request_latency_seconds_count", "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total", "vllm:inter_token_latency_seconds_bucket",
+    "vllm:inter_token_latency_seconds_sum", "vllm:inter_token_latency_seconds_count",
+    "vllm:num_requests_running", "vllm:num_requests_waiting",
+    "vllm:time_to_first_token_seconds_bucket", "vllm:time_to_first_token_seconds_sum",
+    "vllm:time_to_first_token_seconds_count", "vllm:kv_cache_usage_perc",
+    "vllm:request_prompt_tokens_bucket", "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total", "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum", "vllm:request_decode_time_seconds_sum",
+    "vllm:request_max_num_generation_tokens_sum",
+]  # fmt: skip
+"""What the dashboard that vLLM ships asks for (examples/observability/prometheus_grafana)."""
+
+
+def test_both_dashboards_find_what_they_ask_for():
+    loaded = load(EngineConfig(model="toy"))
+    try:
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
+        complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
+        found = samples(meter.page())
+    finally:
+        loaded.close()
+    there = {name for name, *_ in found}
+    board = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = set(STOCK)
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            names = re.findall(r"(?:vllm|forerun):\w+", target["expr"])
+            assert names and 'model_name="$model_name"' in target["expr"]
+            asked |= set(names)
+    assert asked <= there

@@ -7,6 +7,7 @@ from tests.shape.tree import ROOT, functions, length, named, parsed, sources
 PRODUCT = sources("forerun")
 
 LONG_FILES: dict[str, str] = {
+    "forerun/build/engine.py": "one job: from a configuration to a target and an engine",
     "forerun/executors/host_sampler.py": "one job: acceptance on the host, for rows with reports",
     "forerun/executors/torch/executor.py": "two jobs: eager and captured steps; to be parted",
 }

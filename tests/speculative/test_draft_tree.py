@@ -1,11 +1,22 @@
-"""EAGLE-2 growth against its definition and against brute force."""
+"""Growing trees, level by level, from a template and best first, against brute force."""
+
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.draft_tree import DraftTree, full_draft, grow
+from forerun.speculative.draft_tree import (
+    DraftTree,
+    Template,
+    TemplateTree,
+    best_first,
+    block_draft,
+    full_draft,
+    grow,
+)
+from forerun.speculative.tree import DraftSource
 
 WORDS = 5
 
@@ -197,3 +208,126 @@ def _full(levels, width):
                 values.append(value[line, child])
     arrays = (np.array(tokens), np.array(parents), np.array(values))
     return [array.astype(kind) for array, kind in zip(arrays, "iif", strict=True)]
+
+
+# --- templates -------------------------------------------------------------------------
+
+
+@st.composite
+def templates(draw):
+    """Up to ten nodes, each the next or a later child of the root or of an earlier node."""
+    parents, ranks = [], []
+    for node in range(draw(st.integers(0, 10))):
+        parent = draw(st.integers(-1, node - 1))
+        rank = draw(st.integers(0, 3))
+        if (parent, rank) not in zip(parents, ranks, strict=True):
+            parents.append(parent)
+            ranks.append(rank)
+    order = [-1]  # Parents may have been left out.
+    kept = [n for n, parent in enumerate(parents) if parent in order and not order.append(n)]
+    place = {-1: -1} | {node: index for index, node in enumerate(kept)}
+    return Template(tuple(place[parents[n]] for n in kept), tuple(ranks[n] for n in kept))
+
+
+@settings(max_examples=150, deadline=None)
+@given(templates(), st.integers(0, 2**32), st.booleans(), st.integers(1, 30))
+def test_a_template_is_grown_as_it_is_written(template, seed, coarse, nodes):
+    """Every node is the child of its rank, by the model; asked are nodes with children alone."""
+    model, tree = Model(seed, coarse), TemplateTree(template)
+    while len(frontier := tree.frontier()):
+        tree.extend(*model.expand(tree, frontier, template.width))
+
+    def path(node):
+        if node < 0:
+            return ()
+        above = path(template.parents[node])
+        best = np.argsort(-model.log_probs(above), kind="stable")
+        return (*above, int(best[template.ranks[node]]))
+
+    expected = [path(node) for node in range(len(template.parents))]
+    whole = all_paths(tree.draft(100))
+    assert sorted(whole) == sorted(expected) and len(set(whole)) == len(whole)
+    assert sorted(model.expanded) == sorted(
+        path(node) for node in {-1, *template.parents} if template.parents
+    )
+    some = all_paths(tree.draft(nodes))
+    best = sorted(map(model.value, expected), reverse=True)[:nodes]
+    np.testing.assert_allclose(sorted(map(model.value, some), reverse=True), best, rtol=1e-5)
+
+
+def test_children_that_are_not_there_end_a_template():
+    tree = TemplateTree(Template((-1, -1, 0, 1), (0, 2, 0, 0)))
+    tree.extend(np.array([[5, 6]], np.int32), np.array([[-1.0, -2.0]], np.float32))
+    assert tree.tokens.tolist() == [5]  # There is no third child.
+    nan = np.array([[np.nan]], np.float32)
+    tree.extend(np.array([[7]], np.int32), nan)
+    assert tree.tokens.tolist() == [5] and len(tree.frontier()) == 0
+
+
+@pytest.mark.parametrize(
+    ("parents", "ranks"), [((0,), (0,)), ((-1, 2), (0, 0)), ((-1, -1), (1, 1)), ((-1,), (-1,))]
+)
+def test_what_is_no_template_is_refused(parents, ranks):
+    with pytest.raises(ValueError, match="a template's node"):
+        Template(parents, ranks)
+
+
+# --- blocks ----------------------------------------------------------------------------
+
+
+def marginals(seed, depth, count, coarse):
+    """Tokens and log-probabilities of each depth, best first; some chances are equal."""
+    random = np.random.default_rng(seed)
+    tokens = np.stack([random.permutation(50)[:count] for _ in range(depth)]).astype(np.int32)
+    probs = random.dirichlet(np.ones(count + 1), depth)[:, :count]
+    probs = np.ceil(probs * 8) / 16 if coarse else probs
+    return tokens, np.log(-np.sort(-probs, 1)).astype(np.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_a_blocks_tree_is_the_heaviest_there_is(seed, depth, count, nodes, coarse):
+    """Of all paths of all depths, enumerated: the same weights, connected, no path twice."""
+    tokens, log_probs = marginals(seed, depth, count, coarse)
+    draft = block_draft(tokens, log_probs, nodes)
+    weights = {}
+    for length in range(1, depth + 1):
+        for ranks in product(range(count), repeat=length):
+            path = tuple(int(tokens[level, rank]) for level, rank in enumerate(ranks))
+            chosen = [float(log_probs[level, rank]) for level, rank in enumerate(ranks)]
+            weights[path] = float(np.exp(sum(chosen)))
+    paths = all_paths(draft)
+    assert len(paths) == len(set(paths)) == min(nodes, len(weights))
+    assert (draft.parents < np.arange(len(draft))).all()
+    best = sorted(weights.values(), reverse=True)[:nodes]
+    np.testing.assert_allclose(draft.score, best, rtol=1e-5)
+    np.testing.assert_allclose(draft.score, [weights[path] for path in paths], rtol=1e-5)
+
+
+def test_a_block_of_one_candidate_each_is_a_chain_and_ends_where_there_is_none():
+    tokens = np.array([[4], [5], [6], [7]], np.int32)
+    log_probs = np.log(np.array([[0.5], [1.5], [0.25], [0.0]], np.float32))
+    with np.errstate(divide="ignore"):
+        draft = block_draft(tokens, log_probs, 9)
+    assert draft.tokens.tolist() == [4, 5, 6] and draft.parents.tolist() == [-1, 0, 1]
+    assert draft.score.tolist() == [0.5, 0.5, 0.125]
+    broken = block_draft(tokens, np.full((4, 1), np.nan, np.float32), 9)
+    assert len(broken) == 0
+
+
+def test_equal_offers_are_taken_in_their_order():
+    first = [
+        (-0.5, 2, 12, -1, None, DraftSource.NGRAM),
+        (-0.5, 1, 11, -1, None, DraftSource.TABLE),
+        (-0.9, 9, 10, -1, None, DraftSource.GRAMMAR),
+    ]
+    draft = best_first(first, lambda offer, number: [], 2)
+    assert draft.tokens.tolist() == [10, 11]
+    assert draft.sources() == [DraftSource.GRAMMAR, DraftSource.TABLE]
+    assert len(best_first([], lambda offer, number: [], 2)) == 0

@@ -18,7 +18,7 @@ from tests.models import tiny
 STOPS = (2, 17, 40)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gemma3_text", "qwen2_moe"])
 def folder(request, tmp_path_factory):
     hf = tiny.model(request.param, max_position_embeddings=512)
     return tiny.save_folder(hf, tmp_path_factory.mktemp(request.param))
@@ -53,7 +53,11 @@ def test_greedy_text_is_the_engines(folder, target):
     asks = [Ask(p, 0.0, 0, 5 + 7 * i % 50) for i, p in enumerate(prompts(11))]
     dense = outputs(DenseAuthor(target, [2], width=3, context=512, longest=60), asks)
     config = EngineConfig(
-        model=str(folder), executor="torch", speculation="off", policy="fixed", max_sequences=4
+        model=str(folder),
+        executor="torch",
+        speculative_algorithm="OFF",
+        policy="fixed",
+        max_sequences=4,
     )
     loaded = load(config)
     try:

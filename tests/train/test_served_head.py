@@ -42,7 +42,12 @@ TOKENS = 73
 
 def config_of(small, draft, **changes) -> EngineConfig:
     return EngineConfig(
-        model=str(small.model), draft=str(draft), kv_tokens=4096, policy="fixed", **changes
+        model=str(small.model),
+        speculative_draft_model_path=str(draft),
+        draft_on_error="stop",
+        kv_tokens=4096,
+        policy="fixed",
+        **changes,
     )
 
 
@@ -52,7 +57,7 @@ def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
     """
     target = open_target(config_of(small, draft, **changes))
     try:
-        config = replace(shaped(target.config, shape), speculation="head")
+        config = replace(shaped(target.config, shape), speculative_algorithm="EAGLE")
         question = Question("known", tuple(small.questions), 0.0, TOKENS, 4)
         stats = [item.stats for item in serve(target, config, question, lambda *_: None)[0]]
     finally:

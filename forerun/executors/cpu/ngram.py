@@ -91,8 +91,8 @@ class CpuNgramDrafter:
         if not asked:
             return drafts
         rows = len(asked)
-        if len(self._out) < rows + 3 * most:
-            self._out = np.empty(2 * (rows + 3 * most), np.int32)
+        if len(self._out) < rows + 4 * most:
+            self._out = np.empty(2 * (rows + 4 * most), np.int32)
             self._out_at = self._out.ctypes.data
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
@@ -110,7 +110,7 @@ class CpuNgramDrafter:
         rows.
         """
         rows = len(asked)
-        found = self._out[rows : rows + 3 * total].copy()
+        found = self._out[rows : rows + 4 * total].copy()
         scores = found.view(np.float32)
         begin, end = 0, 0
         for row, count in zip(asked, self._out[:rows].tolist(), strict=True):
@@ -120,6 +120,7 @@ class CpuNgramDrafter:
                     found[begin:end],
                     found[total + begin : total + end],
                     scores[2 * total + begin : 2 * total + end],
+                    found[3 * total + begin : 3 * total + end],
                 )
                 begin = end
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.torch.attention import KeyBlock, RowKeys, attend, blocks_of
 from forerun.executors.torch.kv import CacheTensor, KvShape, PagedCache, Slots
-from forerun.interface.draft_model import DraftLevel, DraftModelTraits, Extension
+from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
 from forerun.types import AnyArray, Ints
@@ -138,6 +138,26 @@ class DraftCache:
             ]
             rows.append(RowKeys(nodes[begin:end], cached, chains))
         return self._pass(level.tokens, position, level.start, nodes, rows, level.first)
+
+    def block(self, block: DraftBlock, mask: int, causal: bool) -> DraftPass:
+        """A pass over blocks: each row's root, then as many `mask` tokens as make it `depth` long.
+
+        causal  a place sees those before it; else all places of its block. Either sees all that is
+                cached
+        """
+        depth, count = block.depth, len(block.roots)
+        tokens = np.full((count, depth), mask, np.int32)
+        tokens[:, 0] = block.roots
+        nodes = np.arange(count * depth, dtype=np.int32).reshape(count, depth)
+        rows = [
+            RowKeys(mine, self._cached(pages, int(length)), [(self._places(mine), mine)])
+            for mine, pages, length in zip(nodes, block.pages, block.kv_len, strict=True)
+        ]
+        position = block.kv_len[:, None] + np.arange(depth)
+        sees = position if causal else np.repeat(position[:, -1:], depth, 1)
+        start = np.arange(count + 1, dtype=np.int32) * np.int32(depth)
+        made = self._pass(tokens.ravel(), sees.ravel(), start, nodes.ravel(), rows, 0)
+        return replace(made, position=position.ravel().astype(np.int32))
 
     def commit(self, extension: Extension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""

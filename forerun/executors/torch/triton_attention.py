@@ -18,6 +18,8 @@ nodes sees. Kernels without window or softcap are compiled without a trace of th
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,13 +30,25 @@ from forerun.executors.torch.kv import CacheTensor, Narrow
 from forerun.models.layer_spec import AttentionSpec
 
 KEYS = 64
-"""Keys of one turn of the loop."""
+"""Keys of one turn of the loop, at most."""
 
 MOST_PARTS = 32
 """Parts of a prefix, at most."""
 
 PROGRAMS = 264
 """Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
+
+VIEWS = (
+    "key_scales",
+    "value_scales",
+    "tiles",
+    "start",
+    "kv_len",
+    "table",
+    "tree_intervals",
+    "position",
+)
+"""Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
 
 _LOG2E = 1.4426950408889634
 
@@ -86,49 +100,31 @@ def _see(
     return now, total, mixed
 
 
-@triton.jit(do_not_specialize=["table_stride", "scratch", "count", "window"])
+@triton.jit(
+    do_not_specialize=["table_stride", "scratch", "count", "nodes", "window"],
+    do_not_specialize_on_alignment=VIEWS,
+)
 def _attend(
-    queries,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    out,
-    sums,
-    tiles,
-    start,
-    kv_len,
-    table,
-    tree_intervals,
-    position,
-    group_stride,
-    table_stride,
-    scratch,
-    count,
-    window,
-    scale,
-    cap,
-    GQA_GROUP: tl.constexpr,
-    E: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    LINES: tl.constexpr,
-    KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
-    NARROW: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
-    """Fill `out` [PARTS,M,A,E] (float32, not yet divided) and `sums` [2,PARTS,M,A], the greatest
-    score and the sum of weights; or, for one part, just `out` [M,A,E]. The rest as in Geometry.
+    queries, keys, values, key_scales, value_scales, out, found, sums,
+    tiles, start, kv_len, table, tree_intervals, position,
+    group_stride, table_stride, scratch, count, nodes, window, scale, cap,
+    GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Fill `found` [parts,M,A,E] (float32, not yet divided) and `sums` [2,parts,M,A], the greatest
+    score and the sum of weights; or, for one part, just `out` [M,A,E]. nodes of a tile. The rest
+    as in Geometry.
+
+    Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
     tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts = tl.num_programs(2)
     heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
-    mine = (line < TILE * GQA_GROUP) & (node < end)
+    mine = (line < nodes * GQA_GROUP) & (node < end)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     place = (node * heads + head)[:, None] * E + e[None, :]
@@ -142,7 +138,7 @@ def _attend(
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
 
     cached = tl.load(kv_len + row)
-    length = tl.cdiv(tl.cdiv(cached, KEYS), PARTS) * KEYS
+    length = tl.cdiv(tl.cdiv(cached, KEYS), parts) * KEYS
     high = tl.minimum((part + 1) * length, cached)
     low = part * length
     # The first position that each line sees; no window reaches above a node's own.
@@ -162,7 +158,7 @@ def _attend(
         )  # fmt: skip
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
-    last = tl.where(part == PARTS - 1, tl.minimum(first + TILE, end), begin)
+    last = tl.where(part == parts - 1, tl.minimum(first + nodes, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
     for at in range(begin, last, KEYS):
         there = at + key < last
@@ -177,26 +173,27 @@ def _attend(
             E, NARROW, CAPPED,
         )  # fmt: skip
 
-    if PARTS == 1:
+    if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
     else:
         where = (part * count + node) * heads + head
-        tl.store(out + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
+        tl.store(found + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
         tl.store(sums + where, most, mask=mine)
-        tl.store(sums + PARTS * count * heads + where, total, mask=mine)
+        tl.store(sums + parts * count * heads + where, total, mask=mine)
 
 
-@triton.jit(do_not_specialize=["lines"])
-def _merge(parts, sums, out, lines, E: tl.constexpr, PARTS: tl.constexpr):
-    """Fill `out` [M*A,E] from what the parts found."""
+@triton.jit(do_not_specialize=["lines", "parts"])
+def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr):
+    """Fill `out` [M*A,E] from what `parts` parts, PARTS at most, found."""
     line = tl.program_id(0)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     part, e = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    at = part * lines + line
-    level, total = tl.load(sums + at), tl.load(sums + PARTS * lines + at)
+    real, at = part < parts, part * lines + line
+    level = tl.load(sums + at, mask=real, other=float("-inf"))
+    total = tl.load(sums + parts * lines + at, mask=real, other=0.0)
     weight = tl.exp2(level - tl.max(level, 0))
     place = at.to(tl.int64)[:, None] * E + e[None, :]
-    mixed = tl.load(parts + place, mask=e[None, :] < E, other=0.0)
+    mixed = tl.load(found + place, mask=real[:, None] & (e[None, :] < E), other=0.0)
     summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
     tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
 
@@ -207,6 +204,28 @@ def parts_for(programs: int) -> int:
     while parts < MOST_PARTS and parts * programs < PROGRAMS:
         parts *= 2
     return parts
+
+
+def lines_for(queries: int) -> int:
+    """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
+    lines: int = max(16, triton.next_power_of_2(queries))
+    return lines
+
+
+class Shape(NamedTuple):
+    """How a program is laid out: keys of a turn, and turns whose keys are fetched ahead."""
+
+    keys: int
+    stages: int
+
+
+def shape_for(lines: int, itemsize: int) -> Shape:
+    """Chosen so that no register is spilt and two programs fit on a multiprocessor, on compute
+    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number.
+    """
+    if itemsize == 4:
+        return Shape(KEYS // 4 if lines == 64 else KEYS // 2, 2)
+    return Shape(KEYS, 2 if lines == 64 else 3)
 
 
 def attend(
@@ -230,16 +249,19 @@ def attend(
     windowed, cap = spec.window is not None, spec.softcap
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
+    lines = lines_for(geometry.tile * gqa_group)
+    shape = shape_for(lines, queries.itemsize)
     queries = queries.contiguous()
-    out = found = sums = torch.empty_like(queries)
-    if parts > 1:
-        found = queries.new_empty((parts, count, heads, size), dtype=torch.float32)
-        sums = queries.new_empty((2, parts, count, heads), dtype=torch.float32)
+    out = torch.empty_like(queries)
+    held = parts if parts > 1 else 0  # One part writes neither.
+    found = queries.new_empty((held, count, heads, size), dtype=torch.float32)
+    sums = queries.new_empty((2, held, count, heads), dtype=torch.float32)
     numbers, scales = zip(*(_parts_of(cached) for cached in (keys, values)), strict=True)
     _attend[len(geometry.tiles), len(keys), parts](
         queries,
         *numbers,
         *scales,
+        out,
         found,
         sums,
         geometry.tiles,
@@ -252,24 +274,25 @@ def attend(
         geometry.table.stride(0),
         geometry.scratch,
         count,
+        geometry.tile,
         spec.window or 0,
         spec.scale * _LOG2E if cap is None else spec.scale / cap,
         (cap or 0.0) * _LOG2E,
         GQA_GROUP=gqa_group,
         E=size,
         PAGE=geometry.page_size,
-        TILE=geometry.tile,
-        LINES=max(16, triton.next_power_of_2(geometry.tile * gqa_group)),
-        KEYS=KEYS if queries.itemsize == 2 else KEYS // 2,
-        PARTS=parts,
+        LINES=lines,
+        KEYS=shape.keys,
         NARROW=isinstance(keys, Narrow),
         WINDOWED=windowed,
         CAPPED=cap is not None,
         num_warps=4,
-        num_stages=3 if queries.itemsize == 2 else 2,
+        num_stages=shape.stages,
     )
     if parts > 1:
-        _merge[(count * heads,)](found, sums, out, count * heads, E=size, PARTS=parts, num_warps=2)
+        _merge[(count * heads,)](
+            found, sums, out, count * heads, parts, E=size, PARTS=MOST_PARTS, num_warps=2
+        )
     return out
 
 

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.kv import CacheTensor, Narrow
-from forerun.executors.torch.layers import Elementwise
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -169,6 +168,3 @@ def write(keys: Tensor, values: Tensor, layer: tuple[CacheTensor, CacheTensor], 
         NARROW=narrow,
         num_warps=1,
     )
-
-
-PARTS = Elementwise(norm, gate, rotate, gelu_gate)

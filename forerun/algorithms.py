@@ -1,0 +1,176 @@
+"""The methods of drafting, under the names that SGLang gave them: one table.
+
+A new method is a row here, and a drafter in build/drafting.py.
+"""
+
+from dataclasses import dataclass
+
+from forerun.errors import ConfigError
+
+DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One value of speculative-algorithm.
+
+    name      as resolved configurations and messages have it
+    meaning   for people, half a sentence
+    aliases   other names that mean the same
+    model     drafts with a draft model (a head)
+    lookup    drafts with n-grams
+    max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
+    instead   why it cannot be chosen yet, and what to choose; empty = it can
+    """
+
+    name: str
+    meaning: str
+    aliases: tuple[str, ...] = ()
+    model: bool = False
+    lookup: bool = False
+    max_topk: int | None = None
+    instead: str = ""
+
+
+ALGORITHMS = (
+    Algorithm(
+        "AUTO",
+        "EAGLE+NGRAM if a draft with a head is named, else NGRAM",
+        model=True,
+        lookup=True,
+    ),
+    Algorithm(
+        "EAGLE",
+        "a draft head of the EAGLE family (1, 2, 3 or 3.1); its tensors say which",
+        aliases=("HEAD", "EAGLE2"),
+        model=True,
+    ),
+    Algorithm("EAGLE3", "a draft head that must be of the third kind (3 or 3.1)", model=True),
+    Algorithm(
+        "EAGLE+NGRAM",
+        "n-grams where they are sure, the draft head elsewhere",
+        aliases=("BOTH", "NGRAM+EAGLE", "EAGLE3+NGRAM", "NGRAM+EAGLE3"),
+        model=True,
+        lookup=True,
+    ),
+    Algorithm(
+        "NGRAM",
+        "lookup in the text so far, and the n-gram table of the draft where there is one",
+        aliases=("SUFFIX", "PROMPT_LOOKUP"),
+        lookup=True,
+        max_topk=0,
+    ),
+    Algorithm("OFF", "no speculation", aliases=("NONE",)),
+    Algorithm(
+        "NEXTN",
+        "the target's own prediction layers",
+        aliases=("MTP",),
+        model=True,
+        instead="prediction layers of the target are not read yet; use EAGLE3 with a draft head, "
+        "or NGRAM",
+    ),
+    Algorithm(
+        "STANDALONE",
+        "a smaller model drafts",
+        aliases=("DRAFT_MODEL",),
+        model=True,
+        instead="a whole model cannot draft yet; use EAGLE3 with a draft head, or NGRAM",
+    ),
+    Algorithm(
+        "DFLASH",
+        "a block drafter: several tokens in one pass",
+        model=True,
+        instead="block drafters cannot be loaded yet; use EAGLE3 with a draft head, or NGRAM",
+    ),
+    Algorithm(
+        "NAIVE",
+        "verify one draft token and draft the next in one program",
+        aliases=("NAIVE_EAGLE",),
+        model=True,
+        max_topk=1,
+        instead="the fused program does not exist yet; use EAGLE with speculative-num-steps 1, "
+        "which drafts the same",
+    ),
+)
+"""All that exist or are known by name."""
+
+AVAILABLE = tuple(item.name for item in ALGORITHMS if not item.instead)
+"""What speculative-algorithm may be."""
+
+_BY_NAME = {name: item for item in ALGORITHMS for name in (item.name, *item.aliases)}
+
+
+def algorithm(name: str) -> Algorithm:
+    """The row of a name in any case. Raises ConfigError for one that is unknown or cannot be
+    chosen yet.
+    """
+    found = _BY_NAME.get(name.strip().upper().replace("-", "_"))
+    if found is None:
+        raise ConfigError(
+            f"speculative-algorithm is {name!r}, but must be one of: {', '.join(AVAILABLE)}."
+        )
+    if found.instead:
+        raise ConfigError(f"speculative-algorithm {name} cannot be used: {found.instead}.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """The largest tree of draft tokens of a step.
+
+    steps   longest path
+    topk    children per expanded node, and nodes expanded per level
+    tokens  nodes that are verified, the root (the last accepted token) included
+    """
+
+    steps: int
+    topk: int
+    tokens: int
+
+    @property
+    def nodes(self) -> int:
+        """Draft tokens: all but the root."""
+        return self.tokens - 1
+
+
+def capacity(steps: int, topk: int) -> int:
+    """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on
+    each further one (EAGLE-2, section 4.1).
+    """
+    return 1 + topk + (steps - 1) * topk * topk if steps > 0 else 1
+
+
+def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
+    """What was asked, and for what was not asked what goes with it."""
+    width = topk or 1
+    if steps is None:
+        chain = tokens is not None and width == 1
+        steps = min(tokens - 1, MOST_STEPS) if chain and tokens is not None else DEFAULT_STEPS
+    if tokens is None:
+        tokens = min(steps * width + 1, max(MOST_TREE_TOKENS, steps + 1))
+    return DraftShape(steps, width, tokens)
+
+
+def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:
+    """Raise ConfigError, with the numbers, where a method cannot draft what is asked of it."""
+    if topk is not None and method.max_topk == 0:
+        raise ConfigError(
+            f"speculative-eagle-topk is {topk}, but {method.name} branches where the text did; "
+            "leave it out: speculative-num-draft-tokens bounds its trees."
+        )
+    if topk is not None and method.max_topk is not None and topk > method.max_topk:
+        raise ConfigError(
+            f"speculative-eagle-topk is {topk}, but {method.name} takes at most {method.max_topk}."
+        )
+    if method.lookup or not method.model or tokens is None:
+        return
+    shape = draft_shape(steps, topk, tokens)
+    most = capacity(shape.steps, shape.topk)
+    if tokens > most:
+        grown = f"1 + {shape.topk} + {shape.steps - 1} x {shape.topk} x {shape.topk}"
+        grown = f"1 + {shape.steps}" if shape.topk == 1 else grown
+        raise ConfigError(
+            f"speculative-num-draft-tokens is {tokens}, but {shape.steps} steps with top-k "
+            f"{shape.topk} make at most {grown} = {most} (the first is the last accepted token): "
+            f"lower it to {most}, or raise speculative-num-steps or speculative-eagle-topk."
+        )

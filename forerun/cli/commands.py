@@ -1,0 +1,352 @@
+"""The options of every command. What a command does is in the file of its name."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from forerun.config import AskConfig, EngineConfig, ServeSettings
+from forerun.flags import flags_of
+from forerun.train.presets import PRESETS, TrainConfig
+
+Flags = Callable[[argparse.ArgumentParser], None]
+
+SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "run": (
+        "[MODEL] [PROMPT] ",
+        (
+            'forerun run "Why is the sky blue?"',
+            'forerun run model.gguf "Say it in JSON." --schema answer.json',
+            "forerun run smollm2-135m < question.txt",
+            'forerun run "Count to 30." --compare',
+        ),
+    ),
+    "chat": ("[MODEL] ", ("forerun chat", "forerun chat org/model:Q4_K_M --system 'Be brief.'")),
+    "serve": (
+        "[MODEL] ",
+        (
+            "forerun serve",
+            "forerun serve org/model --port 9000 --api-key SECRET --context 8192",
+            "forerun serve org/model --speculative-algorithm EAGLE3 \\\n"
+            "        --speculative-draft-model-path org/draft",
+            "forerun serve --config server.yaml",
+            "FORERUN_PORT=9000 forerun serve model.gguf",
+        ),
+    ),
+    "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models list",)),
+    "fetch": ("MODEL ", ()),
+}
+"""How a command is called, and examples."""
+
+FIRST = {
+    "host",
+    "port",
+    "api_keys",
+    "served_name",
+    "context",
+    "max_sequences",
+    "device",
+    "mem_fraction_static",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+}
+"""Options that `serve --help` shows before all others."""
+
+SHAPE = ("speculative_num_draft_tokens", "speculative_num_steps")
+"""Fields that some commands vary themselves."""
+
+
+def _run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[MODEL] [PROMPT]",
+        help="what to ask, and before it whom; '-' or nothing reads stdin; a model alone opens a "
+        "chat, or reads stdin",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
+    parser.add_argument(
+        "--parse-special",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --raw: control strings such as <|im_start|> are their tokens (default: yes)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="answer again, three times without speculation and with it: compare speed and text",
+    )
+    _grammar_flags(parser)
+    _probe_flag(parser)
+    flags_of(AskConfig, parser, "answer")
+    flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
+
+
+def _probe_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="serve a few hundred tokens under every plausible reading of the draft head's "
+        "configuration first, and keep the best",
+    )
+
+
+def _grammar_flags(parser: argparse.ArgumentParser) -> None:
+    one = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    one.add_argument("--schema", metavar="FILE", help="the text must be JSON valid under a schema")
+    one.add_argument("--regex", metavar="PATTERN", help="the text must match, as a whole")
+    one.add_argument(
+        "--grammar", metavar="FILE", help="the text must follow a grammar, GBNF or Lark"
+    )
+
+
+def _model_word(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_word",
+        nargs="?",
+        metavar="MODEL",
+        help="what --model takes: a built-in name, folder, GGUF file or hub id",
+    )
+
+
+def _chat_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    flags_of(AskConfig, parser, "answers", seed=None)
+    flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
+    flags_of(ServeSettings, parser, "server", first=FIRST)
+    _probe_flag(parser)
+    flags_of(EngineConfig, parser, "model and engine", first=FIRST)
+    parser.epilog = (
+        "Names of SGLang, vLLM and llama.cpp for these options are known too, and FORERUN_* in "
+        "the\nenvironment: docs/migrating.md."
+    )
+
+
+def _train_flags(parser: argparse.ArgumentParser) -> None:
+    presets = "; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())
+    parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
+    unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
+    flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)
+    # The toy has no weights to make a draft for.
+    model = "built-in name, folder with config.json and safetensors, GGUF file or hub id"
+    parser.add_argument(
+        "--model", metavar="TEXT", default=EngineConfig().model, help=f"target: {model}"
+    )
+    parser.add_argument(
+        "--executor", choices=("auto", "cpu", "torch"), default="auto", help="what runs the target"
+    )
+    own = ("model", "executor", "max_sequences", "policy")
+    flags_of(EngineConfig, parser, "target and engine", without=own)
+
+
+def _eval_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="jsonl of chats; may be repeated (default: the built-in prompts)",
+    )
+    parser.add_argument(
+        "--count", type=_positive, metavar="N", help="prompts per set (default: all)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="tokens per answer (default: 128)",
+    )
+    parser.add_argument(
+        "--group", type=_positive, default=1, metavar="N", help="sequences at once (default: 1)"
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=_temperatures,
+        default=(0.0, 0.8, 1.0),
+        metavar="X,X,...",
+        help="one pass for each (default: 0,0.8,1)",
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="beside greedy chains, what the trainer simulates for the same answers (torch)",
+    )
+    _probe_flag(parser)
+    own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk")
+    flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
+
+
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
+    where.add_argument(
+        "--launch", action="store_true", help="start a Forerun server and measure that"
+    )
+    where.add_argument(
+        "--random-weights",
+        metavar="SHAPE",
+        help="no server: steps of the torch executor at a model's size, such as llama-3.1-8b or "
+        "qwen3-32b, its weights random; --concurrency gives the batches",
+    )
+    parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
+    parser.add_argument(
+        "--concurrency",
+        type=_numbers,
+        default=(1, 4, 16),
+        metavar="N,N,...",
+        help="requests in flight at once, one level after the other (default: 1,4,16)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=_positive,
+        metavar="N",
+        help="requests per level (default: 2 x level, min. 8)",
+    )
+    parser.add_argument(
+        "--repeats", type=_positive, default=3, metavar="N", help="median over repeats (default: 3)"
+    )
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        "--speculative",
+        choices=("as-is", "on", "off", "both"),
+        help="what to ask of the server; 'both' alternates (default: both with --launch, else "
+        "as-is, which sends nothing that is not OpenAI's)",
+    )
+    parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
+    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
+    title = "model and engine (--launch; --model also with --url)"
+    flags_of(EngineConfig, parser, title, draft_on_error="stop")
+
+
+def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("differential fuzzing")
+    group.add_argument(
+        "--fuzz",
+        action="store_true",
+        help="random requests, configurations, arrival times, aborts and cache sizes; every answer "
+        "against the same request alone, without speculation",
+    )
+    group.add_argument("--minutes", type=float, metavar="N", help="look so long (default: 2)")
+    group.add_argument("--cases", type=_positive, metavar="N", help="stop after so many cases")
+    group.add_argument(
+        "--reproduction",
+        default="forerun-fuzz.json",
+        metavar="FILE",
+        help="where a failing case is written, made as small as can be (default: %(default)s)",
+    )
+    group.add_argument("--replay", metavar="FILE", help="run a failing case again")
+
+
+def _prove_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        "--count", type=_positive, metavar="N", help="prompts to use (default: all)"
+    )
+    parser.add_argument("--tokens", type=_positive, metavar="N", help="tokens each (default: 128)")
+    parser.add_argument(
+        "--temperatures",
+        type=_temperatures,
+        default=(0.0, 0.8),
+        metavar="X,X,...",
+        help="one pass for each (default: 0,0.8)",
+    )
+    parser.add_argument(
+        "--group",
+        type=_positive,
+        metavar="N",
+        help="sequences at once in the batched runs (default: 16)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of prompt 0")
+    parser.add_argument(
+        "--mixed",
+        action="store_true",
+        help="each prompt asks for other things: penalties, logit_bias, n, stop strings, "
+        "logprobs, cut-offs, some without the grammar",
+    )
+    _fuzz_flags(parser)
+    _grammar_flags(parser)
+    usual = {"policy": "fixed", "draft_on_error": "stop"}
+    flags_of(EngineConfig, parser, "model and engine", without=("max_sequences",), **usual)
+
+
+def _tune_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
+    parser.add_argument(
+        "--batches",
+        type=_numbers,
+        default=(1, 4, 16),
+        metavar="N,N,...",
+        help="sequences at once, one after the other (default: 1,4,16)",
+    )
+    parser.add_argument(
+        "--tokens", type=_positive, default=48, metavar="N", help="tokens per prompt (default: 48)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
+    parser.add_argument(
+        "--forget", action="store_true", help="delete what was found for this model before"
+    )
+    own = ("max_sequences", "policy", *SHAPE)
+    flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
+
+
+def _doctor_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-torch", action="store_true", help="do not import torch (it is slow)")
+
+
+def _models_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("list", "show", "rm", "pull"), help="what to do")
+    parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="show: write the tokenizer there as Hugging Face libraries read it",
+    )
+
+
+def _fetch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="built-in name or hub id")
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0,0.8") from None
+    if not all(0 <= value <= 100 for value in values):  # False for NaN.
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 100")
+    return values
+
+
+COMMANDS: dict[str, tuple[str, Flags]] = {
+    "run": ("Answer one prompt and show how fast.", _run_flags),
+    "chat": ("Talk to a model.", _chat_flags),
+    "serve": ("Serve a model over the OpenAI API.", _serve_flags),
+    "bench": ("Measure any OpenAI endpoint under load.", _bench_flags),
+    "prove": ("Show that speculation changes no token.", _prove_flags),
+    "eval": ("Measure what a draft reaches on prompt sets.", _eval_flags),
+    "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
+    "train": ("Make a draft head for a model.", _train_flags),
+    "doctor": ("Describe this machine and what works on it.", _doctor_flags),
+    "models": ("List, describe, remove or download models.", _models_flags),
+    "fetch": ("Download a model into the cache.", _fetch_flags),
+}

@@ -1,0 +1,112 @@
+"""A conversation with a model: its turns, what is forgotten when it grows too long, its numbers."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from forerun.build.engine import Loaded, encode_chat
+from forerun.client.completion import Completion, acceptance_length, make_request, stream
+from forerun.config import AskConfig
+from forerun.errors import RequestError
+from forerun.types import Ints
+
+Turn = dict[str, Any]
+ROOM = 64
+"""Tokens that an answer should have before old turns are dropped for it."""
+
+
+class Conversation:
+    """The turns so far and what they cost.
+
+    ask  how answers are sampled; may be replaced between two turns. Without a seed the session
+         gets a random one; each answer has the next.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        ask: AskConfig,
+        system: str | None,
+        write: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """write: gets the text of answers as it comes. tell: gets a sentence for the user."""
+        self.loaded, self.system = loaded, system
+        self.ask = ask if ask.seed is not None else replace(ask, seed=secrets.randbits(32))
+        self.turns: list[Turn] = []
+        self.done: list[Completion] = []
+        self._write, self._tell, self._asked = write, tell, 0
+
+    def reset(self) -> None:
+        """Forget everything that was said; the system message stays."""
+        self.turns.clear()
+        self.done.clear()
+
+    def say(self, text: str) -> Completion:
+        """Send one user turn, write the answer as it comes, remember both.
+
+        Ctrl-C ends the answer early and keeps what there is. Raises RequestError, with the turn
+        forgotten, where it does not fit even alone.
+        """
+        return self._answer([*self.turns, {"role": "user", "content": text}])
+
+    def regenerate(self) -> Completion:
+        """Answer the last turn once more, with another seed. Raises RequestError without one."""
+        if not self.turns:
+            raise RequestError("There is no answer to make again.")
+        return self._answer(self.turns[:-1])
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of the conversation."""
+        tokens = sum(len(item.tokens) for item in self.done)
+        steps = acceptance_length([item.stats for item in self.done])
+        return {"answers": len(self.done), "tokens": tokens, "tokens_per_step": steps}
+
+    def messages(self) -> list[Turn]:
+        """All turns, the system message first."""
+        return self._messages(self.turns)
+
+    def _messages(self, turns: list[Turn]) -> list[Turn]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *turns]
+
+    def _answer(self, turns: list[Turn]) -> Completion:
+        prompt, kept = self._fitted(turns)
+        if len(kept) < len(turns):
+            dropped = len(turns) - len(kept)
+            self._tell(f"the context is full: the oldest {dropped} messages are forgotten")
+        options = self.ask.options(self.loaded.target.sampling)
+        options["seed"] = (options["seed"] + self._asked) % 2**63
+        left = max(self.loaded.context - len(prompt), 1)
+        options["max_tokens"] = min(options["max_tokens"], left)
+        self._asked += 1
+        answer = Completion()
+        self._stream(answer, prompt, options)
+        self.turns = [*kept, {"role": "assistant", "content": answer.text}]
+        self.done.append(answer)
+        return answer
+
+    def _fitted(self, turns: list[Turn]) -> tuple[Ints, list[Turn]]:
+        """The prompt of the last turns that leave room for an answer: a question is never parted
+        from its answer, and the last question stays.
+        """
+        while True:
+            prompt = encode_chat(self.loaded, self._messages(turns))
+            room = min(self.ask.max_tokens, ROOM)
+            if len(turns) < 3 or len(prompt) + room <= self.loaded.context:
+                return prompt, turns
+            turns = turns[2:]
+
+    def _stream(self, answer: Completion, prompt: Ints, options: dict[str, Any]) -> None:
+        request = make_request(prompt, self.loaded.tokenizer.eos_ids, **options)
+        deltas = stream(self.loaded.engine, request)
+        try:
+            for delta in deltas:
+                answer.add(delta)
+                self._write(delta.text)
+        except KeyboardInterrupt:
+            self._write(" ...")
+        finally:
+            deltas.close()
+        self._write("\n")

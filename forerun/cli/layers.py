@@ -1,0 +1,123 @@
+"""Where options come from: flags, FORERUN_* in the environment, a file; the first that says
+something holds, then the profile that `forerun tune` left, then the defaults.
+"""
+
+import argparse
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forerun.alias_kinds import FIELDS
+from forerun.aliases import OPTIONS
+from forerun.cli.parser import unknown
+from forerun.errors import ConfigError
+from forerun.flags import Given, Option, gather, own_option
+
+PREFIX = "FORERUN_"
+
+ALL_NAMES = {option.name for option in OPTIONS} | {own_option(i).name for i in FIELDS.values()}
+"""Of every command."""
+
+
+def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> None:
+    """Put `values` of all fields into the parsed arguments. Raises ConfigError naming the place.
+
+    Without options of its own, a command is left as it is.
+    """
+    options: dict[str, Option] = vars(arguments).get("options") or {}
+    if not options:
+        return
+    file = arguments.config or environment.get(PREFIX + "CONFIG")
+    given = list(arguments.given)
+    if "words" in vars(arguments):
+        model_given = any(one.option.fields == ("model",) for one in given)
+        arguments.model_word, arguments.prompt = parted(arguments.words, model_given)
+    if vars(arguments).get("model_word"):
+        first = replace(options["model"], flag="MODEL")
+        given.insert(0, Given(first, arguments.model_word, "the first argument"))
+    layers = (
+        from_file(Path(file), options, arguments.command) if file else [],
+        from_environment(environment, options),
+        given,
+    )
+    arguments.values = dict(arguments.defaults)
+    for layer in layers:
+        arguments.values |= gather(layer)
+
+
+def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | None]:
+    """(model, prompt) of the words of `forerun run`. One word is a prompt, unless no other option
+    names the model and it can only mean one. Raises ConfigError for more than two.
+    """
+    if len(words) > 2:
+        raise ConfigError("put the prompt between quotes: forerun run [MODEL] 'PROMPT'")
+    if len(words) == 2:
+        return words[0], words[1]
+    if not words:
+        return None, None
+    from forerun.hub.catalog import is_reference  # `--help` needs no catalog.
+
+    alone = not model_given and is_reference(words[0])
+    return (words[0], None) if alone else (None, words[0])
+
+
+def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
+    """What FORERUN_* says of these options; those of other commands are left alone.
+
+    Raises ConfigError for a name that no command has.
+    """
+    found = []
+    for variable, text in sorted(environment.items()):
+        name = variable.removeprefix(PREFIX).lower().replace("_", "-")
+        if not variable.startswith(PREFIX) or name == "config":
+            continue
+        if name in options:
+            found.append(Given(options[name], text, variable))
+        elif name not in ALL_NAMES:
+            close = difflib.get_close_matches(name, sorted(ALL_NAMES), n=1)
+            near = close and f"; did you mean {PREFIX}{close[0].upper().replace('-', '_')}?"
+            raise ConfigError(f"{variable} in the environment is no option{near or '.'}")
+    return found
+
+
+def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
+    """What a YAML file of names and values says. Raises ConfigError naming file and name."""
+    try:
+        facts = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"The configuration {path} is not YAML: {reason}.") from error
+    if facts is None:
+        return []
+    if not isinstance(facts, dict):
+        raise ConfigError(f"The configuration {path} must hold lines such as `port: 8000`.")
+    return list(_entries(path, facts, options, command))
+
+
+def _entries(
+    path: Path, facts: Mapping[Any, Any], options: Mapping[str, Option], command: str
+) -> Iterable[Given]:
+    for key, value in facts.items():
+        name = str(key).lstrip("-").replace("_", "-")
+        if name not in options:
+            raise ConfigError(f"{path}: {unknown('--' + name, {**options}, command)}")
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None:
+                yield Given(options[name], written(one), f"{name} in {path}")
+
+
+def written(value: Any) -> str:
+    """A value of a file as the command line would have it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(value)

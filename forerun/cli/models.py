@@ -1,0 +1,140 @@
+"""`forerun models`: what is on this machine, what a model is, and room on the disk."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from forerun.build.memory import human
+from forerun.cli import fetch
+from forerun.cli.console import bars, emit_json, out, say
+from forerun.errors import ConfigError, ModelError
+from forerun.hub import huggingface
+from forerun.hub.cache_dir import cache_dir
+from forerun.hub.catalog import BUILT_IN, open_model, shipped_draft
+from forerun.hub.reference import hub_reference
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    action, name = arguments.action, arguments.model
+    if (name is None) != (action == "list"):
+        wrong = "takes no model" if name else "needs a model"
+        raise ConfigError(f"forerun models {action} {wrong}: forerun models list shows them.")
+    if action == "pull":
+        return fetch.main(arguments)
+    if action == "rm":
+        freed = remove(name)
+        emit_json({"freed": freed}) if arguments.json else say(f"{name}: {human(freed)} freed")
+        return 0
+    if action == "show" and arguments.tokenizer:
+        return _write_tokenizer(name, Path(arguments.tokenizer))
+    rows = listed() if action == "list" else [described(name)]
+    if arguments.json:
+        emit_json(rows if action == "list" else rows[0])
+    elif action == "list":
+        _show_list(rows)
+    else:
+        table = Table(show_header=False, box=None)
+        for key, value in rows[0].items():
+            table.add_row(key.replace("_", " "), str(value))
+        out.print(table)
+    return 0
+
+
+def listed() -> list[dict[str, Any]]:
+    """Built-in models, here or not, and what huggingface_hub keeps."""
+    rows: list[dict[str, Any]] = []
+    for name, model in BUILT_IN.items():
+        path = cache_dir() / "models" / model.file_name
+        here = path.is_file() and path.stat().st_size == model.size
+        rows.append(_row(name, model.size, path if here else None))
+    return rows + [_row(*model) for model in huggingface.cached()]
+
+
+def _row(name: str, size: int, path: Path | None) -> dict[str, Any]:
+    return {"name": name, "bytes": size, "path": None if path is None else str(path)}
+
+
+def described(name: str) -> dict[str, Any]:
+    """Facts about one model, which is fetched where it is not here. Raises ModelError."""
+    with bars() as report:
+        model = open_model(name, report)
+    arch, draft = model.architecture, shipped_draft(name)
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "family": arch.family,
+        "parameters": arch.parameters,
+        "layers": arch.layers,
+        "context": arch.context,
+        "vocabulary": arch.vocab,
+        "chat_template": model.chat_template is not None,
+        "recommended_sampling": dict(model.sampling),
+        "draft": None if draft is None else str(draft),
+    }
+
+
+def remove(name: str) -> int:
+    """Delete what was fetched under this name: bytes that are free now. Raises ModelError where
+    nothing was; files that were not fetched are never touched.
+    """
+    freed = 0
+    if name in BUILT_IN:
+        path = cache_dir() / "models" / BUILT_IN[name].file_name
+        freed = path.stat().st_size if path.is_file() else 0
+        path.unlink(missing_ok=True)
+    elif not Path(name).exists() and (hub := hub_reference(name)):
+        if hub.file:
+            raise ModelError(
+                f"{hub.repository} is removed as a whole: forerun models rm {hub.repository}"
+            )
+        freed = huggingface.remove(hub.repository)
+    if not freed:
+        raise ModelError(
+            f"{name} was not fetched to this machine, so there is nothing to remove; "
+            "forerun models list shows what was"
+        )
+    return freed
+
+
+def _write_tokenizer(name: str, folder: Path) -> int:
+    """A folder that Hugging Face libraries read. Raises ModelError, ConfigError."""
+    with bars() as report:
+        model = open_model(name, report)
+    tokenizer = model.tokenizer
+    if tokenizer.backend is None:
+        raise ModelError(f"{model.name} has no tokenizer that could be written")
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
+    settings: dict[str, Any] = {
+        key: tokenizer.token_bytes(id).decode("utf-8", "replace")
+        for key, id in ends.items()
+        if id is not None
+    }
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model.architecture.context,
+    }
+    if model.chat_template:
+        settings["chat_template"] = model.chat_template
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        text = json.dumps(settings, indent=1, ensure_ascii=False)
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}.") from error
+    say(f"the tokenizer of {model.name} is in {folder}")
+    return 0
+
+
+def _show_list(rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None)
+    for heading in ("model", "size", "where"):
+        table.add_column(heading)
+    for row in rows:
+        away = f"not here yet: forerun models pull {row['name']}"
+        table.add_row(row["name"], human(row["bytes"]), row["path"] or away)
+    out.print(table)

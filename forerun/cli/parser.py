@@ -1,0 +1,59 @@
+"""The parser of the command line: errors in a sentence, and hints for names that do not exist."""
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from forerun.alias_kinds import FIELDS
+from forerun.aliases import ALIASES, elsewhere
+from forerun.errors import ConfigError
+from forerun.flags import Option, own_option
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, without abbreviations and without the usage in every message."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        how.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **how | {"allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's sentence."""
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"{message}{end} See: {self.prog} --help")
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """As argparse does. Raises ConfigError for names that no option has."""
+        found, rest = self.parse_known_args(args, namespace)
+        options = vars(found).get("options") or {}
+        for word in rest:
+            if word.startswith("-") and word != "-":
+                raise ConfigError(unknown(word.split("=")[0], options, vars(found).get("command")))
+        if rest:
+            raise ConfigError(
+                f"{rest[0]!r} is one word too many; put a text of several words between quotes."
+            )
+        return found
+
+
+def unknown(flag: str, options: dict[str, Option], command: str | None = None) -> str:
+    """What to say of a name that a command does not have."""
+    of = f" of forerun {command}" if command else ""
+    name = flag.lstrip("-")
+    if name in {alias.option.name for alias in ALIASES} | {
+        own_option(item).name for item in FIELDS.values()
+    }:
+        return f"{flag} is no option{of}; it belongs to another command."
+    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
+    if not close:
+        return f"There is no option {flag}{of}."
+    near = options[close[0]]
+    others = elsewhere(near.fields[0]) if len(near.fields) == 1 else []
+    others = [one for one in others if not one.startswith(f"{near.flag} ")]
+    own = own_option(FIELDS[near.fields[0]]).flag if near.fields else near.flag
+    same = f", the same as {own}" if near.fields and own != near.flag else ""
+    called = f" (elsewhere called {', '.join(others)})" if others else ""
+    return f"There is no option {flag}{of}; did you mean {near.flag}{same}{called}?"

@@ -1,0 +1,83 @@
+"""Hub models as people write them: organisation/name, with a file or a kind of numbers after a
+colon, with the hub's address before it.
+"""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+from forerun.errors import ModelError
+
+_REPOSITORY = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?", re.ASCII
+)
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
+"""Kinds of numbers in a GGUF file, what is taken first where nobody says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """A model on the hub.
+
+    repository  organisation/name
+    file        a GGUF file of it, or the kind of its numbers; None = whatever there is
+    """
+
+    repository: str
+    file: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the model calls itself in the API."""
+        return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def hub_reference(text: str) -> HubReference | None:
+    """What `text` means on the hub; None where it is no name of a hub's model."""
+    found = _REPOSITORY.fullmatch(_without_host(text))
+    if found is None or found["name"].endswith(".gguf"):  # A file that is not there.
+        return None
+    return HubReference(found["name"], found["file"])
+
+
+def _without_host(text: str) -> str:
+    """Without the hub's own address, long or short; others stay, and match nothing."""
+    own = urlsplit(constants.ENDPOINT).hostname or ""
+    bare = text.removeprefix("https://").removeprefix("http://")
+    host, _, rest = bare.partition("/")
+    short = ".".join(("hf", "co"))  # Spelt in parts: no registry is named in this repository.
+    return rest.rstrip("/") if host.lower() in (own, f"www.{own}", short) else text
+
+
+def choose_gguf(names: list[str], reference: HubReference) -> str:
+    """The file that is meant among a repository's. Raises ModelError that lists what there is."""
+    whole = sorted(
+        name
+        for name in names
+        if name.endswith(".gguf")
+        and not _PART.search(name)
+        and "mmproj" not in name.rsplit("/", 1)[-1].lower()
+    )
+    if not whole:
+        parts = any(map(_PART.search, names))
+        why = "only GGUF files in several parts, which are not read" if parts else "no GGUF file"
+        raise ModelError(f"{reference.repository} has {why}")
+    if reference.file is None:
+        ranked = [name for kind in PREFERRED for name in whole if _kind(name) == kind.lower()]
+        return (ranked or whole)[0]
+    wanted = reference.file.lower()
+    for name in whole:
+        last = name.rsplit("/", 1)[-1].lower()
+        if wanted in (last, last.removesuffix(".gguf"), _kind(name)):
+            return name
+    raise ModelError(
+        f"{reference.repository} has no GGUF file {reference.file!r}; it has {', '.join(whole)}"
+    )
+
+
+def _kind(name: str) -> str:
+    """`model-Q4_K_M.gguf` -> q4_k_m."""
+    return re.split(r"[-.]", name.removesuffix(".gguf"))[-1].lower()

@@ -1,0 +1,49 @@
+"""`speculative_trace`: what each step did, for whoever asked (docs/trace.md has the format)."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from forerun.engine.trace import DraftRow, StepTrace, source_name
+from forerun.text.tokenizer import Tokenizer
+
+FIELD = "speculative_trace"
+
+
+def traced(steps: Iterable[StepTrace], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The JSON of some steps of one choice."""
+    return [_step(step, tokenizer) for step in steps]
+
+
+def _step(step: StepTrace, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "position": step.position,
+        "ms": round(step.ms, 3),
+        "tokens": [_token(token, tokenizer) for token in step.tokens],
+        "nodes": _nodes(step.nodes, tokenizer),
+        "accepted": step.nodes.accepted,
+        "left_out": step.left_out,
+        "allowed": step.allowed,
+        "reason": step.reason,
+    }
+
+
+def _nodes(row: DraftRow, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    columns = zip(row.tokens, row.parents, row.scores, row.sources, strict=True)
+    return [
+        {
+            **_token(token, tokenizer),
+            "parent": parent,
+            "score": round(score, 4),
+            "source": source_name(source),
+        }
+        for token, parent, score, source in columns
+    ]
+
+
+def _token(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Its id and text; where that is no whole characters, its bytes too."""
+    piece = tokenizer.token_bytes(token)
+    text = piece.decode("utf-8", "replace")
+    whole = "\ufffd" not in text
+    return {"id": token, "text": text} if whole else {"id": token, "text": text, "bytes": [*piece]}

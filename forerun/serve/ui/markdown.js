@@ -1,0 +1,86 @@
+/**
+ * Markdown to elements. What a model writes is not trusted: HTML in it is shown as text, images
+ * become links, and all that is left goes through the sanitiser.
+ */
+
+import { marked } from "./vendor/marked.js";
+import "./vendor/purify.js";
+import { copy, h, icon } from "./dom.js";
+
+const HARMLESS = /^<\/?(br|sub|sup|kbd)\s*\/?>$/i;
+const escape = (text) => text.replace(/[&<>"']/g, (letter) => `&#${letter.charCodeAt(0)};`);
+
+marked.use({
+  gfm: true,
+  renderer: {
+    html: ({ text }) => (HARMLESS.test(text.trim()) ? text : escape(text)),
+    image: ({ href, text }) => `<a href="${escape(href)}">image: ${escape(text || href)}</a>`,
+  },
+});
+
+const RULES = {
+  ALLOWED_TAGS: ["a", "b", "blockquote", "br", "code", "del", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "i", "input",
+    "kbd", "li", "ol", "p", "pre", "s", "span", "strong", "sub", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul"],
+  ALLOWED_ATTR: ["href", "title", "start", "align", "type", "checked", "disabled", "class"],
+  ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+  ALLOW_DATA_ATTR: false,
+  RETURN_DOM_FRAGMENT: true,
+};
+
+const purify = globalThis.DOMPurify;
+purify.addHook("afterSanitizeAttributes", (node) => {
+  if (node.tagName === "A") {
+    node.setAttribute("target", "_blank");
+    node.setAttribute("rel", "noopener noreferrer nofollow");
+  }
+  if (node.tagName === "INPUT" && node.getAttribute("type") !== "checkbox") node.remove();
+  if (node.hasAttribute?.("class") && !/^language-[\w+-]+$/.test(node.className)) node.removeAttribute("class");
+});
+
+/** Shows a growing text in `target`: only the blocks that changed are made anew. */
+export class MarkdownView {
+  #blocks = [];
+
+  constructor(target) {
+    this.target = target;
+  }
+
+  show(text) {
+    const tokens = marked.lexer(text);
+    const blocks = tokens.filter((token) => token.type !== "space" && token.type !== "def");
+    blocks.forEach((token, place) => {
+      const before = this.#blocks[place];
+      if (before?.raw === token.raw && before.type === token.type) return;
+      const element = h("div.block", {}, rendered(token, tokens.links));
+      if (before) before.element.replaceWith(element);
+      else this.target.append(element);
+      this.#blocks[place] = { raw: token.raw, type: token.type, element };
+    });
+    for (const { element } of this.#blocks.splice(blocks.length)) element.remove();
+  }
+}
+
+function rendered(token, links) {
+  const tokens = [token];
+  tokens.links = links;
+  const fragment = purify.sanitize(marked.parser(tokens), RULES);
+  for (const pre of fragment.querySelectorAll("pre")) pre.replaceWith(codeBlock(pre));
+  for (const table of fragment.querySelectorAll("table")) {
+    const frame = h("div.table", { tabindex: "0", role: "region", "aria-label": "Table" });
+    table.replaceWith(frame);
+    frame.append(table);
+  }
+  for (const box of fragment.querySelectorAll("input")) box.setAttribute("aria-label", box.checked ? "done" : "to do");
+  return fragment;
+}
+
+function codeBlock(pre) {
+  const language = pre.firstElementChild?.className.replace("language-", "") || "text";
+  const button = h("button.small", { type: "button", "aria-label": "Copy the code", onclick: () => copy(button, pre.textContent) }, icon("copy"));
+  const frame = h("div.code", {}, h("div.code-head", {}, h("span", { text: language }), button));
+  pre.setAttribute("tabindex", "0");
+  pre.setAttribute("role", "region");
+  pre.setAttribute("aria-label", `Code, ${language}`);
+  frame.append(pre.cloneNode(true));
+  return frame;
+}

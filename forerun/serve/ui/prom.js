@@ -1,0 +1,49 @@
+/** Reading /metrics: Prometheus' text format, as far as this server writes it. */
+
+const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
+const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
+
+/** A page of metrics at one moment. */
+export class Metrics {
+  #samples = new Map();
+
+  constructor(text, time) {
+    this.time = time;
+    for (const line of text.split("\n")) {
+      const found = LINE.exec(line);
+      if (!found) continue;
+      const labels = Object.fromEntries([...(found[2] ?? "").matchAll(LABEL)].map(([, name, value]) => [name, value.replace(/\\(.)/g, "$1")]));
+      const list = this.#samples.get(found[1]) ?? [];
+      list.push({ labels, value: Number(found[3]) });
+      this.#samples.set(found[1], list);
+    }
+  }
+
+  /** All samples of a family. */
+  all(name) {
+    return this.#samples.get(name) ?? [];
+  }
+
+  /** The sum of a family's samples with these labels; 0 where there is none. */
+  value(name, labels = {}) {
+    const wanted = Object.entries(labels);
+    return this.all(name).filter((sample) => wanted.every(([key, value]) => sample.labels[key] === value)).reduce((sum, sample) => sum + sample.value, 0);
+  }
+
+  /**
+   * A quantile of a histogram, of what it has counted since `before` (or ever, without one). NaN
+   * where that is nothing. Between two bounds, values are taken to lie evenly.
+   */
+  quantile(name, share, before = null) {
+    const earlier = new Map(before?.all(`${name}_bucket`).map((sample) => [sample.labels.le, sample.value]));
+    const buckets = this.all(`${name}_bucket`).map((sample) => [Number(sample.labels.le.replace("+Inf", "Infinity")), sample.value - (earlier.get(sample.labels.le) ?? 0)]);
+    const total = buckets.at(-1)?.[1] ?? 0;
+    if (total <= 0) return NaN;
+    let [low, below] = [0, 0];
+    for (const [bound, count] of buckets) {
+      if (count >= share * total) return bound === Infinity ? low : low + ((bound - low) * (share * total - below)) / (count - below || 1);
+      [low, below] = [bound, count];
+    }
+    return NaN;
+  }
+}

@@ -1,0 +1,166 @@
+"""See it speculate, the dashboard, and what axe says of all views at all sizes."""
+
+import json
+
+import pytest
+
+from tests.browser.conftest import opened
+
+axe_module = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="needs the package axe-playwright-python"
+)
+
+SIZES = {"desktop": (1280, 820), "phone": (390, 844)}
+
+
+def race(page, tokens=80):
+    page.fill("#race-tokens", str(tokens))
+    page.click(".go")
+    page.wait_for_selector(".verdict.good")
+
+
+def test_the_race_shows_the_same_text_and_the_steps(page):
+    page.open("speculate")
+    race(page)
+    verdict = page.inner_text(".verdict")
+    assert "Same text" in verdict and "all 80 tokens are equal" in verdict
+    one, other = (page.locator(".tokens").nth(place).inner_text() for place in (0, 1))
+    assert one == other and len(one) == 80
+    steps = (
+        page.locator(".figures").first.locator("div", has_text="Steps").locator("dd").inner_text()
+    )
+    assert 0 < int(steps) < 80
+    assert page.locator(".strip .column").count() == int(steps)
+    drafted = page.locator(".lane").first.locator(".token:not(.src-target)")
+    assert drafted.count() > 0
+    assert page.locator(".lane").nth(1).locator(".token:not(.src-target)").count() == 0
+
+
+def test_a_token_shows_its_step(page):
+    page.open("speculate")
+    race(page)
+    token = page.locator(".lane").first.locator(".token.src-ngram").first
+    token.hover()
+    assert token.get_attribute("aria-selected") == "true"
+    assert "n-gram, depth" in token.get_attribute("aria-label")
+    assert page.locator(".tree .kept .node").count() >= 2, "an accepted draft token, and one more"
+    assert page.is_visible(".tree .node.own")
+    assert "ms" in page.inner_text(".tree-panel .facts")
+    assert "Why so many" in page.inner_text(".tree-panel")
+
+
+def test_a_refusal_and_a_stop_are_said(page):
+    page.open("speculate")
+    page.fill("#race-tokens", "1999")
+    page.fill("#race-temperature", "9")
+    page.locator(".ask").evaluate("form => { form.noValidate = true; }")
+    page.click(".go")
+    page.wait_for_selector(".verdict.bad")
+    assert "temperature" in page.inner_text(".verdict")
+    page.fill("#race-temperature", "0")
+    page.click(".go")
+    page.until("document.querySelectorAll('.token').length > 20")
+    page.click(".go:has-text('Stop')")
+    page.wait_for_selector(".verdict:has-text('Stopped')")
+
+
+def test_other_text_would_be_seen(page):
+    """The page compares; it does not take the server's word."""
+
+    def answer(route):
+        plain = not route.request.post_data_json["speculative"]["enabled"]
+        tokens = [{"id": 1 if plain else 2, "text": "a"}]
+        step = {"step": 0, "position": 0, "ms": 1, "tokens": tokens, "nodes": [], "accepted": [],
+                "left_out": 0, "allowed": 0, "reason": ""}  # fmt: skip
+        chunk = json.dumps({"choices": [{"index": 0, "delta": {}, "speculative_trace": [step]}]})
+        body = f"data: {chunk}\n\ndata: [DONE]\n\n"
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", answer)
+    page.open("speculate")
+    page.click(".go")
+    page.wait_for_selector(".verdict.bad:has-text('differ from token 1 on')")
+
+
+def test_the_dashboard_shows_what_the_server_did(page, server):
+    server.complete(max_tokens=200)
+    page.open("dashboard")
+    page.wait_for_selector(".tiles")
+    total = server.http.get("/server_info").json()["stats"]["output_tokens"]
+    assert f"{total:,} since the start" in page.inner_text(".tiles")
+    for title in ("Tokens per second", "Acceptance by source and depth", "Where a step's time goes",
+                  "Why so many draft tokens, or none", "Waiting times", "Requests",
+                  "Key/value cache", "About the server"):  # fmt: skip
+        assert page.is_visible(f'h2:text-is("{title}")'), title
+    depths = page.locator("section[aria-label='Acceptance by source and depth'] tbody tr")
+    assert depths.count() > 0 and "n-gram" in depths.first.inner_text()
+    asked = {url.removeprefix(server.root) for url in page.requests}
+    own = {url for url in asked if not url.startswith(("/ui/", "/#"))}
+    assert own <= {"/", "/metrics", "/server_info", "/health", "/v1/models"}
+
+
+def test_the_dashboard_says_why_speculation_rests(page, server):
+    """The toy's policy is fixed and gives no reasons: here it is told some."""
+    speculation = {
+        "reasons": {"off: it did not pay": 30, "on: it pays": 10},
+        "speed_over_plain": 1.04,
+        "disabled": True,
+        "times_disabled": 2,
+    }
+
+    def answer(route):
+        told = route.fetch().json() | {"speculation": speculation}
+        route.fulfill(json=told)
+
+    page.route("**/server_info", answer)
+    page.open("dashboard")
+    card = page.locator("section[aria-label^='Why so many']")
+    card.locator("tbody tr").first.wait_for()
+    assert [row.split() for row in card.locator("tbody tr").all_inner_texts()] == [
+        ["off:", "it", "did", "not", "pay", "30"],
+        ["on:", "it", "pays", "10"],
+    ]
+    assert "Disabled now" in card.inner_text() and "1.04 times" in card.inner_text()
+
+
+def findings(page):
+    """Serious and critical findings of axe, in words."""
+    # It colours while it fades; there is nothing to wait for but the next frame.
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    found = axe_module.Axe().run(page.page).response["violations"]
+    return [
+        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:3]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_axe_finds_nothing_serious(browser, server, size, scheme):
+    width, height = SIZES[size]
+    with opened(browser, server.root, color_scheme=scheme) as page:
+        page.set_viewport_size({"width": width, "height": height})
+        page.options(max_tokens="20", temperature="0")
+        page.open()
+        assert findings(page) == []
+        page.ask("Hi")
+        page.answered()
+        assert findings(page) == []
+        page.click("[aria-label='Settings of this conversation']")
+        assert findings(page) == []
+        page.click("#options [aria-label='Close the settings']")
+        page.click("#server")
+        assert findings(page) == []
+        page.keyboard.press("Escape")
+        page.click("[data-view=speculate]")
+        assert findings(page) == []
+        race(page)
+        page.locator(".token.src-ngram").first.click()
+        assert findings(page) == []
+        page.click("[data-view=dashboard]")
+        page.wait_for_selector(".tiles")
+        assert findings(page) == []
+        sideways = page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        assert not sideways, "nothing is wider than the screen"
+        assert not page.errors

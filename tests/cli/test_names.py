@@ -1,0 +1,340 @@
+"""Names of options: ours, everybody else's, in flags, environment and files."""
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+
+import httpx
+import pytest
+
+from forerun import algorithms
+from forerun.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
+from forerun.alias_kinds import FIELDS
+from forerun.aliases import ALIASES, SAME_NAMES
+from forerun.build import tuned
+from forerun.build.engine import load
+from forerun.build.tuned import Setting
+from forerun.cli.layers import settle
+from forerun.cli.main import build_parser, main
+from forerun.config import AskConfig, EngineConfig, ServeSettings
+from forerun.errors import ConfigError
+from forerun.executors.torch.eagle import EagleHead
+from forerun.flags import NOTHING, configured, own_option
+from forerun.models.draft_config import head_for
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.export import export_head
+from tests.models import tiny
+from tests.shape.tree import ROOT
+
+
+def settled(command, *line, **environment):
+    arguments = build_parser().parse_args([command, *line])
+    settle(arguments, environment)
+    return arguments
+
+
+def engine(*line, **environment):
+    return configured(EngineConfig, settled("serve", *line, **environment))
+
+
+def server(*line, **environment):
+    return configured(ServeSettings, settled("serve", *line, **environment))
+
+
+def test_a_name_means_one_thing():
+    flags = [alias.option.flag for alias in ALIASES]
+    own = {own_option(item).flag for item in FIELDS.values()}
+    assert len(flags) == len(set(flags)) and not own & set(flags)
+    kinds = (EngineConfig, ServeSettings, AskConfig)
+    assert len(FIELDS) == sum(len(fields(kind)) for kind in kinds)
+    for alias in ALIASES:
+        assert set(alias.option.fields) <= set(FIELDS) and alias.meaning and alias.sources
+    assert SAME_NAMES.keys() <= FIELDS.keys()
+
+
+@pytest.mark.parametrize(
+    "alias", [alias for alias in ALIASES if alias.refused], ids=lambda a: a.option.flag
+)
+def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
+    value = [] if alias.option.takes == NOTHING else ["x"]
+    assert main(["serve", alias.option.flag, *value]) == 2
+    assert f"{alias.option.flag} cannot be honoured: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ("--model-path a/b --context-length 4096", {"model": "a/b", "context": 4096}),
+        ("--max-model-len auto --max-num-seqs 8", {"context": None, "max_sequences": 8}),
+        ("-m a/b -c 0 -np 2 -t 3", {"model": "a/b", "max_sequences": 2, "threads": 3}),
+        ("a/b --max-running-requests 5", {"model": "a/b", "max_sequences": 5}),
+        ("--gpu-memory-utilization 0.5", {"mem_fraction_static": 0.5}),
+        ("--mem-fraction-static 0.5", {"mem_fraction_static": 0.5}),
+        ("--chunked-prefill-size 256 --max-prefill-tokens 256", {"max_step_nodes": 256}),
+        ("--dtype half", {"dtype": "float16"}),
+        ("--quantization fp8 --kv-cache-dtype fp8_e4m3",
+         {"dtype": "float8", "kv_dtype": "float8"}),
+        ("-ngl 99", {"device": "cuda"}),
+        ("-ngl 0", {"device": "cpu"}),
+        ("--base-gpu-id 1", {"device": "cuda:1"}),
+        ("--enforce-eager", {"disable_cuda_graph": True}),
+        ("--disable-overlap-schedule", {"overlap": False}),
+        ("--guided-decoding-backend guidance", {"grammar_backend": "llguidance"}),
+        ("--tp-size 1 --enable-prefix-caching -fa on --load-format auto", {}),
+        ("-fa", {}),
+        ("--speculative-algorithm eagle3 --speculative-draft-model-path d "
+         "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",
+         {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "d",
+          "speculative_num_steps": 3, "speculative_eagle_topk": 4,
+          "speculative_num_draft_tokens": 16}),
+        ("--speculative-algorithm Eagle --speculative-num-steps 5 --speculative-eagle-topk 8 "
+         "--speculative-num-draft-tokens 64 --mem-fraction 0.6 --cuda-graph-max-bs 2",
+         {"speculative_algorithm": "EAGLE", "speculative_num_steps": 5,
+          "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64,
+          "mem_fraction_static": 0.6, "cuda_graph_max_bs": 2}),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 16",
+         {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}),
+        ("--speculative-accept-threshold-single 1.0 --speculative-algorithm none",
+         {"speculative_algorithm": "OFF"}),
+        ("--draft-max 3", {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}),
+        ("--speculation both --draft d --draft-nodes 16 --draft-depth 5 --draft-width 4",
+         {"speculative_algorithm": "EAGLE+NGRAM", "speculative_draft_model_path": "d",
+          "speculative_num_steps": 5, "speculative_eagle_topk": 4,
+          "speculative_num_draft_tokens": 17}),
+        ("--speculation head --draft-on-error stop",
+         {"speculative_algorithm": "EAGLE", "draft_on_error": "stop"}),
+    ],
+)  # fmt: skip
+def test_others_names_set_our_fields(line, values):
+    assert engine(*line.split()) == EngineConfig(**values)
+
+
+def test_names_of_the_server():
+    line = "--served-model-name m --tool-call-parser qwen25 --reasoning-parser qwen3 --log-level"
+    line += " WARNING --enable-metrics --timeout 5 --ssl-key-file k --ssl-cert-file c"
+    assert server(*line.split(), "--allowed-origins", '["http://a", "http://b"]') == ServeSettings(
+        served_name="m", tool_parser="hermes", reasoning_end="</think>", log_level="warning",
+        request_seconds=5.0, ssl_keyfile="k", ssl_certfile="c",
+        allowed_origins=("http://a", "http://b"),
+    )  # fmt: skip
+    line = ["Hi", "--temp", "0.5", "-n", "7", "--repeat-penalty", "1.1", "-s", "3"]
+    assert configured(AskConfig, settled("run", *line)) == AskConfig(
+        temperature=0.5, max_tokens=7, repetition_penalty=1.1, seed=3
+    )
+
+
+def test_vllms_speculative_config():
+    said = '{"method": "eagle3", "model": "d", "num_speculative_tokens": 3, "revision": "r"}'
+    expected = EngineConfig(
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path="d",
+        speculative_draft_model_revision="r",
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=4,
+    )
+    assert engine("--speculative-config", said) == expected
+    assert engine(FORERUN_SPECULATIVE_CONFIG=said) == expected
+    same = ["--speculative-config", '{"draft_tensor_parallel_size": 1, "method": "ngram"}']
+    assert engine(*same) == EngineConfig(speculative_algorithm="NGRAM")
+    for wrong, problem in (
+        ("3", "takes a JSON object"),
+        ("{", "takes a JSON object"),
+        ('{"method": "medusa"}', "methods known here are ngram"),
+        ('{"prompt_lookup_max": 4}', "prompt_lookup_max cannot be honoured"),
+        ('{"speed": 4}', "speed is no key that is known"),
+        ('{"method": "mtp"}', "NEXTN cannot be used: prediction layers"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            engine("--speculative-config", wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--tp-size 2", "--tp-size 2 cannot be honoured: one device"),
+        ("-ngl 12", "not parted between two devices"),
+        ("--draft 16", "--draft-max 16"),
+        ("--speculative-accept-threshold-acc 0.9", "lossless"),
+        ("--model-draft small.gguf", "STANDALONE cannot be used: a whole model"),
+        ("--speculative-algorithm NEXTN", "NEXTN cannot be used: prediction layers"),
+        ("--speculative-algorithm naive_eagle", "use EAGLE with speculative-num-steps 1"),
+        ("--speculative-algorithm medusa", "must be one of: AUTO, EAGLE"),
+        ("--speculative-algorithm NGRAM --speculative-eagle-topk 4", "branches where the text"),
+        ("--speculative-draft-model-revision r", "speculative-draft-model-path names none"),
+        ("--device cuda --cuda-graph-max-bs 2", "lower max-sequences to 2"),
+        ("--enable-torch-compile --executor cpu", "needs the torch executor"),
+        ("--max-model-len 5000 --context 4000", "--max-model-len and --context both set context"),
+        ("a/b --model c/d", "the first argument and --model both set model, to a/b and c/d"),
+        ("--tool-call-parser pythonic", "may be auto, hermes"),
+        ("--reasoning-parser kimi", "--reasoning-end names the text"),
+        ("--port x", "--port takes a whole number, not 'x'"),
+        ("--api-key a --ssl-keyfile k", "ssl-keyfile and ssl-certfile go together"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(line, problem, capsys):
+    assert main(["serve", *line.split()]) == 2
+    err = capsys.readouterr().err
+    assert problem in err and len(err.splitlines()) == 1
+
+
+def test_all_that_is_refused_is_said_at_once(capsys):
+    assert main(["serve", "--tp-size", "2", "--trust-remote-code", "--speculation", "off"]) == 2
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [
+        "--tp-size", "--trust-remote-code",
+    ]  # fmt: skip
+
+
+def test_a_tree_that_cannot_be_is_explained_with_numbers():
+    assert [capacity(*shape) for shape in ((3, 1), (1, 4), (3, 4), (5, 8), (0, 3))] == [
+        4, 5, 37, 265, 1,
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"16, but 3 steps with top-k 1 make at most 1 \+ 3 = 4"):
+        engine(*["--speculative-algorithm", "EAGLE", "--draft-depth", "3", "--draft-nodes", "15"])
+    with pytest.raises(ConfigError, match=r"64, but 3 steps .* at most 1 \+ 3 \+ 2 x 3 x 3 = 22"):
+        EngineConfig(
+            speculative_algorithm="EAGLE3",
+            speculative_num_steps=3,
+            speculative_eagle_topk=3,
+            speculative_num_draft_tokens=64,
+        )
+    one = Algorithm("NAIVE", "", model=True, max_topk=1)
+    with pytest.raises(ConfigError, match="speculative-eagle-topk is 2, but NAIVE takes at most 1"):
+        check_shape(one, 1, 2, 3)
+
+
+def test_what_is_not_said_of_a_tree_goes_with_what_is():
+    def shape(*asked):
+        found = algorithms.draft_shape(*asked)
+        return found.steps, found.topk, found.tokens
+
+    assert shape(None, None, None) == (8, 1, 9)
+    assert shape(3, None, None) == (3, 1, 4)
+    assert shape(None, None, 6) == (5, 1, 6)
+    assert shape(3, 4, None) == (3, 4, 13)
+    assert shape(None, 8, None) == (8, 8, 64)
+    assert shape(64, 1, None) == (64, 1, 65)
+    assert shape(0, None, None) == (0, 1, 1)
+    for method in ALGORITHMS:
+        check_shape(method, None, None, None)
+
+
+def test_flag_before_environment_before_file_before_profile_before_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "server.yaml"
+    file.write_text(
+        "model-path: toy\nkv_tokens: 4096\nmax-num-seqs: 3\npage-size: 8\nmax-waiting: 7\n"
+        "enforce-eager: false\napi-key: [a, b]\n"
+    )
+    line = ["--config", str(file), "--max-sequences", "5"]
+    variables = {"FORERUN_MAX_RUNNING_REQUESTS": "4", "FORERUN_PAGE_SIZE": "4", "OTHER": "x"}
+    config = engine(*line, **variables)
+    assert config == EngineConfig(
+        model="toy", kv_tokens=4096, max_sequences=5, page_size=4, max_waiting=7
+    )
+    assert engine(FORERUN_CONFIG=str(file), **variables).max_sequences == 4
+    assert server(*line).api_keys == ("a", "b")
+    assert server(*line, FORERUN_API_KEY="c").api_keys == ("c",)
+    assert server(*line, "--api-key", "d", FORERUN_API_KEY="c").api_keys == ("d",)
+    resolved = load(config)
+    resolved.close()
+    assert resolved.info["profile"] is None and resolved.config.policy == "fixed"
+    tuned.save(resolved.config, Setting("NGRAM", 4, 3, "adaptive"), {})
+    with_profile, with_flag = load(config), load(replace(config, speculative_num_steps=2))
+    for loaded, found in ((with_profile, (3, "adaptive")), (with_flag, (2, "fixed"))):
+        loaded.close()
+        assert (loaded.config.speculative_num_steps, loaded.config.policy) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("porrt: 1", "did you mean --port"),
+        ("temperature: 1", "--temperature is no option of forerun serve; it belongs to another"),
+        ("- 1", "must hold lines such as"),
+        ("a: [", "is not YAML"),
+        ("port: x", "port in .* takes a whole number"),
+        ("tp-size: 2", "tp-size in .* 2 cannot be honoured"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path, text, problem):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        engine("--config", str(tmp_path / "c.yaml"))
+
+
+def test_files_and_variables_that_are_wrong(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        engine("--config", str(tmp_path / "none.yaml"))
+    with pytest.raises(ConfigError, match=r"FORERUN_PRT .* did you mean FORERUN_PORT\?"):
+        engine(FORERUN_PRT="1")
+    with pytest.raises(ConfigError, match="FORERUN_PORT takes a whole number"):
+        server(FORERUN_PORT="x")
+    assert configured(EngineConfig, settled("run", "Hi", FORERUN_PORT="1")) == EngineConfig(
+        max_sequences=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        (["--max-modl-len", "1"], "did you mean --max-model-len, the same as --context"),
+        (["--contxt", "1"], "--context-length (SGLang), --max-model-len (vLLM)"),
+        (["--speculative-algoritm", "x"], "did you mean --speculative-algorithm"),
+        (["--zzzzz"], "There is no option --zzzzz of forerun serve."),
+        (["a/b", "c/d"], "'c/d' is one word too many"),
+    ],
+)
+def test_an_unknown_name_gets_a_hint(line, hint, capsys):
+    assert main(["serve", *line]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_sglangs_command_line_runs(tmp_path, capsys):
+    """EAGLE3 of SGLang's page on speculation, with small checkpoints."""
+    model = tiny.save_folder(tiny.model("llama", num_hidden_layers=6), tmp_path / "target")
+    arch = FolderCheckpoint(model).architecture
+    export_head(EagleHead(head_for(arch, arch.vocab)), None, tmp_path / "draft")
+    line = ["run", "the quick", "--raw", "--max-tokens", "24", "--ignore-eos", "--json"]
+    line += ["--model-path", str(model), "--kv-tokens", "512", "--cuda-graph-max-bs", "2"]
+    texts = []
+    for how in ("OFF", "EAGLE3"):
+        draft = ["--speculative-draft-model-path", str(tmp_path / "draft")]
+        tree = "--speculative-num-steps 3 --speculative-eagle-topk 4 "
+        tree += "--speculative-num-draft-tokens 16 --policy fixed"
+        asked = [*draft, *tree.split()] if how != "OFF" else []
+        assert main([*line, "--speculative-algorithm", how, *asked]) == 0
+        texts.append(capsys.readouterr().out)
+    assert '"speculative_algorithm": "EAGLE3"' in texts[1]
+    first = [text.split('"tokens"')[0] for text in texts]
+    assert first[0] == first[1]
+
+
+def test_sglangs_entry_starts_a_server():
+    line = "--model-path toy --max-total-tokens 4096 --port 0 --served-model-name mine --json"
+    line += " --speculative-algorithm NGRAM --speculative-num-draft-tokens 5 --enable-metrics"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun.launch_server", *line.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        url = "".join(process.stdout.readline() for _ in range(3)).split('"')[3]
+        transport = httpx.HTTPTransport(retries=3)
+        with httpx.Client(transport=transport, base_url=url[:-3], timeout=30) as client:
+            while (answer := client.get("/v1/models")).status_code == 503:
+                pass
+            assert answer.json()["data"][0]["id"] == "mine"
+            config = client.get("/server_info").json()["config"]
+            assert config["speculative_num_draft_tokens"] == 5
+            assert config["speculative_num_steps"] == 4
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_the_table_for_people_is_fresh():
+    script = [sys.executable, str(ROOT / "docs" / "migrating.py"), "--check"]
+    assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
+        "run: python docs/migrating.py"
+    )

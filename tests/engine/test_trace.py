@@ -1,0 +1,135 @@
+"""Traces of steps: what they say is what the step did, within bounds, and only where asked."""
+
+from dataclasses import replace
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from forerun.build.engine import load
+from forerun.client.completion import make_request
+from forerun.config import EngineConfig
+from forerun.engine import core
+from forerun.engine.request import Finish, Speculation
+from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
+from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    found = load(EngineConfig(model="toy"))
+    yield found
+    found.close()
+
+
+def deltas(loaded, trace, n=1, **options):
+    """All news of a request, by choice."""
+    request = make_request(loaded.tokenizer.encode("abcabcabc"), n=n, **options)
+    request = replace(request, speculation=Speculation(trace=trace))
+    heard, found = Queue(), [[] for _ in range(n)]
+    loaded.engine.submit(request, heard.put)
+    while not all(news and news[-1].finish is not None for news in found):
+        delta = heard.get(timeout=60)
+        found[delta.index].append(delta)
+    return found
+
+
+def test_a_trace_tells_every_token_and_changes_none(loaded):
+    (plain,), (news,) = (deltas(loaded, trace, max_tokens=300) for trace in (False, True))
+    said = [token for delta in plain for token in delta.tokens]
+    assert not any(delta.trace for delta in plain)
+    steps = [step for delta in news for step in delta.trace]
+    assert [token for step in steps for token in step.tokens] == said
+    assert [step.number for step in steps] == list(range(len(steps)))
+    place = 0
+    for step in steps:
+        assert step.position == place
+        place += len(step.tokens)
+    stats = news[-1].stats
+    assert stats.steps == len(steps) < len(said), "the toy repeats itself: some drafts are right"
+    assert stats.accepted == sum(len(step.nodes.accepted) for step in steps)
+    assert stats.draft_tokens == sum(len(step.nodes.tokens) for step in steps)
+
+
+def test_the_accepted_path_is_a_path_and_says_the_tokens(loaded):
+    (news,) = deltas(loaded, True, max_tokens=300)
+    for step in (step for delta in news for step in delta.trace):
+        row, above = step.nodes, -1
+        for node, token in zip(row.accepted, step.tokens, strict=False):
+            assert row.parents[node] == above and row.tokens[node] == token
+            above = node
+        assert set(row.sources) <= {DraftSource.NGRAM}, "the toy has no table"
+        assert len(row.tokens) <= step.allowed and step.ms > 0 and step.left_out == 0
+
+
+def test_each_choice_has_its_own_trace(loaded):
+    for news in deltas(loaded, True, n=3, max_tokens=40, temperature=1.0, seed=5):
+        tokens = [token for delta in news for token in delta.tokens]
+        traced = [token for delta in news for step in delta.trace for token in step.tokens]
+        assert traced == tokens
+
+
+def test_a_stop_cuts_the_trace_too(loaded):
+    (plain,) = deltas(loaded, False, max_tokens=60)
+    text = "".join(delta.text for delta in plain)
+    (news,) = deltas(loaded, True, max_tokens=60, stop=(text[20:23],))
+    assert news[-1].finish == Finish.STOP
+    tokens = [token for delta in news for token in delta.tokens]
+    assert [t for delta in news for step in delta.trace for t in step.tokens] == tokens
+
+
+def test_long_answers_are_traced_up_to_a_bound(loaded, monkeypatch):
+    monkeypatch.setattr(core, "MAX_STEPS", 7)
+    (news,) = deltas(loaded, True, max_tokens=300)
+    assert [step.number for delta in news for step in delta.trace] == list(range(7))
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def test_rows_of_a_step_with_and_without_the_drafts():
+    source = ints(DraftSource.NGRAM, DraftSource.TABLE, DraftSource.GRAMMAR)
+    draft = Draft(ints(7, 8, 9), ints(-1, -1, 1), np.array([0.5, 0.4, 0.2], np.float32), source)
+    trees = batch([ints(1, 2), ints(3)], [Draft(), draft])
+    row = draft_row(trees, 1, [8, 9])
+    assert row.tokens == [7, 8, 9] and row.parents == [-1, -1, 1] and row.depth == [1, 1, 2]
+    assert row.sources == [1, 2, 4] and row.accepted == [1, 2]
+    bare = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
+    other = draft_row(bare, 1, [8, 9])
+    unknown = {"scores": [0.0] * 3, "sources": [0] * 3}
+    assert other == row._replace(**unknown)
+    assert draft_row(bare, 0, []) == draft_row(trees, 0, []) == DraftRow([], [], [], [], [], [])
+
+
+def test_a_wide_tree_is_cut_and_keeps_its_accepted_path():
+    # A hundred children of the root; below the last one a chain that was accepted.
+    parents = [-1] * 100 + [99, 100, 101]
+    row = DraftRow(
+        tokens=list(range(103)),
+        parents=parents,
+        depth=[1] * 100 + [2, 3, 4],
+        scores=[0.5] * 103,
+        sources=[1] * 103,
+        accepted=[99, 100, 101, 102],
+    )
+    cut = bounded(row)
+    assert len(cut.tokens) == MAX_NODES
+    assert [cut.tokens[node] for node in cut.accepted] == [99, 100, 101, 102]
+    assert all(parent < node for node, parent in enumerate(cut.parents))
+    assert [cut.tokens[cut.parents[node]] for node in cut.accepted[1:]] == [99, 100, 101]
+    assert bounded(row, 200) is row
+
+
+def test_sources_are_counted_by_depth(loaded):
+    before = {(c.source, c.depth): c for c in loaded.engine.stats().by_source}
+    (news,) = deltas(loaded, True, max_tokens=200)
+    after = {(c.source, c.depth): c for c in loaded.engine.stats().by_source}
+    rows = [step.nodes for delta in news for step in delta.trace]
+    for (source, depth), count in after.items():
+        verified = sum(row.depth.count(depth) for row in rows)
+        accepted = sum(len(row.accepted) >= depth for row in rows)
+        was = before.get((source, depth))
+        assert source == "ngram"
+        assert count.verified - (was.verified if was else 0) == verified
+        assert count.accepted - (was.accepted if was else 0) == accepted

@@ -1,0 +1,30 @@
+"""Pages of other origins, where the server lets them."""
+
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.serve.app import create_app
+from tests.cli.toys import toy_loaded
+
+PAGE = "https://chat.example"
+ASKS = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+
+
+def test_pages_of_allowed_origins_may_ask():
+    keys = ServeSettings(api_keys=("k",), allowed_origins=(PAGE,))
+    with toy_loaded() as loaded, TestClient(create_app(loaded, keys)) as client:
+        before = client.options("/v1/chat/completions", headers=ASKS)
+        assert before.status_code == 200  # A preflight has no key.
+        assert before.headers["access-control-allow-origin"] == PAGE
+        refused = client.get("/v1/models", headers={"Origin": PAGE})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == PAGE
+        other = client.get("/v1/models", headers={"Origin": "https://elsewhere.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_no_page_may_ask_unless_it_is_said():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        assert client.options("/v1/models", headers=ASKS).status_code == 405
+        answer = client.get("/v1/models", headers={"Origin": PAGE})
+        assert "access-control-allow-origin" not in answer.headers

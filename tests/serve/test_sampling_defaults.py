@@ -1,0 +1,70 @@
+"""What a model recommends holds where nobody says, by one rule for run, chat and serve."""
+
+import json
+import shutil
+
+import pytest
+
+from forerun.build.engine import load
+from forerun.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
+from forerun.errors import ModelError
+from forerun.hub.catalog import RECOMMENDED, open_model
+from forerun.serve.fields import read
+from forerun.serve.prepare import chat_generation, completion_generation
+from forerun.serve.schema import ChatBody, CompletionBody
+from tests.models import tiny
+
+SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("model"))
+    (path / "generation_config.json").write_text(json.dumps(SAID))
+    return path
+
+
+def samplings(folder, how="model"):
+    config = EngineConfig(model=str(folder), kv_tokens=512, sampling_defaults=how, executor="torch")
+    loaded = load(config)
+    try:
+        plain = {"prompt": "the quick", "top_k": 0}
+        chat = {"messages": [{"role": "user", "content": "the quick"}], "temperature": 0}
+        made = [
+            completion_generation(read(CompletionBody, plain), loaded, ServeSettings()),
+            chat_generation(read(ChatBody, chat), loaded, ServeSettings()),
+        ]
+        served = [one.requests[0].sampling for one in made]
+        assert loaded.info["sampling_defaults"].keys() == NEUTRAL.keys()
+        return served, AskConfig(min_p=0.1).options(loaded.target.sampling)
+    finally:
+        loaded.close()
+
+
+def test_what_the_model_says(folder):
+    (plain, chat), asked = samplings(folder)
+    assert (plain.temperature, plain.top_p, plain.top_k) == (0.6, 0.95, 0)
+    assert (chat.temperature, chat.top_p, chat.top_k, chat.min_p) == (0.0, 0.95, 20, 0.0)
+    assert (asked["temperature"], asked["top_k"], asked["min_p"]) == (0.6, 20, 0.1)
+    assert asked["repetition_penalty"] == 1.0
+
+
+def test_or_nothing(folder):
+    (plain, chat), asked = samplings(folder, "openai")
+    assert (plain.temperature, plain.top_p, plain.top_k) == (1.0, 1.0, 0)
+    assert (chat.temperature, chat.top_k) == (0.0, 0)
+    assert asked == NEUTRAL | {"min_p": 0.1, "max_tokens": 512, "seed": 0, "stop": (),
+                               "ignore_eos": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"top_p": 1.5}, {"min_p": True}])
+def test_a_recommendation_that_is_none(folder, tmp_path, wrong):
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    (copied / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {min(wrong)} is"):
+        open_model(str(copied))
+
+
+@pytest.mark.model
+def test_the_built_in_model_has_what_its_card_says():
+    assert open_model("smollm2-135m").sampling == RECOMMENDED["smollm2-135m"]

@@ -1,0 +1,143 @@
+"""Fields that every client sends: honoured, or ignored and named."""
+
+from dataclasses import fields
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.serve.app import create_app
+from forerun.serve.dialogue import effort_names
+from forerun.serve.fields import read
+from forerun.serve.schema import ChatBody, CompletionBody
+from forerun.text.chat import ChatTemplate
+from tests.cli.toys import toy_loaded
+from tests.shape.tree import ROOT
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+HEADER = "x-forerun-ignored"
+
+
+@pytest.fixture(scope="module")
+def client():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        yield client
+
+
+def ask(client, path="/v1/chat/completions", **body):
+    answer = client.post(path, json=(CHAT if "chat" in path else {"prompt": "Hi"}) | body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def text(answer):
+    choice = answer.json()["choices"][0]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_changes_nothing_is_named(client, stream):
+    body = {"metadata": {"a": "b"}, "store": True, "verbosity": "low", "priority": 3,
+            "cache_control": {"type": "ephemeral"}, "reasoning_effort": "low",
+            "stream": stream}  # fmt: skip
+    answer = ask(client, **body)
+    assert set(answer.headers[HEADER].split(", ")) == body.keys() - {"stream"}
+    if not stream:
+        assert text(answer) == text(ask(client))
+    assert HEADER not in ask(client, store=False, priority=0, user="me").headers
+    assert ask(client, "/v1/completions", priority=1).headers[HEADER] == "priority"
+
+
+def test_caches_marked_in_messages(client):
+    part = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    marked = [{"role": "user", "content": [part]}]
+    answer = ask(client, messages=marked)
+    assert answer.headers[HEADER] == "messages.cache_control" and text(answer) == text(ask(client))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", 3), ("store", "yes"), ("verbosity", "loud"), ("reasoning_effort", "much"),
+        ("priority", "high"), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
+        ("max_tokens", 0), ("max_tokens", -2), ("logits_processors", []), ("functions", []),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_stays_a_400(client, field, value):
+    answer = client.post("/v1/chat/completions", json=CHAT | {field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_the_document_names_every_ignored_field():
+    document = (ROOT / "docs" / "requests.md").read_text()
+    names = {
+        i.name for k in (ChatBody, CompletionBody) for i in fields(k) if "ignored" in i.metadata
+    }
+    assert names == {"store", "metadata", "verbosity", "priority", "cache_control"}
+    assert all(f"`{name}`" in document for name in names)
+
+
+def test_the_end_of_a_prompt(client):
+    short = ask(client, "/v1/completions", prompt="xxxHi", truncate_prompt_tokens=2, echo=True)
+    assert short.json()["usage"]["prompt_tokens"] == 2 and text(short).startswith("Hi")
+    whole = ask(client, "/v1/completions", echo=True)
+    assert text(short) == text(whole)
+    long = ask(client, "/v1/completions", prompt="x" * 3000, truncate_prompt_tokens=-1,
+               max_tokens=1)  # fmt: skip
+    assert long.json()["usage"]["prompt_tokens"] == 1023
+    assert ask(client, truncate_prompt_tokens=5).json()["usage"]["prompt_tokens"] == 5
+
+
+def test_as_many_tokens_as_there_are(client):
+    answer = ask(client, "/v1/completions", max_tokens=-1, ignore_eos=True)
+    assert answer.json()["usage"]["total_tokens"] == 1024
+    answer = ask(client, max_tokens=-1, ignore_eos=True)
+    assert answer.json()["usage"]["total_tokens"] == 1024
+
+
+def test_a_message_that_goes_on(client):
+    asked, begun = CHAT["messages"][0], {"role": "assistant", "content": "One, two "}
+    on = {"messages": [asked, begun], "continue_final_message": True}
+    answer = ask(client, **on)
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOne, two "
+    same = ask(client, "/v1/completions", prompt=rendered, max_tokens=4)
+    assert text(answer) == text(same)
+    assert answer.json()["usage"]["prompt_tokens"] == same.json()["usage"]["prompt_tokens"]
+    for messages in ([asked], [asked, {"role": "assistant", "content": " "}]):
+        refused = client.post("/v1/chat/completions", json=CHAT | on | {"messages": messages})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"messages[{len(messages) - 1}]"
+
+
+def test_reasoning_of_an_earlier_answer(client):
+    said = {"role": "assistant", "content": "Two."}
+    bodies = [{**said, name: "One and one."} for name in ("reasoning", "reasoning_content")]
+    texts = [text(ask(client, messages=[one, CHAT["messages"][0]])) for one in bodies]
+    assert texts[0] == texts[1]
+    assert read(ChatBody, {"messages": [bodies[0]]}).messages == read(
+        ChatBody, {"messages": [bodies[1]]}
+    ).messages  # fmt: skip
+
+
+def test_efforts_that_a_template_knows():
+    def told(effort, source):
+        with toy_loaded() as loaded:
+            template = ChatTemplate(source, loaded.tokenizer)
+            found = effort_names(read(ChatBody, CHAT | {"reasoning_effort": effort}), template)
+            template.close()
+            return found
+
+    assert told("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
+    assert told("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
+    assert told("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
+    assert told("low", "plain") == {}
+
+
+def test_tokenizer_info(client):
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|im_end|>" and info["bos_token"] is None
+    assert info["model_max_length"] == 1024 and "im_start" in info["chat_template"]
+    # As lm-evaluation-harness uses them.
+    ids = client.post("/tokenize", json={"prompt": "Hé", "add_special_tokens": False}).json()
+    back = client.post("/detokenize", json={"tokens": ids["tokens"]}).json()
+    assert back["prompt"] == "Hé"
