@@ -143,7 +143,7 @@ class TreeGrammars:
         if committed.error and (state.failed or state.matcher.error):
             # Whether it is an error at all is for a process to say, whose limits are wider.
             compiled.translated.moved(limit=True)
-            return committed._replace(error="", again=True)
+            return Committed(committed.kept, again=True)
         if state.seconds > SLOW and not committed.complete:
             compiled.translated.moved(limit=False)
             del self._states[slot]
