@@ -1,14 +1,18 @@
 """A process of our own for work whose cost a stranger decides: it can be killed.
 
 It reads one line of JSON per request from standard input and answers each with one line of JSON.
+Before it answers it may ask something itself: a line `{"question": ...}`, to which one line comes
+back. What it may take is processor time, which does not depend on what else the machine does.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from typing import Any
 
 from forerun.errors import EngineError
@@ -16,43 +20,80 @@ from forerun.errors import EngineError
 START_SECONDS = 120.0
 """Some libraries take their time to load."""
 
+SILENCE = 12.0
+"""A process is given up when it has not answered after so many times the processor time that it
+may take: it was stopped, or the machine is overloaded."""
+
+
+class Fault(StrEnum):
+    """Why there is no answer."""
+
+    TIME = "it takes more than {seconds:g} seconds of processor time"
+    TOTAL = "it has taken too much processor time altogether"
+    DIED = "the process that it runs in ended, for want of memory perhaps"
+    SILENT = "the process that it runs in did not answer in time"
+
+    def said(self, seconds: float) -> str:
+        """In words. seconds: of processor time that an answer may take."""
+        return self.value.format(seconds=seconds)
+
+
+Questions = Callable[[Any], Any]
+"""Answers what a process asks, in JSON values. Called by whoever waits for its answer."""
+
 
 class SandboxProcess:
     """Started when needed, killed when an answer takes too long, then started anew. Not locked.
 
-    command  what starts it
-    seconds  that an answer may take
+    command  what starts it; `seconds` is added as an argument
+    seconds  of processor time that an answer may take
     init_message  the first line it reads, which it answers with one of its own when it is ready;
              None = it needs neither
+    questions  answers what it asks
+    fault    why the last answer did not come
     """
 
     def __init__(
-        self, command: Sequence[str], seconds: float, init_message: str | None = None
+        self,
+        command: Sequence[str],
+        seconds: float,
+        init_message: str | None = None,
+        questions: Questions | None = None,
     ) -> None:
-        self._command, self._seconds, self._init_message = command, seconds, init_message
+        self.seconds = seconds
+        self.fault: Fault | None = None
+        self._command, self._init_message = command, init_message
+        self._questions = questions
         self._process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: dict[str, Any]) -> dict[str, str] | None:
-        """The process's answer; None where it took too long or died, for want of memory perhaps.
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The process's answer; None where it took too long or died, see `fault`.
 
         Raises EngineError where no process can be started.
         """
-        line = self._ask_once(self._running(), json.dumps(request), self._seconds)
+        process, patience = self._running(), SILENCE * self.seconds
+        line = self._ask_once(process, json.dumps(request), patience)
         if not line:
             return None
-        answer: dict[str, str] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
         """End the process, if there is one."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with suppress(OSError):
                         stream.close()
-            self._process = None
+
+    def kill(self) -> None:
+        """End the process from another thread: whoever waits for its answer gets none."""
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def _running(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is None:
@@ -60,9 +101,8 @@ class SandboxProcess:
         self.close()
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, stderr=null, text=True
-            )
+            command = [*self._command, str(self.seconds)]
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
         except OSError as error:
             raise EngineError(f"{' '.join(self._command)} cannot be started: {error}") from error
         self._process = process
@@ -71,27 +111,60 @@ class SandboxProcess:
             raise EngineError(f"{' '.join(self._command)} ended before it was ready")
         return process
 
-    def _ask_once(self, process: "subprocess.Popen[str]", line: str, seconds: float) -> str:
+    def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
         """The process's answer to a line; empty where it had to be killed or died by itself."""
-        assert process.stdin is not None and process.stdout is not None
-        timer = threading.Timer(seconds, process.kill)
+        silent = threading.Event()
+
+        def give_up() -> None:
+            silent.set()
+            process.kill()
+
+        timer = threading.Timer(patience, give_up)
         timer.start()
         try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except OSError:  # It died before it could listen.
+            answer = self._exchange(process, line)
+        except (OSError, ValueError):  # It died before it could listen, or was closed meanwhile.
             answer = ""
         finally:
             timer.cancel()
-        if not answer.endswith("\n"):
-            self.close()
-            return ""
-        return answer
+        if answer.endswith("\n"):
+            return answer
+        process.kill()
+        code = process.wait()
+        self.fault = Fault.SILENT if silent.is_set() else Fault.DIED
+        known = {-signal.SIGPROF: Fault.TIME, -signal.SIGXCPU: Fault.TOTAL}
+        self.fault = known.get(code, self.fault)
+        self.close()
+        return ""
+
+    def _exchange(self, process: "subprocess.Popen[str]", line: str) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        while True:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if self._questions is None or not answer.startswith('{"question":'):
+                return answer
+            line = json.dumps(self._questions(json.loads(answer)["question"]))
 
 
-def serve(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:
-    """In the process: answer until standard input ends."""
+def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """In the process, whose first argument is its limit: answer until standard input ends.
+
+    An answer that takes too much processor time ends the process with SIGPROF, wherever it is.
+    """
+    seconds = float(sys.argv[1])
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        said = json.dumps(answer(json.loads(line)))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(said + "\n")
         sys.stdout.flush()
+
+
+def question(value: Any) -> Any:
+    """In the process, while it answers: what the other side says to `value`."""
+    sys.stdout.write(json.dumps({"question": value}) + "\n")
+    sys.stdout.flush()
+    return json.loads(sys.stdin.readline())

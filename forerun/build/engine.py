@@ -90,8 +90,8 @@ class Target:
     device: DeviceChoice | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def compile(self, grammar: Grammar) -> Compiled:
-        """A grammar as requests carry it. May block for seconds.
+    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
+        """A grammar as requests carry it. May block for seconds. client: see Compiler.
 
         Raises RequestError naming the field and the place at fault, BusyError.
         """
@@ -100,7 +100,7 @@ class Target:
                 f"{self.name} declares no end-of-text token: a constrained text could not end.",
                 grammar.field,
             )
-        return self.compiler.compile(grammar)
+        return self.compiler.compile(grammar, client)
 
     def close(self) -> None:
         """Release the executor's threads and memory. Idempotent."""

@@ -15,11 +15,6 @@ class Automaton(Protocol):
     """
 
     @property
-    def size(self) -> int:
-        """Estimated bytes of the compiled grammar."""
-        ...
-
-    @property
     def complete(self) -> bool:
         """Whether the text is whole and nothing but its end may follow."""
         ...
@@ -48,11 +43,72 @@ class Automaton(Protocol):
         ...
 
 
+class Prepared(Protocol):
+    """A compiled grammar."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+    def begin(self, apart: bool = False) -> Automaton | str:
+        """A new automaton at the beginning, which shares nothing that can fail with any other, or
+        why there is none.
+
+        apart  for a process of its own: it may take more of a step
+        """
+        ...
+
+
+class Vocabulary(Protocol):
+    """What a library needs to know of a tokenizer; a Tokenizer is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, the declared one first."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Begin-of-text id, if there is one."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        ...
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token stands for."""
+        ...
+
+    def encode_part(self, text: str, first: bool) -> list[int]:
+        """Ids of a part of a text. See Tokenizer."""
+        ...
+
+
 class Backend(Protocol):
     """A library that compiles grammars.
 
+    name     as in --grammar-backend
     command, init_message  of its compiling process: see SandboxProcess
+    lanes    compiling processes that it is worth to have
     """
+
+    @property
+    def name(self) -> str:
+        """See above."""
+        ...
+
+    @property
+    def lanes(self) -> int:
+        """See above."""
+        ...
 
     @property
     def command(self) -> Sequence[str]:
@@ -67,8 +123,8 @@ class Backend(Protocol):
         """Raise RequestError naming what this library would not honour."""
         ...
 
-    def build(self, grammar: Grammar, compiled: str) -> Automaton | str:
-        """An automaton at the beginning of what the process has compiled, or why there is none."""
+    def build(self, grammar: Grammar, compiled: str) -> Prepared | str:
+        """What the process has compiled, or why it cannot be used."""
         ...
 
     def explained(self, grammar: Grammar, message: str) -> str:

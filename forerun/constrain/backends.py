@@ -1,6 +1,6 @@
 """The libraries that compile grammars, by name."""
 
-from forerun.constrain.automaton import Backend
+from forerun.constrain.automaton import Backend, Vocabulary
 from forerun.constrain.compile import Compiler
 from forerun.constrain.llguidance_backend import Guidance
 from forerun.errors import ConfigError
@@ -15,7 +15,7 @@ def open_compiler(name: str, tokenizer: Tokenizer) -> Compiler | None:
     return Compiler(tokenizer, backend(name, tokenizer)) if tokenizer.eos_ids else None
 
 
-def backend(name: str, tokenizer: Tokenizer) -> Backend:
+def backend(name: str, tokenizer: Vocabulary) -> Backend:
     """llguidance, or xgrammar, which is imported here and nowhere else: it takes seconds.
 
     Raises ConfigError where it is not installed.

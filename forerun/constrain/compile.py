@@ -2,31 +2,41 @@
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
 
 from forerun.constrain.automaton import Automaton, Backend
+from forerun.constrain.fair_queue import FairQueue
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.limits import SECONDS
 from forerun.constrain.llguidance_backend import Guidance
-from forerun.constrain.matcher import Compiled
+from forerun.constrain.matcher import Compiled, Translated
+from forerun.constrain.remote_matcher import RemoteMatcher, RemoteMatchers
 from forerun.errors import BusyError, ModelError, RequestError
-from forerun.sandbox import SandboxProcess
+from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.tokenizer import Tokenizer
 
 MAX_WAITING = 64
-"""Grammars that may wait for the compiling process; more are refused for the moment."""
+"""Grammars that may wait for the compiling processes; more are refused for the moment."""
+
+QUICK_SECONDS = 0.25
+"""Of processor time that a grammar may take in the first of two compiling processes; one that takes
+longer begins again in the second, so it cannot hold up small ones for longer than that."""
+
+QUICK_BYTES = 16 * 1024
+"""Larger sources go to the second at once."""
 
 _Key = tuple[str, str, bool, bool]
-_Value = Automaton | str
 
-_REFUSED_BYTES = 1024
+_ENTRY_BYTES = 1024
 
 
 class Compiler:
     """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
 
     backend      the library; None = llguidance
-    seconds      a grammar that takes longer is refused
-    cache_bytes  estimated size of what is kept; the least recently used go first
+    seconds      of processor time; a grammar that takes longer is refused
+    cache_bytes  size of what is kept; the least recently used go first
     """
 
     def __init__(
@@ -40,61 +50,127 @@ class Compiler:
             raise ModelError("the model declares no end-of-text token; a grammar could not end")
         self._tokenizer = tokenizer
         self._backend = Guidance(tokenizer) if backend is None else backend
-        self._seconds = seconds
-        self._worker = SandboxProcess(self._backend.command, seconds, self._backend.init_message())
+        self._matchers = RemoteMatchers(self._backend.name, tokenizer)
+        limits = [min(QUICK_SECONDS, seconds), seconds][-self._backend.lanes :]
+        self._lanes = [self._lane(limit) for limit in limits]
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
-        self._serial = threading.Lock()
         self._waiting = threading.Semaphore(MAX_WAITING)
 
-    def compile(self, grammar: Grammar) -> Compiled:
+    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
         """Compile, or find in the cache. Blocks; not for the engine's thread.
 
+        client  on whose behalf: of several that wait, who has used least comes first
+
         Raises RequestError naming the field and, where it can be told, the place at fault;
-        BusyError when too many wait.
+        BusyError when too many wait, or the compiling process does not answer.
         """
         self._backend.check(grammar)
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
             found = self._cache.get(key)
         if found is None:
-            found = self._compile_serially(key, grammar)
-        if isinstance(found, str):
-            raise RequestError(self._backend.explained(grammar, found), grammar.field)
-        return Compiled(found, grammar.start, self._tokenizer.vocab_size)
+            found = self._compile_in_turn(key, grammar, client)
+        beginning: Automaton | str | None = None
+        if isinstance(found, Translated):
+            beginning = self._begin(found)
+        if isinstance(found, str) or isinstance(beginning, str):
+            reason = found if isinstance(found, str) else str(beginning)
+            raise RequestError(self._backend.explained(grammar, reason), grammar.field)
+        return Compiled(
+            prototype=beginning,
+            start=grammar.start,
+            vocab=self._tokenizer.vocab_size,
+            ends=self._tokenizer.eos_ids,
+            translated=found,
+            remote=partial(RemoteMatcher, self._matchers, grammar, found.text),
+        )
 
     def close(self) -> None:
-        """End the compiling process."""
-        with self._serial:
-            self._worker.close()
+        """End the compiling processes."""
+        for lane in self._lanes:
+            with lane.queue.turn("", 0.0):
+                lane.worker.close()
 
-    def _compile_serially(self, key: _Key, grammar: Grammar) -> _Value:
-        """One at a time; whoever waited for the same grammar finds it in the cache."""
+    def _lane(self, seconds: float) -> "_Lane":
+        init = self._backend.init_message
+        return _Lane(SandboxProcess(self._backend.command, seconds, init()), FairQueue())
+
+    def _compile_in_turn(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
+        """Whoever waited for the same grammar finds it in the cache."""
         if not self._waiting.acquire(blocking=False):
             raise BusyError("Too many grammars are being compiled; try again later.")
+        size = len(grammar.source)
         try:
-            with self._serial:
-                with self._lock:
-                    found = self._cache.get(key)
-                if found is None:
-                    found = self._compile(grammar)
-                    size = _REFUSED_BYTES if isinstance(found, str) else found.size
+            for lane in self._lanes[len(self._lanes) - 1 if size > QUICK_BYTES else 0 :]:
+                with lane.queue.turn(client, size / QUICK_BYTES * QUICK_SECONDS):
                     with self._lock:
-                        self._cache.put(key, found, size + len(grammar.source))
-                return found
+                        found = self._cache.get(key)
+                    if found is not None:
+                        return found
+                    answer = self._ask(lane.worker, grammar)
+                    if answer is None and lane.worker.fault is Fault.TIME:
+                        continue
+                    return self._remember(key, grammar, answer, lane.worker)
+            worker = self._lanes[-1].worker
+            return self._remember(key, grammar, None, worker)
         finally:
             self._waiting.release()
 
-    def _compile(self, grammar: Grammar) -> _Value:
-        """An automaton at the beginning of the grammar, or why there is none."""
+    def _ask(self, worker: SandboxProcess, grammar: Grammar) -> dict[str, str | bool] | None:
         names = ("kind", "source", "lenient", "one_line")
-        request = {name: getattr(grammar, name) for name in names}
-        answer = self._worker.ask(request)
+        return worker.ask({name: getattr(grammar, name) for name in names})
+
+    def _remember(
+        self,
+        key: _Key,
+        grammar: Grammar,
+        answer: dict[str, str | bool] | None,
+        worker: SandboxProcess,
+    ) -> Translated | str:
+        """What came of it, kept where it will be the same the next time."""
         if answer is None:
-            return f"it takes more than {self._seconds:g} seconds or too much memory"
+            fault = worker.fault or Fault.DIED
+            said = f"{grammar.field} cannot be compiled: {fault.said(worker.seconds)}"
+            if fault is Fault.SILENT:
+                raise BusyError(f"{said}; try again later.")
+            raise RequestError(said, grammar.field)
+        found: Translated | str
         if "error" in answer:
-            return answer["error"]
-        return self._backend.build(grammar, answer["grammar"])
+            found = str(answer["error"])
+        else:
+            text = str(answer["grammar"])
+            prepared = self._backend.build(grammar, text)
+            if isinstance(prepared, str):
+                found = prepared
+            else:
+                found = Translated(text, prepared, bool(answer.get("expensive")))
+        size = found.prepared.size if isinstance(found, Translated) else len(found)
+        with self._lock:
+            self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
+        return found
+
+    def _begin(self, translated: Translated) -> Automaton | str | None:
+        """A new automaton for one request; None where it is to be followed elsewhere."""
+        if translated.expensive:
+            return None
+        beginning = translated.prepared.begin()
+        if not isinstance(beginning, str):
+            return beginning
+        # Is it more than the engine's thread should bear, or wrong?
+        beginning = translated.prepared.begin(apart=True)
+        if isinstance(beginning, str):
+            return beginning
+        translated.expensive = True
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A compiling process and who waits for it."""
+
+    worker: SandboxProcess
+    queue: FairQueue
 
 
 class _Cache:
@@ -103,15 +179,15 @@ class _Cache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._used = 0
-        self._values: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
+        self._values: OrderedDict[_Key, tuple[Translated | str, int]] = OrderedDict()
 
-    def get(self, key: _Key) -> _Value | None:
+    def get(self, key: _Key) -> Translated | str | None:
         if key not in self._values:
             return None
         self._values.move_to_end(key)
         return self._values[key][0]
 
-    def put(self, key: _Key, value: _Value, size: int) -> None:
+    def put(self, key: _Key, value: Translated | str, size: int) -> None:
         self._values[key] = (value, size)
         self._used += size
         while self._used > self._limit and len(self._values) > 1:

@@ -6,7 +6,8 @@ itself says of the next tokens is a tree: tokens that alone can follow ("forced"
 between them those that habit makes likely (see JumpForward).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from time import thread_time
 
 import numpy as np
@@ -28,7 +29,9 @@ class GrammarState:
     A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
     the root moves on, so no state is asked twice.
 
-    failed  why the matcher failed at a path where it was asked for a mask
+    failed   why the matcher failed at a path where it was asked for a mask
+    output   the tokens over which the root has moved
+    seconds  of processor time under `timed`
     """
 
     def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
@@ -38,6 +41,15 @@ class GrammarState:
         self._prior = TokenPrior(shared, table)
         self._tail: list[int] = []
         self._predicted: list[PredictedToken] | None = None
+        self.output: list[int] = []
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around what is asked of the matcher."""
+        begun = thread_time()
+        yield
+        self.seconds += thread_time() - begun
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
         """The mask where the matcher now stands, at the end of `path`; None = all may follow."""
@@ -64,22 +76,22 @@ class GrammarState:
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
-        whole = matcher.complete
-        if whole:
-            return Committed(0, complete=True)
         for count, token in enumerate(tokens):
+            if self.matcher.complete:
+                return Committed(count, complete=True)
             if path in self.failed:
                 return Committed(count, error=self.failed[path])
+            waiting = matcher.waiting
             if not matcher.commit(token):
                 return Committed(count, error=matcher.error or f"token {token} does not fit")
             if masks:  # None where the output of a resumed sequence is read again.
-                if path in masks:
+                if path in masks and not waiting:
                     self._prior.learn(masks[path], last_of(self._tail), token)
                 path = (*path, token)
             self._tail = [*self._tail[1 - TAIL :], token]
-            whole = matcher.complete
-            if whole:
-                return Committed(count + 1, complete=True)
+            self.output.append(token)
+        if matcher.complete:
+            return Committed(len(tokens), complete=True)
         self._masks, self.failed, self._predicted = {}, {}, None
         return Committed(len(tokens))
 

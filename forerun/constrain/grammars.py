@@ -12,14 +12,17 @@ from forerun.types import Ints
 class Committed:
     """What became of emitted tokens.
 
-    count     how many of them count; the others, and whatever may come, do not
+    kept      how many of them count; the others, and whatever may come, do not
     complete  the text is whole and ends behind these
     error     why nothing can follow these, where a matcher failed; empty while none has
+    again     the others are to be decided again: the sequence must be closed and opened anew, and
+              its matcher will get further
     """
 
-    count: int
+    kept: int
     complete: bool = False
     error: str = ""
+    again: bool = False
 
 
 class Grammars(Protocol):
@@ -31,6 +34,16 @@ class Grammars(Protocol):
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
+        ...
+
+    def ready(self, slot: int, grammar: object) -> bool:
+        """Whether the sequence in `slot` may take part in a step: what may follow is known, or will
+        be without delay. The slot may not be open yet.
+        """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return as soon as a sequence that was not ready may be, or after that time."""
         ...
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
@@ -57,6 +70,13 @@ class NoGrammars:
 
     def close(self, slot: int) -> None:
         """Nothing to forget."""
+
+    def ready(self, slot: int, grammar: object) -> bool:
+        """Always."""
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """For nothing."""
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
         """Unchanged."""

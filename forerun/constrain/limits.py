@@ -1,4 +1,8 @@
-"""Limits on grammars, shared by the compiling process and the server."""
+"""Limits on grammars, shared by the compiling process, the matching processes and the server.
+
+A text's fate is decided by LIMITS alone: where CALL_LIMITS are reached, or a step takes longer than
+SLOW, the matcher moves to a process of its own and goes on there (remote_matcher.py).
+"""
 
 from typing import Any
 
@@ -30,8 +34,30 @@ LIMITS = llguidance.LLParserLimits(
 """What a grammar may cost. The size admits an object of 2,000 optional properties, whose masks
 then take 40 ms; a step's lexer fuel is about 15 ms of matching; a lexer state takes 1 to 2 kB."""
 
+CALL_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=10_000,
+    max_grammar_size=20_000,
+    verbose_errors=False,
+)
+"""What it may cost on the engine's thread. Time grows with the square of the items in a row: with
+1,000, a token of 16 bytes takes 40 ms under the most ambiguous grammar that was tried, with 2,000
+it takes 400 and with 12,000 four seconds. 1,000 are enough for 200 optional properties."""
+
+SLOW = 0.02
+"""Seconds of processor time that a matcher may take of one step on the engine's thread."""
+
 MEMORY = 2 << 30
-"""Address space of a compiling process, in bytes."""
+"""Address space of a compiling or matching process, in bytes."""
 
 SECONDS = 5.0
-"""A grammar that takes longer to compile is refused."""
+"""Of processor time; a grammar that takes longer to compile is refused."""
+
+CALL_SECONDS = 2.0
+"""Of processor time; a matcher in a process of its own that takes longer for one token is ended."""
+
+ALL_SECONDS = 60
+"""Of processor time that a matcher in a process of its own may take altogether."""

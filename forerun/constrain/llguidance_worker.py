@@ -1,7 +1,8 @@
 """The process that compiles strangers' grammars first, so that a hostile one can be killed.
 
 Reads one JSON request per line, the arguments of `translate`, and answers each with one
-line: `{"grammar": ...}` in llguidance's form, or `{"error": ...}`.
+line: `{"grammar": ..., "expensive": ...}`, in llguidance's form and whether it should be followed
+in a process of its own, or `{"error": ...}`.
 """
 
 import re
@@ -11,7 +12,9 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from forerun.constrain.limits import LIMITS, MEMORY, json_options
+from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, SLOW, json_options
+from forerun.constrain.llguidance_backend import GuidanceAutomaton
+from forerun.constrain.probe import expensive
 from forerun.sandbox import serve
 
 
@@ -48,8 +51,12 @@ class Bytes:
 _TOKEN = re.compile(r"<\[\d+\]>")
 
 
-def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, str]:
-    """Translate one grammar, compile it and ask for its first mask."""
+_BYTES_OF_TOKEN = 8
+"""A long token is several bytes: one of them may take no more than its share."""
+
+
+def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
+    """Translate one grammar, compile it, ask for its first mask and try a few steps."""
     try:
         grammar = translate(**request)
     except (ValueError, RecursionError, MemoryError) as error:
@@ -60,7 +67,9 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
     matcher.compute_bitmask()
     if matcher.is_error() and "<special_token>" not in matcher.get_error():
         return {"error": matcher.get_error()}
-    return {"grammar": grammar}
+    matcher = llguidance.LLMatcher(vocabulary, probe, limits=CALL_LIMITS, log_level=0)
+    ends, slow = frozenset({Bytes.eos_token_id}), SLOW / _BYTES_OF_TOKEN
+    return {"grammar": grammar, "expensive": expensive(GuidanceAutomaton(matcher), ends, slow)}
 
 
 def main() -> None:

@@ -1,10 +1,14 @@
 """One sequence's place in a grammar: what may follow, step forward, step back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
-from forerun.constrain.automaton import Automaton
+from forerun.constrain.automaton import Automaton, Prepared
+from forerun.constrain.remote_matcher import RemoteMatcher
+from forerun.errors import EngineError
 from forerun.types import Words
 
 COPIES = 4
@@ -15,18 +19,107 @@ Path = tuple[int, ...]
 """Draft tokens behind the decided ones."""
 
 
+@dataclass(slots=True)
+class Translated:
+    """A grammar that the compiling process has let pass; all its requests share it.
+
+    text       in the library's own form
+    prepared   by the library, for this process
+    expensive  to be followed in a process of its own
+    slow       matchers that took too long on the engine's thread
+    """
+
+    text: str
+    prepared: Prepared
+    expensive: bool
+    slow: int = 0
+
+    def moved(self, limit: bool) -> None:
+        """A matcher had to leave the engine's thread, at a limit or because it was slow."""
+        self.slow += 1
+        self.expensive |= limit or self.slow > 1
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A grammar ready to run: what a request carries to the engine.
 
-    prototype  an automaton that has taken nothing; every sequence gets a copy
-    start      the constraint begins after these token ids; empty = at once
-    vocab      ids below this are known to the automaton
+    prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
+                copy; None where the grammar is expensive
+    start       the constraint begins after these token ids; empty = at once
+    vocab       ids below this are known to the automaton
+    ends        end-of-text ids
+    remote      opens a matcher in a process of its own; it is given what to call when that answers
     """
 
-    prototype: Automaton
+    prototype: Automaton | None
     start: tuple[int, ...]
     vocab: int
+    ends: tuple[int, ...]
+    translated: Translated
+    remote: Callable[[Callable[[], None]], RemoteMatcher]
+
+    @property
+    def expensive(self) -> bool:
+        """To be followed in a process of its own."""
+        return self.prototype is None or self.translated.expensive
+
+    def begin(self) -> Automaton:
+        """An automaton at the beginning, on this thread whatever it costs. Raises EngineError."""
+        if self.prototype is not None:
+            return self.prototype.fork()
+        found = self.translated.prepared.begin(apart=True)
+        if isinstance(found, str):
+            raise EngineError(f"the grammar's matcher cannot begin: {found}")
+        return found
+
+
+class StartMarker:
+    """Looks for the token ids after which a constraint begins.
+
+    seen  how many of them the text ends with
+    """
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._ids = ids
+        self.seen = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the constraint has not begun."""
+        return self.seen < len(self._ids)
+
+    def take(self, token: int) -> None:
+        """Step over a token, while waiting."""
+        tail = (*self._ids[: self.seen], token)
+        sizes = range(min(len(tail), len(self._ids)), 0, -1)
+        self.seen = next((size for size in sizes if tail[-size:] == self._ids[:size]), 0)
+
+
+def waiting_mask(compiled: Compiled, first: bytes) -> bytes | None:
+    """What may follow while a constraint has not begun: anything but the end of the text, for it
+    would never begin; None = anything, where it is content with no text at all.
+
+    first  the mask at its beginning
+    """
+    return None if _has(first, compiled.ends) else _all_but(compiled.ends, compiled.vocab)
+
+
+def _has(mask: bytes, tokens: tuple[int, ...]) -> bool:
+    return any(mask[token >> 3] >> (token & 7) & 1 for token in tokens)
+
+
+@cache
+def only(tokens: tuple[int, ...], vocab: int) -> bytes:
+    """The mask that allows these tokens."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@cache
+def _all_but(tokens: tuple[int, ...], vocab: int) -> bytes:
+    return bytes(~np.frombuffer(only(tokens, vocab), np.uint8))
 
 
 @dataclass(slots=True)
@@ -58,10 +151,11 @@ class Matcher:
     """
 
     def __init__(self, compiled: Compiled) -> None:
-        self._automaton = compiled.prototype.fork()
+        self._automaton = compiled.begin()
         self._vocab = compiled.vocab
-        self._start = compiled.start
-        self._seen = 0
+        self._start = StartMarker(compiled.start)
+        # While it waits.
+        self._mask = waiting_mask(compiled, self._automaton.mask()) if compiled.start else None
         # How much of the start had been seen before each draft token; None = an automaton takes it.
         self._trail: list[int | None] = []
         # Draft tokens that copies took, up to here; positions behind such, and copies there.
@@ -72,7 +166,7 @@ class Matcher:
     @property
     def waiting(self) -> bool:
         """Whether the constraint has not begun."""
-        return self._seen < len(self._start)
+        return self._start.waiting
 
     @property
     def complete(self) -> bool:
@@ -98,15 +192,15 @@ class Matcher:
         self._positions.clear()
         self._copies.clear()
         if self.waiting:
-            self._seen = self._progress(token)
+            self._start.take(token)
             return True
         return 0 <= token < self._vocab and self._automaton.take(token)
 
     def advance(self, token: int) -> bool:
         """Step over a draft token. False where it does not fit; then nothing has changed."""
         if self.waiting:
-            self._trail.append(self._seen)
-            self._seen = self._progress(token)
+            self._trail.append(self._start.seen)
+            self._start.take(token)
             return True
         position = self._position()
         fits = position.fits.get(token)
@@ -126,7 +220,7 @@ class Matcher:
             if seen is None:
                 taken += 1
             else:
-                self._seen = seen
+                self._start.seen = seen
         self._path = self._path[: len(self._path) - taken]
 
     def forced(self) -> list[int]:
@@ -142,7 +236,7 @@ class Matcher:
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
         if self.waiting:
-            return None
+            return self._mask
         mask = self._here().mask()
         self._position().error = self._here().error
         return mask
@@ -191,14 +285,6 @@ class Matcher:
         self._copies[path] = copy
         if len(self._copies) > COPIES:
             del self._copies[next(iter(self._copies))]
-
-    def _progress(self, token: int) -> int:
-        """How much of the start marker the text ends with once `token` is added."""
-        tail = (*self._start[: self._seen], token)
-        for size in range(min(len(tail), len(self._start)), 0, -1):
-            if tail[-size:] == self._start[:size]:
-                return size
-        return 0
 
 
 def words(mask: bytes, size: int) -> Words:

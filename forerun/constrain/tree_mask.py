@@ -3,19 +3,25 @@
 A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
 constrained sequence: the root's own mask always holds, so each step emits at least the
 target's best legal token, whatever was drafted.
+
+A matcher that takes too long, or reaches a limit, goes on in a process of its own (RemoteState).
+The sequence then misses the steps for which it has no mask yet, and others do not wait for it.
 """
 
+import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from forerun.constrain.grammar_draft import GrammarState, children, guide
 from forerun.constrain.grammars import Committed
+from forerun.constrain.limits import SLOW
 from forerun.constrain.matcher import Compiled, words
+from forerun.constrain.remote_state import RemoteState
 from forerun.constrain.token_prior import shared_places
-from forerun.errors import EngineError, RequestError
+from forerun.errors import RequestError
 from forerun.models.ngram_table import NgramTable
-from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
 
 
@@ -30,69 +36,120 @@ class TreeGrammars:
         self._table = table
         self._words = -(-vocab // 32)
         self._states: dict[int, GrammarState] = {}
+        self._remote: dict[int, RemoteState] = {}
+        self._answered = threading.Event()
+        self._compiled: dict[int, Compiled] = {}
         self._places = shared_places()
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
         """Start a fresh matcher in `slot` and advance it over the output so far.
 
-        Raises RequestError where `grammar` is not a compiled one, EngineError where the output
-        does not fit it.
+        Raises RequestError where `grammar` is not a compiled one.
         """
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
-        self._states[slot] = GrammarState(grammar, self._places, self._table)
-        error = self._states[slot].commit([*output]).error
-        if error:
-            raise EngineError(f"the grammar's matcher cannot read the output again: {error}")
+        tokens = [*output]
+        self._compiled[slot] = grammar
+        if not grammar.expensive:
+            state = self._states[slot] = GrammarState(grammar, self._places, self._table)
+            if not state.commit(tokens).error:
+                return
+            del self._states[slot]
+        self._remote[slot] = RemoteState(grammar, self._answered.set, tokens)
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
         self._states.pop(slot, None)
+        self._compiled.pop(slot, None)
+        remote = self._remote.pop(slot, None)
+        if remote is not None:
+            remote.close()
+
+    def ready(self, slot: int, grammar: object) -> bool:
+        """See Grammars."""
+        remote = self._remote.get(slot)
+        if remote is not None:
+            return remote.ready
+        return slot in self._states or not (isinstance(grammar, Compiled) and grammar.expensive)
+
+    def wait(self, seconds: float) -> None:
+        """See Grammars."""
+        self._answered.clear()
+        if not any(state.ready for state in self._remote.values()):
+            self._answered.wait(seconds)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
         """Drafts without illegal draft tokens, with forced and likely tokens; others pass
         unchanged.
         """
-        if not self._states:
+        if not self.held:
             return drafts
         guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
             state = self._states.get(slot)
-            if state is not None and nodes[row] > 0:
-                guided[row] = guide(state, drafts[row], int(depth[row])).best(int(nodes[row]))
+            if slot in self._remote:
+                guided[row] = NO_DRAFT
+            elif state is not None and nodes[row] > 0:
+                with state.timed():
+                    draft = guide(state, drafts[row], int(depth[row]))
+                guided[row] = draft.best(int(nodes[row]))
         return guided
 
     @property
     def held(self) -> bool:
         """Whether a grammar holds any slot."""
-        return bool(self._states)
+        return bool(self._compiled)
 
     def mask(self, slot: int) -> bytes | None:
         """Bits of what may follow next; None where everything may."""
+        if slot in self._remote:
+            return self._remote[slot].mask()
         state = self._states.get(slot)
         return state.mask(()) if state is not None else None
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
         """See control.policy.Lookahead."""
-        states = [self._states.get(slot) for slot in slots.tolist()]
-        return [
-            [draft_token.score for draft_token in state.predicted(min_prob)] if state else []
-            for state in states
-        ]
+        scores: list[list[float]] = []
+        for slot in slots.tolist():
+            state = self._states.get(slot)
+            if state is None:
+                scores.append([])
+                continue
+            with state.timed():
+                scores.append([draft_token.score for draft_token in state.predicted(min_prob)])
+        return scores
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
         """One mask per reachable node of every constrained row; None when none is."""
-        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._states]
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]
         if not rows:
             return None
         table = _MaskTable(self._words, len(trees.tokens))
         for row, slot in rows:
-            _mask_row(self._states[slot], trees, row, table)
+            if slot in self._remote:
+                table.add(trees.root(row), self._remote[slot].mask())
+                continue
+            with self._states[slot].timed():
+                _mask_row(self._states[slot], trees, row, table)
         return table.masks()
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """See Grammars.commit."""
-        return self._states[slot].commit(tokens)
+        """See Grammars."""
+        if slot in self._remote:
+            return self._remote[slot].commit(tokens)
+        state, compiled = self._states[slot], self._compiled[slot]
+        with state.timed():
+            committed = state.commit(tokens)
+        if committed.error and (state.failed or state.matcher.error):
+            # Whether it is an error at all is for a process to say, whose limits are wider.
+            compiled.translated.moved(limit=True)
+            return Committed(committed.kept, again=True)
+        if state.seconds > SLOW and not committed.complete:
+            compiled.translated.moved(limit=False)
+            del self._states[slot]
+            self._remote[slot] = RemoteState(compiled, self._answered.set, state.output)
+        state.seconds = 0.0
+        return committed
 
 
 class _MaskTable:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import xgrammar
 
+from forerun.constrain.automaton import Vocabulary
 from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.xgrammar_rules import check, plain_dots
-from forerun.text.tokenizer import Tokenizer
 
 WHITESPACE = 40
 """Characters between JSON tokens at most."""
@@ -49,7 +49,7 @@ _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 class _Vocabulary:
     """What the automata of one tokenizer share."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Vocabulary) -> None:
         special = {*tokenizer.special_ids, *tokenizer.eos_ids}
         ids = range(tokenizer.vocab_size)
         self.tokens = [b"" if id in special else tokenizer.token_bytes(id) for id in ids]
@@ -80,12 +80,11 @@ class XgrammarAutomaton:
     """
 
     def __init__(
-        self, matcher: "xgrammar.GrammarMatcher", words: _Vocabulary, known: bytes, size: int
+        self, matcher: "xgrammar.GrammarMatcher", words: _Vocabulary, known: bytes
     ) -> None:
         self._matcher = matcher
         self._words = words
         self._known = known
-        self.size = size
         self._fault = ""
         # Text that is certain to follow and how much of it has.
         self._sure: tuple[bytes, int] | None = None
@@ -110,7 +109,7 @@ class XgrammarAutomaton:
 
     def fork(self) -> "XgrammarAutomaton":
         """See Automaton."""
-        copy = XgrammarAutomaton(self._matcher.fork(), self._words, self._known, self.size)
+        copy = XgrammarAutomaton(self._matcher.fork(), self._words, self._known)
         copy._fault, copy._sure = self._fault, self._sure
         copy._mask, copy._open = self._mask, self._open
         return copy
@@ -197,12 +196,31 @@ def _behind(sure: tuple[bytes, int] | None, token: bytes) -> tuple[bytes, int] |
     return (text, end) if whole and text.startswith(token, sure[1]) else None
 
 
+class XgrammarGrammar:
+    """A grammar compiled by xgrammar. See Prepared."""
+
+    def __init__(self, ready: "xgrammar.CompiledGrammar", words: _Vocabulary, known: bytes) -> None:
+        self._ready, self._words, self._known = ready, words, known
+
+    @property
+    def size(self) -> int:
+        """See Prepared."""
+        return int(self._ready.memory_size_bytes)
+
+    def begin(self, apart: bool = False) -> XgrammarAutomaton:
+        """See Prepared."""
+        ready: Any = self._ready
+        return XgrammarAutomaton(xgrammar.GrammarMatcher(ready), self._words, self._known)
+
+
 class Xgrammar:
     """The xgrammar of one tokenizer. See Backend."""
 
+    name = "xgrammar"
     command = (sys.executable, "-m", "forerun.constrain.xgrammar_worker")
+    lanes = 1
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Vocabulary) -> None:
         self._words = _Vocabulary(tokenizer)
         self._compiler = compiler_of(self._words.tokens, self._words.ends)
 
@@ -215,18 +233,15 @@ class Xgrammar:
         """See Backend."""
         check(grammar)
 
-    def build(self, grammar: Grammar, compiled: str) -> XgrammarAutomaton | str:
+    def build(self, grammar: Grammar, compiled: str) -> "XgrammarGrammar | str":
         """See Backend. It compiles once more, without holding other threads up."""
         try:
-            ready: Any = compile_grammar(
-                self._compiler, grammar.kind, grammar.source, grammar.one_line
-            )
+            ready = compile_grammar(self._compiler, grammar.kind, grammar.source, grammar.one_line)
         except RuntimeError as error:
             return str(error)
-        matcher = xgrammar.GrammarMatcher(ready)
         words = self._words
         known = words.in_json if grammar.kind is Kind.JSON_SCHEMA else words.known
-        return XgrammarAutomaton(matcher, words, known, int(ready.memory_size_bytes))
+        return XgrammarGrammar(ready, words, known)
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """See Backend. Without the time and the place in xgrammar's own source."""

@@ -2,6 +2,8 @@
 
 Its first line is the vocabulary: `{"tokens": [hex, ...], "ends": [id, ...]}`. What xgrammar only
 warns of ("ignoring ...") is an error here, unless the grammar is lenient.
+
+Only its first mask is tried: what a grammar costs later shows on the engine's thread.
 """
 
 import json

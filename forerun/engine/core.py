@@ -23,6 +23,9 @@ from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 
+STALL_SECONDS = 0.02
+"""How long new requests may have to wait where all that run wait for what may follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepOver:
@@ -50,9 +53,8 @@ class EngineCore:
         overlap: bool = False,
     ) -> None:
         self.metrics = Metrics()
-        self.scheduler = Scheduler(
-            parts.executor.limits, parts.policy, parts.drafter.traits.needs_features
-        )
+        features = parts.drafter.traits.needs_features
+        self.scheduler = Scheduler(parts.executor.limits, parts.policy, features, self._ready)
         self.live: dict[RequestId, list[Sequence]] = {}
         self._parts = parts
         self._grammars = parts.grammars
@@ -97,8 +99,10 @@ class EngineCore:
         start = perf_counter()
         schedule = self.scheduler.plan()
         if schedule is None:
-            return False
-        if self._open_slots(schedule):
+            if self.live:  # All wait for what may follow.
+                self._grammars.wait(STALL_SECONDS)
+            return bool(self.live)
+        if self._open_slots(schedule) and schedule.rows:
             running = self._begin(schedule, start)
             if running is not None and not self._overlap.keeps(running):
                 self._finish(running)
@@ -136,6 +140,11 @@ class EngineCore:
         self._registry.abandon()
         self._overlap.forget()
         self.end_all(ending)
+
+    def _ready(self, sequence: Sequence) -> bool:
+        """Whether a running sequence can take part in the next step."""
+        grammar, slot = sequence.request.grammar, sequence.slot
+        return grammar is None or slot is None or self._grammars.ready(slot, grammar)
 
     def _open_slots(self, schedule: Schedule) -> bool:
         """Close and open slots as planned. False when that ended a request: plan anew."""
@@ -235,7 +244,7 @@ class EngineCore:
         self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
         try:
-            kept = self._keep(sequence, tokens)
+            kept, again = self._keep(sequence, tokens)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, _failed(error))
@@ -243,20 +252,24 @@ class EngineCore:
         if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
             sequence.unsent_trace.append(_trace(sequence, kept, drafted, over, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+        if again and not sequence.over:
+            self._registry.close(self.scheduler.preempt(sequence))
+            self.metrics.preemptions += 1
+            sequence.drop(len(tokens) - len(kept.tokens))
 
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> Kept:
-        """Push decided tokens through the grammar, if there is one, and the stop conditions."""
+    def _keep(self, sequence: Sequence, tokens: list[int]) -> tuple[Kept, bool]:
+        """Push decided tokens through the grammar, if there is one, and the stop conditions. Also
+        whether those that are not kept must be decided again.
+        """
         if sequence.request.grammar is None or sequence.slot is None:
-            return keep(sequence, tokens, self._eos_ids)
+            return keep(sequence, tokens, self._eos_ids), False
         committed = self._grammars.commit(sequence.slot, tokens)
-        kept = keep(sequence, tokens[: committed.count], self._eos_ids)
-        if kept.ending is not None:
-            return kept
-        if committed.complete:
-            return ended(sequence, kept, Ending(Finish.STOP))
-        if committed.error:
-            return ended(sequence, kept, limit_reached(sequence, committed.error))
-        return kept
+        kept = keep(sequence, tokens[: committed.kept], self._eos_ids)
+        if kept.ending is None and committed.complete:
+            kept = ended(sequence, kept, Ending(Finish.STOP))
+        elif kept.ending is None and committed.error:
+            kept = ended(sequence, kept, limit_reached(sequence, committed.error))
+        return kept, committed.again
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,6 +1,7 @@
 """Who runs in the next step, on which tokens, with how many draft tokens. Bookkeeping only."""
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,11 +76,20 @@ class Scheduler:
     arrival; whoever came last is the first to be preempted, and comes back to the place in the
     queue that its arrival gives it. So the oldest always advances. One may be passed: who waits
     for pages that a running sequence computes for both (`_awaits_pages`).
+
+    ready  whether a sequence with a slot can take part in the next step
     """
 
-    def __init__(self, limits: ExecutorLimits, policy: Policy, features: bool = False) -> None:
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        policy: Policy,
+        features: bool = False,
+        ready: Callable[[Sequence], bool] = lambda sequence: True,
+    ) -> None:
         self.limits = limits
         self.policy = policy
+        self._ready = ready
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -99,6 +109,12 @@ class Scheduler:
         """Queue a new sequence at its place."""
         sequence.attach(self.index)
         insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def preempt(self, sequence: Sequence) -> int:
+        """Send a running sequence back to the queue. Its slot, now to be closed."""
+        self.running.remove(sequence)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+        return self._vacate(sequence)
 
     def remove(self, sequence: Sequence, held: bool = False) -> int | None:
         """Forget a sequence and give back all it holds. Its slot, now to be closed, if any.
@@ -120,7 +136,9 @@ class Scheduler:
         return self._vacate(sequence)
 
     def plan(self) -> Schedule | None:
-        """Plan the next step; None when nobody waits or runs.
+        """Plan the next step; None when nobody waits or runs, or nobody who runs is ready.
+
+        A schedule without rows opens and closes slots, no more.
 
         Pages go first to rows that must grow by a token (preempting the youngest where they
         run out), then to sequences that wait, and what is left over to draft tokens.
@@ -130,6 +148,8 @@ class Scheduler:
         if not self.running:
             return None
         rows = self._rows(opened)
+        if not (rows or opened or closed):
+            return None
         return Schedule(
             plan=self._plan(rows),
             rows=tuple(row.sequence for row in rows),
@@ -180,7 +200,7 @@ class Scheduler:
         if not self.waiting:
             return ()
         opened: list[Sequence] = []
-        nodes = sum(sequence.pending for sequence in self.running)
+        nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
         for sequence in tuple(self.waiting):
             if not self._slots or nodes >= self.limits.max_nodes:
                 break
@@ -205,7 +225,7 @@ class Scheduler:
             return False
         size = self.index.page_size
         for other in self.running:
-            if other.pending > 1:
+            if other.pending > 1 and self._ready(other):
                 shared = common(other.tokens, sequence.tokens[:-1]) // size * size
                 if shared > other.table.length:
                     return True
@@ -245,7 +265,7 @@ class Scheduler:
         """
         decoding: list[Sequence] = []
         prefill: list[Sequence] = []
-        for sequence in self.running:
+        for sequence in filter(self._ready, self.running):
             (decoding if sequence.pending == 1 else prefill).append(sequence)
         room = self.limits.max_nodes - len(decoding)
         rows = self._decoding_rows(decoding, opened, room // 2 if prefill else room)
@@ -313,7 +333,8 @@ class Scheduler:
             )
             for row in rows
         ]
-        slots, kv_len, nodes, depth, samples, constrained = np.array(facts, np.int32).T.copy()
+        columns = np.array(facts, np.int32).reshape(-1, 6).T.copy()
+        slots, kv_len, nodes, depth, samples, constrained = columns
         return Plan(
             slots=slots,
             kv_len=kv_len,
@@ -366,7 +387,7 @@ def common(one: Ints, two: Ints) -> int:
 
 def page_rows(sequences: list[Sequence]) -> Ints:
     """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
-    width = max(len(s.table.pages) for s in sequences)
+    width = max((len(s.table.pages) for s in sequences), default=0)
     rows = np.empty((len(sequences), width), np.int32)
     rows.fill(-1)
     for row, sequence in zip(rows, sequences, strict=True):

@@ -145,6 +145,10 @@ class Sequence:
         self._buffer[self.total : end] = tokens
         self.total = end
 
+    def drop(self, count: int) -> None:
+        """The last `count` tokens are not decided after all. The sequence has no pages."""
+        self.total -= count
+
     def echo(self, entries: tuple[TokenLogprobs, ...]) -> None:
         """Log-probabilities of the tokens after positions table.length, +1, ...
 

@@ -243,7 +243,9 @@ async def _generated(
     generation = await _worked(size, prepare, body, served.loaded, service.settings)
     request.scope["state"]["record"].ignored += ignored_fields(body, served.loaded)
     if generation.rules is not None:
-        generation = generation.under(await service.compiled(served, generation.rules))
+        client = request.client.host if request.client is not None else ""
+        compiled = await service.compiled(served, generation.rules, client)
+        generation = generation.under(compiled)
     return Generated(service, served, generation)
 
 

@@ -111,9 +111,12 @@ class Service:
             )
         return served
 
-    async def compiled(self, served: Served, rules: Rules) -> Compiled:
-        """Compile on another thread. Raises RequestError naming the place, BusyError."""
-        loop, compile = asyncio.get_running_loop(), served.loaded.target.compile
+    async def compiled(self, served: Served, rules: Rules, client: str) -> Compiled:
+        """Compile on another thread, on behalf of `client`. Raises RequestError naming the place,
+        BusyError.
+        """
+        loop = asyncio.get_running_loop()
+        compile = partial(served.loaded.target.compile, client=client)
         return await loop.run_in_executor(self._compiling, rules.compiled, compile)
 
     @contextmanager

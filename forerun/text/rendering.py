@@ -87,4 +87,4 @@ class Apart:
             raise RequestError(answer["refused"], "messages")
         if "unusable" in answer:
             raise ModelError(answer["unusable"])
-        return answer["text"]
+        return str(answer["text"])

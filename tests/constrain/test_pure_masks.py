@@ -238,9 +238,9 @@ class Brittle:
 def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right():
     """Plain decoding would not have gone there either."""
     a, b, c = map(ord, "abc")
-    slots, grammar = np.zeros(1, np.int32), Grammar.regex("[a-c]{9}")
+    slots, grammar = np.zeros(1, np.int32), Grammar.regex("[abc]{9}")
     wide = Draft(np.array([a, b, b, c, c], np.int32), np.array([-1, 0, 1, 0, -1], np.int32))
-    for emitted, fails in (((a, b, c), True), ((a, c, a), False), ((b,), False)):
+    for emitted, fails in (((a, c, a), False), ((b,), False), ((a, b, c), True)):
         grammars = TreeGrammars(300)
         grammars.open(0, compiled(grammar), [])
         matcher = grammars._states[0].matcher
@@ -252,7 +252,7 @@ def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right(
         assert len({*masks.row[[0, 1, 4, 5]]}) == 1
         if fails:
             failed = grammars.commit(0, emitted)
-            assert failed == Committed(2, error="a limit was reached"), "what came before counts"
+            assert failed == Committed(2, again=True), "what came before counts"
         else:
             assert grammars.commit(0, emitted) == Committed(len(emitted))
             assert grammars.mask(0) is not None

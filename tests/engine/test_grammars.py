@@ -41,6 +41,9 @@ class DigitGrammars:
         self.left.pop(slot, None)
         self.trouble.pop(slot, None)
 
+    def ready(self, slot, grammar):
+        return True
+
     def guide(self, slots, drafts, nodes, depth):
         return drafts
 

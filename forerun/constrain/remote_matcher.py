@@ -1,0 +1,164 @@
+"""Matchers in processes of their own, for grammars that are expensive to follow.
+
+A call into a matcher cannot be interrupted, and a grammar of 185 bytes can make it last seconds. So
+such a matcher runs in a process that can be killed, and nobody waits for it: its sequence takes no
+part in a step until its mask is there. It drafts nothing.
+"""
+
+import base64
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from queue import SimpleQueue
+from typing import Any
+
+from forerun.constrain.automaton import Vocabulary
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.limits import CALL_SECONDS
+from forerun.errors import EngineError
+from forerun.sandbox import SandboxProcess
+
+MAX_PROCESSES = 4
+"""Matchers that have a process at one time; others wait. Each takes up to 100 MB, and a
+processor."""
+
+COMMAND = (sys.executable, "-m", "forerun.constrain.matcher_worker")
+
+
+class RemoteMatchers:
+    """The matching processes of one tokenizer.
+
+    backend  the name of the library
+    """
+
+    def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
+        self.free = threading.Semaphore(MAX_PROCESSES)
+        self._backend, self._vocabulary = backend, vocabulary
+
+    def process(self) -> SandboxProcess:
+        """A new one, not started."""
+        return SandboxProcess(COMMAND, CALL_SECONDS, self._init_message, self._encoded)
+
+    @cached_property
+    def _init_message(self) -> str:
+        tokens = self._vocabulary
+        ids = range(tokens.vocab_size)
+        return json.dumps({
+            "backend": self._backend,
+            "tokens": [tokens.token_bytes(id).hex() for id in ids],
+            "eos_ids": tokens.eos_ids,
+            "bos_id": tokens.bos_id,
+            "special_ids": sorted(tokens.special_ids),
+        })  # fmt: skip
+
+    def _encoded(self, question: Any) -> list[int]:
+        """Only this side has the tokenizer."""
+        text, first = question
+        return self._vocabulary.encode_part(text, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a matcher says of its place. See Automaton.
+
+    mask  of what may follow; where the text is complete, its end
+    """
+
+    mask: bytes = b""
+    complete: bool = False
+    error: str = ""
+
+
+class RemoteMatcher:
+    """Follows one sequence, forward only. Made and asked on one thread, which never waits; another
+    thread of its own talks to the process.
+
+    answered  called, on that thread, when there is an answer
+    """
+
+    def __init__(
+        self, matchers: RemoteMatchers, grammar: Grammar, text: str, answered: Callable[[], None]
+    ) -> None:
+        self._matchers = matchers
+        self._begin = {
+            "kind": grammar.kind,
+            "source": grammar.source,
+            "lenient": grammar.lenient,
+            "one_line": grammar.one_line,
+            "text": text,
+        }
+        self._answered = answered
+        self._jobs: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._asked = self._heard = 0
+        self._answer = Answer()
+        self._process = matchers.process()
+        self._closed = threading.Event()
+        self._started = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether the answer behind the last token is there."""
+        with self._lock:
+            return self._heard == self._asked
+
+    @property
+    def answer(self) -> Answer:
+        """The latest."""
+        with self._lock:
+            return self._answer
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Step over decided tokens. What follows them will be answered."""
+        with self._lock:
+            self._asked += 1
+        self._jobs.put(list(tokens))
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="forerun-matcher", daemon=True).start()
+
+    def close(self) -> None:
+        """End the process; nothing is answered any more."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._process.kill()
+
+    def _run(self) -> None:
+        with self._matchers.free:
+            try:
+                failed = self._serve()
+            except EngineError as error:
+                failed = Answer(error=str(error))
+            finally:
+                self._process.close()
+        while failed is not None and not self._closed.is_set():
+            self._tell(failed)  # And so to whatever else is asked.
+            if self._jobs.get() is None:
+                return
+
+    def _serve(self) -> Answer | None:
+        """Hand jobs to the process until there are no more, or it has failed: then why."""
+        first: dict[str, Any] = {"begin": self._begin}
+        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+            found = self._process.ask({**first, "take": job})
+            first = {}
+            if found is None:
+                return Answer(error=self._failure())
+            if found["error"]:
+                return Answer(error=found["error"])
+            self._tell(Answer(base64.b64decode(found["mask"]), found["complete"]))
+        return None
+
+    def _failure(self) -> str:
+        fault = self._process.fault
+        said = fault.said(self._process.seconds) if fault is not None else "it failed"
+        return f"What may follow cannot be told: {said}"
+
+    def _tell(self, answer: Answer) -> None:
+        with self._lock:
+            self._answer = answer
+            self._heard += 1
+        self._answered()

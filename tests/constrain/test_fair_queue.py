@@ -1,0 +1,88 @@
+"""Who comes next. Time is a number that the tests set."""
+
+import threading
+
+from forerun.constrain.fair_queue import FORGET, FairQueue
+
+
+class Office:
+    """A queue whose turns are held until they are ended by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.queue = FairQueue(lambda: self.now)
+        self.order: list[str] = []
+        self._came: dict[str, threading.Event] = {}
+        self._ends: dict[str, threading.Event] = {}
+        self._threads: dict[str, threading.Thread] = {}
+
+    def come(self, name: str, client: str, cost: float) -> None:
+        came, end = threading.Event(), threading.Event()
+        self._came[name], self._ends[name] = came, end
+        before = len(self.queue._waiting) + self.queue._busy
+
+        def work():
+            with self.queue.turn(client, cost):
+                self.order.append(name)
+                came.set()
+                assert end.wait(60)
+
+        self._threads[name] = threading.Thread(target=work, daemon=True)
+        self._threads[name].start()
+        while len(self.queue._waiting) + self.queue._busy == before:
+            self._threads[name].join(0.001)
+        if not before:
+            assert came.wait(60)
+
+    def end(self, seconds: float = 0.0) -> None:
+        """End the turn that is held, `seconds` after it began."""
+        before, name = len(self.order), self.order[-1]
+        self.now += seconds
+        self._ends[name].set()
+        self._threads[name].join(60)
+        while len(self.order) == before < len(self._came):
+            threading.Event().wait(0.001)
+
+
+def test_small_work_passes_large_work_and_equal_work_keeps_its_order():
+    office = Office()
+    office.come("first", "a", 1.0)
+    for name, cost in (("large", 5.0), ("one", 0.1), ("two", 0.1), ("small", 0.01)):
+        office.come(name, "a", cost)
+    for _ in range(5):
+        office.end()
+    assert office.order == ["first", "small", "one", "two", "large"]
+
+
+def test_who_has_used_much_waits_for_who_has_not():
+    office = Office()
+    office.come("long", "greedy", 0.1)
+    office.end(8.0)
+    office.come("held", "x", 0.1)
+    office.come("more", "greedy", 0.1)
+    office.now += 2.0
+    office.come("other", "modest", 1.0)
+    for _ in range(3):
+        office.end()
+    assert office.order == ["long", "held", "other", "more"]
+
+
+def test_nobody_waits_for_ever():
+    office = Office()
+    office.come("first", "a", 1.0)
+    office.come("large", "a", 5.0)
+    office.now += 6.0
+    office.come("late", "a", 0.1)
+    office.end()
+    office.end()
+    office.end()
+    assert office.order == ["first", "large", "late"], "it has waited longer than it takes"
+
+
+def test_what_was_used_is_forgotten():
+    office = Office()
+    office.come("long", "greedy", 0.1)
+    office.end(8.0)
+    assert office.queue._of("greedy") == 8.0
+    office.now += 3 * FORGET
+    assert office.queue._of("greedy") == 1.0

@@ -1,0 +1,230 @@
+"""Expensive grammars: followed in a process of their own, which nobody waits for.
+
+The slow twin of every answer is plain decoding with a matcher on the engine's thread.
+"""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from forerun.constrain import remote_matcher
+from forerun.constrain.compile import Compiler
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Translated
+from forerun.constrain.remote_matcher import Answer, RemoteMatchers
+from forerun.constrain.tree_mask import TreeGrammars
+from forerun.engine.request import GRAMMAR_LIMIT, Finish
+from tests.constrain.test_lossless import CASES, engine, heard
+from tests.constrain.tools import TOKENIZERS, Tokenizer, compiled
+from tests.engine.toys import ask, run
+from tests.text.test_tokenizer import gguf_metadata
+
+AMBIGUOUS = Grammar.grammar(
+    'start: a0 "z"\n'
+    + "\n".join(f"a{i}: a{i + 1}? a{i + 1}? a{i + 1}?" for i in range(10))
+    + "\na10: /x/"
+)
+"""185 bytes; a token of 16 letters takes seconds."""
+
+
+def fresh(grammar: Grammar, **translated) -> object:
+    """Compiled, but sharing what is known of its cost with nobody."""
+    found = compiled(grammar)
+    known = Translated(found.translated.text, found.translated.prepared, False)
+    return replace(found, translated=replace(known, **translated))
+
+
+def request(case: str, grammar, id="r", **options):
+    prompt = TOKENIZERS["bytes"].encode(f"{case} {id}: ")
+    ends = TOKENIZERS["bytes"].eos_ids
+    return ask(id, prompt, 60, stop_tokens=ends, grammar=grammar, **options)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("case", ["city", "json"])
+@pytest.mark.parametrize("name", ["none", "random"])
+def test_the_text_is_the_same_wherever_it_is_followed(case, name):
+    grammar = CASES[case][0]
+    options = {"temperature": 0.8, "seed": 11}
+    plain = run(engine("none", "bytes"), request(case, fresh(grammar), **options))
+    made = engine(name, "bytes")
+    free = ask("free", "somebody else", 40)
+    ear = run(made, request(case, fresh(grammar, expensive=True), **options), free)
+    assert heard(ear) == heard(plain)
+    ear.expect(free)
+
+
+def test_preempted_sequences_are_followed_again_from_their_beginning():
+    made = engine("none", "bytes", page_size=2, pages=40, slots=2)
+    grammar, options = CASES["letters"][0], {"temperature": 0.8, "seed": 3}
+    texts = []
+    for expensive in (False, True):
+        found = fresh(grammar, expensive=expensive)
+        requests = [request("letters", found, str(i), **options) for i in range(3)]
+        ear = run(made, *requests)
+        texts.append([ear.text(str(i)) for i in range(3)])
+    assert texts[0] == texts[1]
+
+
+class Stuck:
+    """A remote matcher that answers when it is told to."""
+
+    def __init__(self, answered, released):
+        self._answered, self._released, self._inner = answered, released, None
+        self.tokens: list[int] = []
+
+    @property
+    def ready(self):
+        return self._released.is_set()
+
+    @property
+    def answer(self):
+        return Answer(error="it was stuck")
+
+    def take(self, tokens):
+        self.tokens += tokens
+
+    def close(self):
+        pass
+
+
+def test_nobody_waits_for_a_matcher_that_does_not_answer():
+    """Not those who run, and not those who come later with the same prompt."""
+    released = threading.Event()
+    stuck = replace(
+        fresh(AMBIGUOUS, expensive=True), remote=lambda answered: Stuck(answered, released)
+    )
+    made = engine("grammar", "bytes")
+    prompt = TOKENIZERS["bytes"].encode("the same long beginning of many prompts")
+    slow, others = ask("slow", prompt, 20, grammar=stuck), [ask(str(i), prompt, 30) for i in "ab"]
+    heard = {}
+    for one in (slow, *others):
+        made.submit(one, lambda delta, id=one.id: heard.setdefault(id, []).append(delta))
+    while not all(heard.get(one.id, [None])[-1] for one in others) or any(
+        heard[one.id][-1].finish is None for one in others
+    ):
+        assert made.step_once()
+    assert slow.id not in heard, "it has no mask, so it has said nothing"
+    made.check()
+    released.set()
+    while slow.id not in heard:
+        assert made.step_once()
+    (last,) = heard[slow.id]
+    assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT
+    assert "after 0 tokens" in last.error and "it was stuck" in last.error
+    while made.step_once():
+        pass
+    made.check()
+
+
+class Limited:
+    """An automaton that fails behind so many tokens, as at a limit."""
+
+    def __init__(self, inner, left):
+        self._inner, self._left = inner, left
+
+    @property
+    def error(self):
+        return "Too many items" if self._left < 0 else ""
+
+    def fork(self):
+        return Limited(self._inner.fork(), self._left)
+
+    def take(self, token):
+        self._left -= 1
+        return self._left >= 0 and self._inner.take(token)
+
+    def mask(self):
+        if self._left == 0:
+            self._left = -1
+        return self._inner.mask()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("name", ["none", "random", "ngram", "grammar"])
+@pytest.mark.parametrize("after", [0, 1, 5, 13])
+def test_a_limit_on_the_engines_thread_changes_no_token(name, after):
+    """The sequence goes on where the limits are wider, from the token before the limit."""
+    options = {"temperature": 0.8, "seed": 5, "logprobs": 1}
+    grammar = CASES["json"][0]
+    plain = run(engine("none", "bytes"), request("json", fresh(grammar), **options))
+    limited = fresh(grammar)
+    limited = replace(limited, prototype=Limited(limited.prototype, after))
+    made = engine(name, "bytes")
+    ear = run(made, request("json", limited, **options))
+    assert heard(ear) == heard(plain)
+    assert len(ear.tokens()) > 13
+    reports = [[entry for d in one.of() for entry in d.logprobs] for one in (ear, plain)]
+    assert reports[0] == reports[1]
+    assert limited.expensive and made.stats().preemptions >= 1
+
+
+def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
+    """And after the second one, no other of the grammar comes there."""
+    grammar = fresh(CASES["json"][0])
+    options = {"temperature": 0.8, "seed": 5}
+    plain = run(engine("none", "bytes"), request("json", grammar, **options))
+    monkeypatch.setattr("forerun.constrain.tree_mask.SLOW", -1.0)
+    for count in (1, 2):
+        ear = run(engine("random", "bytes"), request("json", grammar, **options))
+        assert heard(ear) == heard(plain)
+        assert grammar.translated.slow == count and grammar.expensive == (count == 2)
+
+
+def sixteen() -> Tokenizer:
+    """A vocabulary with a token of 16 letters x."""
+    metadata = gguf_metadata("smollm")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    more = {"tokenizer.ggml.tokens": [*tokens, "x" * 16], "tokenizer.ggml.token_type": [*types, 1]}
+    return Tokenizer.from_gguf(metadata | more)
+
+
+def test_a_hostile_grammar_is_seen_when_it_is_compiled_and_ended_alone(monkeypatch):
+    """It says which limit it reached; what it wrote before counts."""
+    monkeypatch.setattr(remote_matcher, "CALL_SECONDS", 0.1)
+    tokenizer = sixteen()
+    compiler = Compiler(tokenizer)
+    grammar = compiler.compile(AMBIGUOUS)
+    assert grammar.expensive and grammar.prototype is None
+    grammars = TreeGrammars(tokenizer.vocab_size)
+    grammars.open(0, grammar, [])
+    count = 0
+    while not grammars.ready(0, grammar):
+        grammars.wait(1.0)
+    while not (committed := grammars.commit(0, [tokenizer.vocab_size - 1])).error:
+        count += 1
+        assert count < 40
+        while not grammars.ready(0, grammar):
+            grammars.wait(1.0)
+    assert "more than 0.1 seconds of processor time" in committed.error
+    assert committed.kept == 0
+    grammars.close(0)
+    compiler.close()
+
+
+def test_who_follows_ordinary_grammars_does_it_on_the_engines_thread():
+    for case in CASES.values():
+        assert not compiled(case[0]).expensive
+
+
+def test_few_processes_run_at_one_time(monkeypatch):
+    """The others wait for their turn, and get it."""
+    monkeypatch.setattr(remote_matcher, "MAX_PROCESSES", 1)
+    tokenizer = TOKENIZERS["bytes"]
+    found = fresh(CASES["city"][0], expensive=True)
+    matchers = RemoteMatchers("llguidance", tokenizer)
+    answered = [threading.Event(), threading.Event()]
+    remotes = [
+        remote_matcher.RemoteMatcher(matchers, CASES["city"][0], found.translated.text, event.set)
+        for event in answered
+    ]
+    remotes[0].take([])
+    assert answered[0].wait(60) and remotes[0].answer.mask
+    remotes[1].take([ord("P")])
+    assert not remotes[1].ready
+    remotes[0].close()
+    assert answered[1].wait(60) and remotes[1].answer.mask and not remotes[1].answer.error
+    remotes[1].close()
