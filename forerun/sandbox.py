@@ -33,7 +33,7 @@ class Fault(StrEnum):
     DIED = "the process that it runs in ended, for want of memory perhaps"
     SILENT = "the process that it runs in did not answer in time"
 
-    def said(self, seconds: float) -> str:
+    def words(self, seconds: float) -> str:
         """In words. seconds: of processor time that an answer may take."""
         return self.value.format(seconds=seconds)
 
@@ -122,7 +122,7 @@ class SandboxProcess:
         timer = threading.Timer(patience, give_up)
         timer.start()
         try:
-            answer = self._exchange(process, line)
+            answer = self._written_and_read(process, line)
         except (OSError, ValueError):  # It died before it could listen, or was closed meanwhile.
             answer = ""
         finally:
@@ -137,7 +137,7 @@ class SandboxProcess:
         self.close()
         return ""
 
-    def _exchange(self, process: "subprocess.Popen[str]", line: str) -> str:
+    def _written_and_read(self, process: "subprocess.Popen[str]", line: str) -> str:
         assert process.stdin is not None and process.stdout is not None
         while True:
             process.stdin.write(line + "\n")
@@ -157,9 +157,9 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        said = json.dumps(answer(json.loads(line)))
+        message = json.dumps(answer(json.loads(line)))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(said + "\n")
+        sys.stdout.write(message + "\n")
         sys.stdout.flush()
 
 

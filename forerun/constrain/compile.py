@@ -70,7 +70,7 @@ class Compiler:
         with self._lock:
             found = self._cache.get(key)
         if found is None:
-            found = self._compile_in_turn(key, grammar, client)
+            found = self._compile_queued(key, grammar, client)
         beginning: Automaton | str | None = None
         if isinstance(found, Translated):
             beginning = self._begin(found)
@@ -89,21 +89,21 @@ class Compiler:
     def close(self) -> None:
         """End the compiling processes."""
         for lane in self._lanes:
-            with lane.queue.turn("", 0.0):
+            with lane.queue.place("", 0.0):
                 lane.worker.close()
 
     def _lane(self, seconds: float) -> "_Lane":
         init = self._backend.init_message
         return _Lane(SandboxProcess(self._backend.command, seconds, init()), FairQueue())
 
-    def _compile_in_turn(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
+    def _compile_queued(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
         """Whoever waited for the same grammar finds it in the cache."""
         if not self._waiting.acquire(blocking=False):
             raise BusyError("Too many grammars are being compiled; try again later.")
         size = len(grammar.source)
         try:
             for lane in self._lanes[len(self._lanes) - 1 if size > QUICK_BYTES else 0 :]:
-                with lane.queue.turn(client, size / QUICK_BYTES * QUICK_SECONDS):
+                with lane.queue.place(client, size / QUICK_BYTES * QUICK_SECONDS):
                     with self._lock:
                         found = self._cache.get(key)
                     if found is not None:
@@ -131,10 +131,10 @@ class Compiler:
         """What came of it, kept where it will be the same the next time."""
         if answer is None:
             fault = worker.fault or Fault.DIED
-            said = f"{grammar.field} cannot be compiled: {fault.said(worker.seconds)}"
+            message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
             if fault is Fault.SILENT:
-                raise BusyError(f"{said}; try again later.")
-            raise RequestError(said, grammar.field)
+                raise BusyError(f"{message}; try again later.")
+            raise RequestError(message, grammar.field)
         found: Translated | str
         if "error" in answer:
             found = str(answer["error"])

@@ -28,7 +28,7 @@ class FairQueue:
         self._used: dict[str, tuple[float, float]] = {}
 
     @contextmanager
-    def turn(self, client: str, cost: float) -> Iterator[None]:
+    def place(self, client: str, cost: float) -> Iterator[None]:
         """Wait for one's turn, and hold it. cost: in seconds, an estimate."""
         with self._changed:
             place = self._clock() + cost + self._of(client), next(self._numbers)

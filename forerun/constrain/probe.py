@@ -24,34 +24,34 @@ def expensive(beginning: Automaton, ends: frozenset[int], slow: float) -> bool:
     """
     end = thread_time() + PATIENCE
     for seed in range(WALKS):
-        random, walker, token = Random(seed), beginning.fork(), -1  # noqa: S311
+        random, matcher, token = Random(seed), beginning.fork(), -1  # noqa: S311
         for _ in range(STEPS):
             before = thread_time()
             if before > end:
                 return False
-            legal = _legal(walker, ends)
+            legal = _legal(matcher, ends)
             if seed % 2 or token not in legal:
-                token = _onward(walker, random.sample(legal, min(len(legal), 3)))
-            taken = token >= 0 and walker.take(token)
-            if walker.error or thread_time() - before > slow:
+                token = _onward(matcher, random.sample(legal, min(len(legal), 3)))
+            taken = token >= 0 and matcher.take(token)
+            if matcher.error or thread_time() - before > slow:
                 return True
             if not taken:
                 break
     return False
 
 
-def _legal(walker: Automaton, ends: frozenset[int]) -> list[int]:
+def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
     """Tokens that may follow, end of text aside."""
-    if walker.complete:
+    if matcher.complete:
         return []
-    bits = np.unpackbits(np.frombuffer(walker.mask(), np.uint8), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
     return [id for id in np.flatnonzero(bits).tolist() if id not in ends]
 
 
-def _onward(walker: Automaton, tokens: list[int]) -> int:
+def _onward(matcher: Automaton, tokens: list[int]) -> int:
     """The first of these behind which the text goes on; -1 where there is none."""
     for token in tokens:
-        ahead = walker.fork()
+        ahead = matcher.fork()
         if ahead.take(token) and not ahead.complete:
             return token
     return -1

@@ -154,8 +154,8 @@ class RemoteMatcher:
 
     def _failure(self) -> str:
         fault = self._process.fault
-        said = fault.said(self._process.seconds) if fault is not None else "it failed"
-        return f"What may follow cannot be told: {said}"
+        message = fault.words(self._process.seconds) if fault is not None else "it failed"
+        return f"What may follow cannot be told: {message}"
 
     def _tell(self, answer: Answer) -> None:
         with self._lock:

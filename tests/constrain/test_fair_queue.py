@@ -22,7 +22,7 @@ class Office:
         before = len(self.queue._waiting) + self.queue._busy
 
         def work():
-            with self.queue.turn(client, cost):
+            with self.queue.place(client, cost):
                 self.order.append(name)
                 came.set()
                 assert end.wait(60)
