@@ -18,6 +18,7 @@ class EngineOptions(TypedDict, total=False):
     sampling_defaults: str
     executor: str
     device: str
+    tp_size: int
     dtype: str
     kv_dtype: str
     disable_cuda_graph: bool

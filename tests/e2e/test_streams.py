@@ -160,9 +160,9 @@ def test_two_hundred_requests_with_aborts(server):
     assert [text for text in outcomes if text != "left"] == [expected] * 160
     assert server.idle()
     page = server.http.get("/metrics").text
-    assert 'vllm:num_requests_running{model_name="toy"} 0.0' in page
-    assert 'vllm:num_requests_waiting{model_name="toy"} 0.0' in page
-    assert 'vllm:kv_cache_usage_perc{model_name="toy"} 0.0' in page
+    assert 'vllm:num_requests_running{engine="0",model_name="toy"} 0.0' in page
+    assert 'vllm:num_requests_waiting{engine="0",model_name="toy"} 0.0' in page
+    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.0' in page
 
 
 async def _crowd(root, count, share):
