@@ -142,7 +142,7 @@ MIXED = replace(
 
 
 def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempted():
-    with toy_target(replace(CONFIG, max_sequences=6, kv_tokens=512)) as target:
+    with toy_target(replace(CONFIG, max_sequences=6, kv_tokens=704)) as target:
         proof = prove(target, target.config, MIXED)
     assert proof.holds
     for run in proof.runs:
