@@ -142,8 +142,8 @@ MIXED = replace(
 
 
 def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempted():
-    with toy_target(replace(CONFIG, max_sequences=6, kv_tokens=704)) as target:
-        proof = prove(target, target.config, MIXED)
+    with toy_target(replace(CONFIG, max_sequences=16, kv_tokens=1024)) as target:
+        proof = prove(target, target.config, replace(MIXED, group=16))
     assert proof.holds
     for run in proof.runs:
         assert run.answers > len(MIXED.prompts), "several choices each count"
