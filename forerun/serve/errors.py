@@ -1,13 +1,9 @@
-"""Errors as OpenAI's clients expect them: a status and `{"error": {...}}`, never a stack trace."""
+"""Answers that are errors: a status and a sentence, never a stack trace. Dialects word them."""
 
 from collections.abc import Mapping
 from math import ceil
-from typing import Any
 
 from forerun.errors import BusyError, ContextError, EngineError, ForerunError, RequestError
-
-INVALID = "invalid_request_error"
-SERVER = "server_error"
 
 
 class ApiError(Exception):
@@ -26,20 +22,6 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
-        kind = SERVER if self.status >= 500 else INVALID
-        if self.status == 429:
-            kind = "rate_limit_error"
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
 
 
 class ClientGoneError(Exception):

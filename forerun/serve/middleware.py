@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.errors import ForerunError
+from forerun.serve.dialects.wording import error_body
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
 from forerun.serve.session import GenerationSession
 from forerun.serve.wire import dump_json
@@ -104,15 +105,15 @@ class RequestMiddleware:
         except ClientGoneError as error:
             record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         except ApiError as error:
-            await _answer(error, send, record)
+            await _answer(scope["path"], error, send, record)
         except ForerunError as error:
-            await _answer(api_error(error), send, record)
+            await _answer(scope["path"], api_error(error), send, record)
         except Exception:
             log.exception("request %s failed", record.id)
             if record.status is not None:
                 raise
             message = f"The server failed; its log knows more of request {record.id}."
-            await _answer(ApiError(500, message, "internal_error"), send, record)
+            await _answer(scope["path"], ApiError(500, message, "internal_error"), send, record)
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError (401) where a key is wanted and not given. Takes as long for any key."""
@@ -132,10 +133,10 @@ class RequestMiddleware:
             )
 
 
-async def _answer(error: ApiError, send: Send, record: Record) -> None:
+async def _answer(path: str, error: ApiError, send: Send, record: Record) -> None:
     """Send an error body."""
     record.note = record.note or str(error.code or "")
-    body = dump_json(error.body())
+    body = dump_json(error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})

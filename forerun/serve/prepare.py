@@ -3,6 +3,7 @@
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,14 +15,13 @@ from forerun.constrain.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
 from forerun.serve.dialogue import constraint, dialogue
-from forerun.serve.render import ChatFormat, CompletionFormat, Echo, ResponseFormat
+from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import (
     UNLIMITED,
     ChatBody,
     CompletionBody,
     Prompt,
     SampledBody,
-    StreamOptions,
 )
 from forerun.speculative.sampling import Sampling
 from forerun.text.tokenizer import Tokenizer
@@ -42,18 +42,20 @@ class Generation:
 
     requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
     created     seconds since 1970
+    stream      the answer comes in pieces
     rules       what the answers are constrained to, not yet compiled
-    stream      None where the answer comes in one piece
+    unseen      stop tokens that leave no text: they get no log-probabilities either
+    parser      makes the reader of one choice's text; None where all of it is content
     """
 
     id: str
     created: int
     requests: tuple[Request, ...]
     n: int
-    shape: ResponseFormat
-    stream: StreamOptions | None
-    stats: bool
-    rules: Rules | None
+    stream: bool
+    unseen: frozenset[int]
+    rules: Rules | None = None
+    parser: Callable[[], OutputParser] | None = None
 
     def under(self, grammar: Compiled) -> "Generation":
         """The same with its rules compiled."""
@@ -80,14 +82,15 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
         # One at least, so that a prompt that fills the context is refused as what it is.
         limit = max(loaded.context - len(prompt), 1)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    shape = ChatFormat(loaded.tokenizer, _unseen(body, loaded.tokenizer), asked.parser)
     sampling = _sampling(body, loaded, logprobs)
     stopping = _stopping(body, sampling, limit)
-    made = _generation(body, (prompt,), stopping, sampling, shape, settings)
+    unseen = _unseen(body, loaded.tokenizer)
+    made = _generation(body, (prompt,), stopping, sampling, settings)
+    made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
     if asked.control:
         requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
         made = replace(made, requests=requests)
-    return replace(made, rules=asked.rules)
+    return made
 
 
 def completion_generation(
@@ -96,23 +99,17 @@ def completion_generation(
     """What to ask of the engine for plain texts. Raises RequestError."""
     if body.best_of not in (None, body.n):
         raise RequestError("best_of must equal n: all choices are returned.", "best_of")
-    tokenizer = loaded.tokenizer
     prompts = tuple(
         _plain_prompt(prompt, body, loaded, place)
         for prompt, place in zip(body.prompt, places_of(body.prompt), strict=True)
     )
-    echoes: tuple[Echo, ...] = ()
-    if body.echo:
-        pairs = zip(body.prompt, prompts, strict=True)
-        echoes = tuple(_echo(given, ids, body, tokenizer) for given, ids in pairs)
-    silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
-    shape = CompletionFormat(tokenizer, _unseen(body, tokenizer), silent, echoes, body.n)
     sampling = _sampling(body, loaded, body.logprobs, body.logprobs if body.echo else None)
     longest = max(map(len, prompts))
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
-    made = _generation(body, prompts, stopping, sampling, shape, settings)
-    return replace(made, rules=constraint(body, settings))
+    made = _generation(body, prompts, stopping, sampling, settings)
+    unseen = _unseen(body, loaded.tokenizer)
+    return replace(made, rules=constraint(body, settings), unseen=unseen)
 
 
 def _generation(
@@ -120,7 +117,6 @@ def _generation(
     prompts: tuple[Ints, ...],
     stopping: Stopping,
     sampling: Sampling,
-    shape: ResponseFormat,
     settings: ServeSettings,
 ) -> Generation:
     if body.stream_options is not None and not body.stream:
@@ -130,7 +126,7 @@ def _generation(
     speculation = Speculation(
         asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
     )
-    name = shape.prefix + uuid.uuid4().hex
+    name = body.id_prefix + uuid.uuid4().hex
     requests = tuple(
         Request(
             id=RequestId(f"{name}-{index}"),
@@ -143,8 +139,7 @@ def _generation(
         )
         for index, prompt in enumerate(prompts)
     )
-    stream = (body.stream_options or StreamOptions()) if body.stream else None
-    return Generation(name, int(time.time()), requests, body.n, shape, stream, asked.stats, None)
+    return Generation(name, int(time.time()), requests, body.n, body.stream, frozenset())
 
 
 def _sampling(
@@ -233,13 +228,6 @@ def known_tokens(tokens: tuple[int, ...], loaded: Loaded, place: str) -> Ints:
             f"{place}[{first}]",
         )
     return ids.astype(np.int32)
-
-
-def _echo(given: Prompt, ids: Ints, body: CompletionBody, tokenizer: Tokenizer) -> Echo:
-    """The prompt as it precedes the answer."""
-    if isinstance(given, str) and body.truncate_prompt_tokens is None:
-        return Echo(given, tuple(ids.tolist()))
-    return Echo(tokenizer.decode(ids.tolist(), body.skip_special_tokens), tuple(ids.tolist()))
 
 
 def _check_limits(

@@ -114,8 +114,10 @@ def _labels(value: Any, where: str) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(ConstrainedBody):
     """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
-    what the model recommends.
+    what the model recommends. id_prefix: what the answer's id begins with.
     """
+
+    id_prefix: ClassVar[str] = ""
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, False)
@@ -236,7 +238,9 @@ _messages = items(_message, MAX_MESSAGES, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(SampledBody):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions, and what other dialects make of their conversations."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
 
     messages: tuple[dict[str, Any], ...] = need(_messages)
     max_tokens: int | None = accept(_answer_length)
@@ -310,6 +314,8 @@ def _token_ids(value: Any, where: str) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
     """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
+
+    id_prefix: ClassVar[str] = "cmpl-"
 
     prompt: tuple[Prompt, ...] = need(_prompts)
     max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from starlette.types import Receive
 
@@ -16,7 +16,6 @@ from forerun.engine.thread import Engine
 from forerun.serve.bridge import EventQueue, merged
 from forerun.serve.errors import ApiError, ClientGoneError, unavailable
 from forerun.serve.prepare import Generation
-from forerun.serve.render import speculation_metrics, usage
 from forerun.types import RequestId
 
 
@@ -34,14 +33,6 @@ class Tally:
         self.output_tokens += len(delta.tokens)
         self.cached_tokens += delta.cached_tokens if delta.index == 0 else 0
         self.stats += (delta.stats,) if delta.stats is not None else ()
-
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
-        return usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)
-
-    def metrics(self) -> dict[str, Any]:
-        """The `metrics` of vLLM."""
-        return speculation_metrics(self.stats)
 
 
 class GenerationSession:
@@ -122,15 +113,14 @@ class GenerationSession:
                 raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
             yield [self._counted(delta) for delta in deltas]
 
-    async def whole(self) -> list[dict[str, Any]]:
+    async def whole(self) -> list[tuple[int, Delta]]:
         """All choices, in order, once they have ended. Raises what `news` raises."""
         parts: dict[int, list[Delta]] = {}
         async with aclosing(self.news()) as pieces:
             async for news in pieces:
                 for index, delta in news:
                     parts.setdefault(index, []).append(delta)
-        shape = self.generation.shape
-        return [shape.choice(index, merged(parts[index])[0]) for index in sorted(parts)]
+        return [(index, merged(parts[index])[0]) for index in sorted(parts)]
 
     def _counted(self, delta: Delta) -> tuple[int, Delta]:
         self.tally.add(delta)

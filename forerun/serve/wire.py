@@ -122,6 +122,12 @@ def dump_json(value: Any) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def event(data: Any, name: str | None = None) -> bytes:
+    """A server-sent event whose data is JSON."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + dump_json(data) + b"\n\n"
+
+
 def _not_json(name: str) -> NoReturn:
     raise _UnwantedError(f"{name} is not a JSON number")
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import RequestError
+from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import (
     accept,
@@ -148,7 +149,7 @@ def test_any_bytes_are_json_or_a_400(data):
         value = parse_json(data)
     except ApiError as error:
         assert error.status == 400
-        dump_json(error.body())
+        dump_json(error_body(error))
     else:
         read_back = parse_json(dump_json(value)) if _finite(value) else value
         assert type(read_back) is type(value)

@@ -4,7 +4,7 @@ import pytest
 
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.render import (
+from forerun.serve.dialects.openai.render import (
     ChatFormat,
     CompletionFormat,
     Echo,

@@ -18,16 +18,7 @@ Choice = dict[str, Any]
 
 
 class ResponseFormat(Protocol):
-    """How one route words its answers. Belongs to one request: it may count along a stream.
-
-    prefix   of the answer's id
-    whole    the `object` of an answer in one piece
-    chunk    the `object` of a chunk
-    """
-
-    prefix: str
-    whole: str
-    chunk: str
+    """How one route words its choices. Belongs to one request: it may count along a stream."""
 
     def choice(self, index: int, news: Delta) -> Choice:
         """A finished choice; `news` is all there is of it."""
@@ -44,8 +35,6 @@ class ChatFormat:
     unseen  stop tokens that leave no text: they get no log-probabilities either
     parser  makes the reader of one choice's text; None where all of it is content
     """
-
-    prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(
         self,
@@ -156,8 +145,6 @@ class CompletionFormat:
     echoes  one per prompt, or none
     n       choices of one prompt
     """
-
-    prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
 
     def __init__(
         self,

@@ -1,0 +1,101 @@
+"""From a body to its answer, in whatever dialect: receive, parse, ask the engine, write."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forerun.serve.dialects.contract import Dialect
+from forerun.serve.prepare import Generation
+from forerun.serve.service import Served, Service
+from forerun.serve.session import GenerationSession
+from forerun.serve.sse import EventStream
+from forerun.serve.wire import dump_json, parse_json
+
+LARGE = 1 << 14
+"""Bodies above this many bytes are parsed and encoded on another thread: others go on."""
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+class Json(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Compact, in UTF-8."""
+        return dump_json(content)
+
+
+class Generated(Response):
+    """An answer that the engine writes: in one piece or as a stream, with its client in view."""
+
+    def __init__(self, service: Service, dialect: Dialect, generation: Generation) -> None:
+        super().__init__()
+        self._service = service
+        self._dialect = dialect
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit, and answer as the news comes."""
+        dialect, generation, settings = self._dialect, self._generation, self._service.settings
+        self._service.enter()  # The server may have begun to drain while the body came.
+        served = dialect.served
+        events, engine = served.bridge.events(), served.loaded.engine
+        with (
+            self._service.busy(),
+            GenerationSession(generation, engine, events, settings, receive) as session,
+        ):
+            scope["state"]["record"].session = session
+            if generation.stream:
+                await EventStream(session, dialect, send, settings.send_seconds).run()
+            else:
+                answer = dialect.whole(await session.whole(), session.tally)
+                await Json(answer)(scope, receive, send)
+        _observe(session, served)
+
+
+async def generated(request: Request, dialect: Dialect) -> Response:
+    """The answer to a request for text."""
+    service = service_of(request)
+    service.enter()
+    data = await service.bodies.receive(request)
+    value = await worked(len(data), parse_json, data)
+    generation = await worked(len(data), dialect.parse, value, service)
+    request.scope["state"]["record"].ignored += dialect.ignored
+    if generation.rules is not None:
+        client = request.client.host if request.client is not None else ""
+        compiled = await service.compiled(dialect.served, generation.rules, client)
+        generation = generation.under(compiled)
+    return Generated(service, dialect, generation)
+
+
+def service_of(request: Request) -> Service:
+    """What all routes share."""
+    service: Service = request.app.state.service
+    return service
+
+
+async def worked(
+    size: int,
+    work: Callable[Parameters, Result],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Result:
+    """Do `work` here, or on another thread where a body of `size` bytes may take long."""
+    if size <= LARGE:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
+
+
+def _observe(session: GenerationSession, served: Served) -> None:
+    """Count the speed of an answer that came to its end."""
+    events, generation = session.events, session.generation
+    tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
+    if events.first is not None and events.last is not None and tokens > 1:
+        served.meter.per_token((events.last - events.first) / (tokens - 1))

@@ -1,0 +1,55 @@
+"""What a family of clients asks of the core: five functions, and nothing else knows its words."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from forerun.engine.request import Delta
+from forerun.serve.errors import ApiError
+from forerun.serve.prepare import Generation
+from forerun.serve.service import Served, Service
+from forerun.serve.session import Tally
+
+News = Sequence[tuple[int, Delta]]
+"""(index of the choice, what is new of it)."""
+
+
+class Dialect(ABC):
+    """How one route is asked and answers. An object belongs to one request and may count along it.
+
+    media_type  of an answer in pieces
+    ping        what is written after a silence, so that proxies keep the connection open
+    served      what was asked, known once `parse` has returned
+    ignored     fields of the request that change nothing, known then too
+    """
+
+    media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    ping: ClassVar[bytes] = b": ping\n\n"
+    served: Served
+
+    def __init__(self) -> None:
+        self.ignored: tuple[str, ...] = ()
+
+    @abstractmethod
+    def parse(self, value: Any, service: Service) -> Generation:
+        """What to ask of the engine for the JSON of a body. May run on any thread.
+
+        Raises RequestError naming the field, ApiError.
+        """
+
+    @abstractmethod
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """What a stream says of some news; with `last`, nothing runs any more."""
+
+    @abstractmethod
+    def whole(self, choices: News, tally: Tally) -> Any:
+        """The JSON of an answer in one piece; a choice's delta is all there is of it."""
+
+    @abstractmethod
+    def end(self, error: ApiError | None) -> bytes:
+        """The last that a stream says: after all news, or where an error ended it."""
+
+    @staticmethod
+    @abstractmethod
+    def error(error: ApiError) -> Any:
+        """The JSON of an answer that is an error."""

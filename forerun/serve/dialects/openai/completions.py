@@ -1,0 +1,145 @@
+"""/v1/chat/completions and /v1/completions: their bodies, chunks, and `[DONE]` at the end."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.dialects.openai.render import (
+    ChatFormat,
+    CompletionFormat,
+    Echo,
+    ResponseFormat,
+    speculation_metrics,
+    usage,
+)
+from forerun.serve.dialogue import ignored_fields
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import read
+from forerun.serve.prepare import Generation, chat_generation, completion_generation
+from forerun.serve.schema import ChatBody, CompletionBody, SampledBody, StreamOptions, marks_caches
+from forerun.serve.service import Service
+from forerun.serve.session import Tally
+from forerun.serve.wire import event
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Ints
+
+DONE = b"data: [DONE]\n\n"
+
+
+class OpenAIDialect(Dialect):
+    """What both routes have in common.
+
+    whole_kind, chunk_kind  the `object` of an answer in one piece, and of a chunk
+    """
+
+    whole_kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    _format: ResponseFormat
+    _options: StreamOptions
+    _stats: bool
+    _envelope: dict[str, Any]
+
+    def parse(self, value: Any, service: Service) -> Generation:
+        """See Dialect."""
+        body, generation = self._parsed(value, service)
+        self.ignored += ignored_fields(body, self.served.loaded)
+        if marks_caches(value):
+            self.ignored += ("messages.cache_control",)
+        self._options = body.stream_options or StreamOptions()
+        self._stats = body.speculative.stats
+        self._envelope = {
+            "id": generation.id,
+            "object": self.chunk_kind if generation.stream else self.whole_kind,
+            "created": generation.created,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+        }
+        return generation
+
+    @abstractmethod
+    def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
+        """The checked body, and what to ask of the engine; sets `served` and `_format`."""
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """One chunk per choice and kind of news; the very last carries what was asked beside."""
+        options, counts = self._options, _usage(tally)
+        chunks = [
+            {**self._envelope, "choices": [choice]}
+            for index, delta in news
+            for choice in self._format.chunks(index, delta)
+        ]
+        if options.include_usage:
+            now = counts if options.continuous_usage_stats else None
+            chunks = [{**chunk, "usage": now} for chunk in chunks]
+        if last and options.include_usage:
+            chunks.append({**self._envelope, "choices": [], "usage": counts})
+        if last and self._stats:
+            chunks[-1]["metrics"] = speculation_metrics(tally.stats)
+        return b"".join(event(chunk) for chunk in chunks)
+
+    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """See Dialect."""
+        worded = [self._format.choice(index, delta) for index, delta in choices]
+        answer = {**self._envelope, "choices": worded, "usage": _usage(tally)}
+        if self._stats:
+            answer["metrics"] = speculation_metrics(tally.stats)
+        return answer
+
+    def end(self, error: ApiError | None) -> bytes:
+        """See Dialect."""
+        return DONE if error is None else event(error_body(error)) + DONE
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """See Dialect."""
+        return error_body(error)
+
+
+class ChatDialect(OpenAIDialect):
+    """POST /v1/chat/completions."""
+
+    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
+        body = read(ChatBody, value)
+        self.served = service.named(body.model)
+        loaded = self.served.loaded
+        generation = chat_generation(body, loaded, service.settings)
+        self._format = ChatFormat(loaded.tokenizer, generation.unseen, generation.parser)
+        return body, generation
+
+
+class CompletionDialect(OpenAIDialect):
+    """POST /v1/completions."""
+
+    whole_kind = chunk_kind = "text_completion"
+
+    def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
+        body = read(CompletionBody, value)
+        self.served = service.named(body.model)
+        loaded = self.served.loaded
+        generation, tokenizer = (
+            completion_generation(body, loaded, service.settings),
+            loaded.tokenizer,
+        )
+        silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
+        echoes = _echoes(body, [request.prompt for request in generation.requests], tokenizer)
+        self._format = CompletionFormat(tokenizer, generation.unseen, silent, echoes, body.n)
+        return body, generation
+
+
+def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> tuple[Echo, ...]:
+    """The prompts as they precede the answers, where that was asked for."""
+    if not body.echo:
+        return ()
+    found = []
+    for given, ids in zip(body.prompt, prompts, strict=True):
+        plain = isinstance(given, str) and body.truncate_prompt_tokens is None
+        text = given if plain else tokenizer.decode(ids.tolist(), body.skip_special_tokens)
+        found.append(Echo(str(text), tuple(ids.tolist())))
+    return tuple(found)
+
+
+def _usage(tally: Tally) -> dict[str, Any]:
+    return usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens)

@@ -1,0 +1,18 @@
+"""Errors by path: what no route has read yet is refused in the words of whom the path is for."""
+
+from collections.abc import Callable
+from typing import Any
+
+from forerun.serve.dialects.openai.errors import error_body as openai_error
+from forerun.serve.errors import ApiError
+
+_FAMILIES: tuple[tuple[str, Callable[[ApiError], Any]], ...] = ()
+"""Beginnings of paths, with the words of their clients."""
+
+
+def error_body(path: str, error: ApiError) -> Any:
+    """The JSON of an error on a path; OpenAI's where the path belongs to nobody else."""
+    for prefix, body in _FAMILIES:
+        if path.startswith(prefix):
+            return body(error)
+    return openai_error(error)
