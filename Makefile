@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow test-browser check prove bench bench-peers gpu-test gpu-bench clean
+.PHONY: setup tools demo serve test test-slow test-browser chaos mutants check prove bench bench-peers gpu-test gpu-bench clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -40,10 +40,18 @@ serve: setup
 	$(BIN)/forerun serve
 
 test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
 
 test-slow: tools
-	$(BIN)/python -m pytest -q -m "slow and not gpu"
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
+
+# What an adversary would try: faults, load, damaged files, statistics. 20 minutes on two quiet cores.
+chaos: tools
+	$(BIN)/python -m pytest -q -m chaos tests/chaos
+
+# Changes the code of speculative/ and cache/ in one place at a time: do the tests notice? An hour.
+mutants: tools
+	nice -n 15 $(BIN)/python -m tests.chaos.mutants
 
 # The web UI in headless Chromium (Debian: apt-get install chromium); skipped where there is none.
 test-browser: tools
