@@ -4,7 +4,6 @@ What breaks a draft is noticed on a small target: tests/train/test_served_head.p
 """
 
 import json
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -20,10 +19,8 @@ pytestmark = [
 ]
 
 
-def test_the_smoke_preset_trains_a_draft_in_a_minute(tmp_path, capsys):
-    started = monotonic()
+def test_the_smoke_preset_trains_a_draft(tmp_path, capsys):
     assert main(["train", "--preset", "smoke", "--out", str(tmp_path)]) == 0
-    assert monotonic() - started < 60
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     losses = [row["loss"] for row in metrics["history"]]
     assert losses[0] <= np.log(metrics["config"]["draft_vocab"])

@@ -78,7 +78,7 @@ def scripted():
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield script, f"http://127.0.0.1:{place[1]}/v1"
     finally:
@@ -97,8 +97,9 @@ def test_times_and_tokens_are_those_that_were_sent():
     assert timing.error is None
     assert timing.tokens == 4
     assert len(timing.arrivals) == 3
-    assert timing.first >= 2 * PAUSE * 0.9
-    assert all(gap >= PAUSE * 0.5 for gap in timing.gaps)
+    # A piece cannot come before it was sent; a busy machine may bring two at once.
+    for number, arrival in enumerate(timing.arrivals, 2):
+        assert arrival >= number * PAUSE * 0.9
     assert timing.per_token == pytest.approx(sum(timing.gaps) / 3)
     assert timing.first < timing.total <= seconds
 

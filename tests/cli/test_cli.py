@@ -233,7 +233,7 @@ def test_control_c_ends_with_130_and_without_a_traceback():
     )  # fmt: skip
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.decode().strip() == "interrupted"
 

@@ -323,7 +323,7 @@ def test_sglangs_entry_starts_a_server():
     try:
         url = "".join(process.stdout.readline() for _ in range(3)).split('"')[3]
         transport = httpx.HTTPTransport(retries=3)
-        with httpx.Client(transport=transport, base_url=url[:-3], timeout=30) as client:
+        with httpx.Client(transport=transport, base_url=url[:-3], timeout=120) as client:
             while (answer := client.get("/v1/models")).status_code == 503:
                 pass
             assert answer.json()["data"][0]["id"] == "mine"

@@ -44,7 +44,7 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
     keys.write_text("# who may enter\nsecret\n\n")
     with serving("--api-key-file", str(keys)) as (process, url):
         transport = httpx.HTTPTransport(retries=3)
-        with httpx.Client(transport=transport, base_url=url, timeout=30) as client:
+        with httpx.Client(transport=transport, base_url=url, timeout=120) as client:
             assert client.get("/models").status_code == 401
             key = {"Authorization": "Bearer secret"}
             while (answer := client.get("/models", headers=key)).status_code == 503:
@@ -54,7 +54,7 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
             text = client.post("/completions", json=body, headers=key).json()["choices"][0]["text"]
             assert text == "djell"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_taken_port_is_a_sentence(capsys):

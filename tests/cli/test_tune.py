@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.bench import tune as bench_tune
 from forerun.bench.tune import OFF, Sweep, Trial, _best, tune
 from forerun.bench.workload import read_prompts
 from forerun.build import tuned
@@ -21,10 +22,21 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_free_guesses_win_and_off_is_always_there():
+class CountedToy(ToyExecutor):
+    """Its steps are the clock: each takes a second, whatever it holds."""
+
+    steps = 0
+
+    def verify(self, plan, trees, draft_request=None):
+        self.steps += 1
+        return super().verify(plan, trees, draft_request)
+
+
+def test_free_guesses_win_and_off_is_always_there(monkeypatch):
     target = open_target(TOY)
-    # A step takes ten milliseconds whatever it holds.
-    target = replace(target, executor=ToyExecutor(target.memory.limits, 0.01))
+    toy = CountedToy(target.memory.limits)
+    monkeypatch.setattr(bench_tune, "perf_counter", lambda: float(toy.steps))
+    target = replace(target, executor=toy)
     sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=80)
     tuning = tune(target, sweep)
     target.close()

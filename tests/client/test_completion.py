@@ -79,7 +79,7 @@ class Recorder:
 
     def answer(self, count, **news):
         for _ in range(count):
-            name, sink = self.sent.get(timeout=10)
+            name, sink = self.sent.get(timeout=60)
             self.flying.remove(name)
             sink(Delta(name, 0, **news))
 

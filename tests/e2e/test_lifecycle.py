@@ -101,14 +101,18 @@ def test_draining_has_an_end(tmp_path):
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path):
-    with serving(tmp_path, delay=0.05) as server, server.connect() as sock:
+    settings = {"drain_seconds": 600}
+    with (
+        serving(tmp_path, delay=0.2, settings=settings) as server,
+        server.connect() as sock,
+    ):
         sock.sendall(request_bytes("/v1/completions", {**BODY, "max_tokens": 4000}))
         assert wait_for(lambda: server.load()["running"] == 1)
         server.process.send_signal(signal.SIGTERM)
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
-        # Alone, the first would have left the request 30 s.
-        assert server.process.wait(20) == 128 + signal.SIGTERM
+        # Alone, the first would have left the request ten minutes.
+        assert server.process.wait(120) == 128 + signal.SIGTERM
 
 
 def test_an_idle_server_ends_quickly_with_connections_open(tmp_path):
@@ -247,7 +251,7 @@ def test_the_command_serves(tmp_path):
         url = "".join(lines).split('"')[3]
         started = time.monotonic()
         while httpx.get(url.removesuffix("/v1") + "/health", trust_env=False).status_code != 200:
-            assert time.monotonic() < started + 60
+            assert time.monotonic() < started + 120
         headers = {"authorization": "Bearer from-file"}
         answer = httpx.get(f"{url}/models", headers=headers, trust_env=False)
         assert answer.json()["data"][0]["id"] == "toy"

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.guarded import GuardedDrafter
 from forerun.engine.request import Finish
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
+from tests.control.steps import PolicyOnTable
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
 
@@ -254,7 +254,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
 
 def test_adaptive_guessing_sees_every_step():
     costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
-    policy, toy = AdaptivePolicy(costs, 4, 4), CarryingToy(limits())
+    policy, toy = PolicyOnTable(costs, 4, 4), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)

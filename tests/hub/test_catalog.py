@@ -193,9 +193,9 @@ def test_a_lock_waits_and_tells(tmp_path):
     with cache_dir.locked(lock, lambda: None):
         other = threading.Thread(target=second)
         other.start()
-        assert told.wait(10)
+        assert told.wait(60)
         order.append("first")
-    other.join(10)
+    other.join(60)
     assert order == ["first", "second"]
 
 
@@ -309,11 +309,10 @@ def test_hub_ids_work_offline_once_they_are_cached(no_hub, tmp_path):
     assert (model.name, model.architecture.family) == ("org/tiny", "qwen2")
 
 
-def test_hub_ids_offline_are_a_plain_sentence(no_hub, tmp_path):
-    began = time.monotonic()
+def test_hub_ids_offline_are_a_plain_sentence(no_hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for a network"))
     with pytest.raises(DownloadError, match="org/absent is not on this machine"):
         open_model("org/absent", cache_dir=tmp_path)
-    assert time.monotonic() - began < 5
 
 
 def test_only_data_is_wanted_from_a_hub():

@@ -1,6 +1,7 @@
 """Sessions: who asks what, in which order, and what is kept. A scripted author stands in."""
 
 import json
+from itertools import count
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
+from forerun.train import answers
 from forerun.train.answer_store import PART, AnswerStore
 from forerun.train.answers import Chat, Recipe, Writer
 from forerun.train.corpus import write_chats
@@ -107,10 +109,12 @@ def test_prompts_of_a_file_and_what_does_not_fit(tmp_path):
     assert writer.problems.bad_lines == ["too long"]
 
 
-def test_no_chat_is_begun_after_time_is_up():
+def test_no_chat_is_begun_after_time_is_up(monkeypatch):
+    """By a clock on which every look takes a second."""
+    monkeypatch.setattr(answers, "monotonic", count().__next__)
     author = Scripted(says)
-    _, chats = write(author, answers=10_000, minutes=0.002)
-    assert 0 < len(chats) < 10_000
+    _, chats = write(author, answers=10_000, minutes=2)
+    assert 20 < len(chats) < 200
 
 
 def test_a_model_that_only_loops_is_named():

@@ -1,6 +1,7 @@
 """What runs on a GPU, run on the CPU: bfloat16 products, features computed on the way, a clock."""
 
 import math
+from itertools import count
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
+from forerun.train import loop
 from forerun.train.answers import Ask, Chat
 from forerun.train.batches import online_reader
 from forerun.train.corpus import batches, write_chats
@@ -71,16 +73,19 @@ def test_bfloat16_products_learn_as_float32_does(checkpoint, corpus, tmp_path):
         assert abs(a - b) < 0.2, losses
 
 
-def test_the_clock_ends_training_and_the_rate_falls_in_time(checkpoint, corpus, tmp_path):
+def test_the_clock_ends_training_and_the_rate_falls_in_time(
+    checkpoint, corpus, tmp_path, monkeypatch
+):
+    """By a clock on which every step takes a second."""
+    monkeypatch.setattr(loop, "monotonic", count().__next__)
     run = trial(
-        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.03, look_every=1
+        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.25, look_every=1
     )
     progress = train(run, lambda p: None)
-    assert 0 < progress.step < progress.total
-    assert 1.8 <= progress.seconds < 20
+    assert progress.step == progress.seconds == 15 < progress.total
     assert (tmp_path / "best").exists()
     again = trial(
-        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.03, look_every=1
+        checkpoint, corpus, tmp_path, torch.float32, epochs=100_000, minutes=0.25, look_every=1
     )
     assert train(again, lambda p: None).step == progress.step  # The time was spent before.
 
