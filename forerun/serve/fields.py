@@ -12,7 +12,7 @@ an error, and so is a known one that is not supported: nothing is silently ignor
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from forerun.errors import RequestError
@@ -24,6 +24,7 @@ Body = TypeVar("Body")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
+NOTHING: Mapping[str, str] = {}
 
 
 def accept(reader: Reader, default: Any = None) -> Any:
@@ -194,6 +195,32 @@ def part(kind: type[Any]) -> Reader:
         return read(kind, value, where)
 
     return reader
+
+
+def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> Reader:
+    """An object whose `type` says which declared body it is.
+
+    refused  types that are known and not supported, and why
+    """
+
+    def reader(value: Any, where: str) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        place = f"{where}.type" if isinstance(value, dict) else where
+        if isinstance(kind, str) and kind in refused:
+            raise RequestError(f"{place}: {shown(kind)} is not supported: {refused[kind]}.", place)
+        if not isinstance(kind, str) or kind not in kinds:
+            known = ", ".join(kinds)
+            raise RequestError(f"{place} must be one of {known}, not {shown(kind)}.", place)
+        return read(kinds[kind], value, where)
+
+    return reader
+
+
+def mapping(value: Any, where: str) -> dict[str, Any]:
+    """A JSON object with whatever keys."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
+    return value
 
 
 def _constant(value: Any) -> bool:

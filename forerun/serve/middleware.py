@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.errors import ForerunError
-from forerun.serve.dialects.wording import error_body
+from forerun.serve.dialects.wording import error_body, request_ids
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
 from forerun.serve.session import GenerationSession
 from forerun.serve.wire import dump_json
@@ -87,6 +87,7 @@ class RequestMiddleware:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", record.id.encode()),
+                    *request_ids(scope["path"], record.id),
                     *([(IGNORED, ", ".join(record.ignored).encode())] if record.ignored else []),
                 ]
             await send(message)
@@ -120,10 +121,12 @@ class RequestMiddleware:
         path = scope["path"]
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         told = given.strip().encode("latin-1", "replace")
         known = [hmac.compare_digest(told, key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(known):
+        if not any(known):
             problem = "The API key is wrong." if given else "No API key was given."
             raise ApiError(
                 401,

@@ -11,6 +11,8 @@ from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.errors import RequestError
 from forerun.serve.answering import Json, generated, service_of, worked
+from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
+from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.dialects.openai.render import token_text
 from forerun.serve.dialogue import chat_prompt
@@ -43,14 +45,33 @@ async def completions(request: Request) -> Response:
     return await generated(request, CompletionDialect())
 
 
+async def messages(request: Request) -> Response:
+    """POST /v1/messages."""
+    return await generated(request, MessagesDialect())
+
+
+async def count_tokens(request: Request) -> Response:
+    """POST /v1/messages/count_tokens."""
+    service = service_of(request)
+    service.enter()
+    data = await service.bodies.receive(request)
+    value = await worked(len(data), parse_json, data)
+    return Json(await worked(len(data), counted, value, service))
+
+
 async def models(request: Request) -> Response:
     """GET /v1/models."""
-    return Json({"object": "list", "data": [_card(service_of(request).enter())]})
+    served = service_of(request).enter()
+    if "anthropic-version" in request.headers:
+        return Json(listed([model_card(served)]))
+    return Json({"object": "list", "data": [_card(served)]})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{name}."""
-    return Json(_card(service_of(request).named(request.path_params["name"])))
+    served = service_of(request).named(request.path_params["name"])
+    anthropic = "anthropic-version" in request.headers
+    return Json(model_card(served) if anthropic else _card(served))
 
 
 async def tokenize(request: Request) -> Response:
@@ -128,6 +149,8 @@ async def server_info(request: Request) -> Response:
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/messages", messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
     Route("/v1/models/{name:path}", model),
     Route("/tokenize", tokenize, methods=["POST"]),

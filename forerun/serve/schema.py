@@ -15,6 +15,7 @@ from forerun.serve.fields import (
     ignore,
     integer,
     items,
+    mapping,
     need,
     number,
     one_or_more,
@@ -39,7 +40,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_STOP_TEXT = 1024
 
-_NO_MEDIA = "this server reads and writes text only"
+NO_MEDIA = "this server reads and writes text only"
 _USE_TOOLS = "use tools and tool_choice"
 _SAFE = "what a message says never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
@@ -104,11 +105,14 @@ def _answer_length(value: Any, where: str) -> int | None:
     return found
 
 
-def _labels(value: Any, where: str) -> dict[str, Any]:
-    """An object that is stored elsewhere, such as OpenAI's metadata."""
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
-    return value
+def untraced(value: Any, where: str) -> SpeculativeOptions:
+    """`speculative` of routes whose answers have no place for a trace."""
+    found = read(SpeculativeOptions, value, where)
+    if found.trace:
+        place = f"{where}.trace"
+        message = f"{place} is for /v1/chat/completions and /v1/completions."
+        raise RequestError(message, place)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +158,7 @@ class SampledBody(ConstrainedBody):
     }
 
 
-_plain_text = text(MAX_TEXT)
+plain_text = text(MAX_TEXT)
 
 
 def _text_part(value: Any, where: str) -> str:
@@ -162,17 +166,17 @@ def _text_part(value: Any, where: str) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind != "text":
         place = f"{where}.type"
-        raise RequestError(f"{place}: {shown(kind)} is not supported: {_NO_MEDIA}.", place)
+        raise RequestError(f"{place}: {shown(kind)} is not supported: {NO_MEDIA}.", place)
     for name in value.keys() - {"type", "text", "cache_control"}:
         raise RequestError(f"There is no field {shown(name)} in {where}.", where)
-    return str(_plain_text(value.get("text"), f"{where}.text"))
+    return str(plain_text(value.get("text"), f"{where}.text"))
 
 
 def _content(value: Any, where: str) -> str:
     """A message's text: a string, or parts, which are joined by line breaks."""
     if isinstance(value, list):
         return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
-    return str(_plain_text(value, where))
+    return str(plain_text(value, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +188,13 @@ class Message:
     name: str | None = accept(text(256, 1))
     tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
     tool_call_id: str | None = accept(text(256))
-    reasoning_content: str | None = accept(_plain_text)
-    reasoning: str | None = accept(_plain_text)
-    cache_control: dict[str, Any] | None = accept(_labels)
-    annotations: list[Any] | None = accept(only([], why=_NO_MEDIA))
+    reasoning_content: str | None = accept(plain_text)
+    reasoning: str | None = accept(plain_text)
+    cache_control: dict[str, Any] | None = accept(mapping)
+    annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
 
     refused: ClassVar[dict[str, str]] = {
-        "audio": _NO_MEDIA,
+        "audio": NO_MEDIA,
         "refusal": "the template has no place for it",
         "function_call": _USE_TOOLS,
     }
@@ -251,12 +255,12 @@ class ChatBody(SampledBody):
     continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
-    modalities: list[str] | None = accept(only(["text"], why=_NO_MEDIA))
+    modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
     service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
     store: bool = ignore(boolean, False)
-    metadata: dict[str, Any] | None = ignore(_labels)
+    metadata: dict[str, Any] | None = ignore(mapping)
     verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
-    cache_control: dict[str, Any] | None = ignore(_labels)
+    cache_control: dict[str, Any] | None = ignore(mapping)
     tools: tuple[Tool, ...] = accept(tools, ())
     tool_choice: ToolChoice | None = accept(tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
@@ -267,7 +271,7 @@ class ChatBody(SampledBody):
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
-        "audio": _NO_MEDIA,
+        "audio": NO_MEDIA,
         "chat_template": "the template is the model's own",
         "documents": "put them into a message",
         "echo": "it exists on /v1/completions only",
@@ -284,7 +288,7 @@ Prompt = str | tuple[int, ...]
 def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
     """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
-        return (str(_plain_text(value, where)),)
+        return (str(plain_text(value, where)),)
     if not isinstance(value, list) or not value:
         raise RequestError(
             f"{where} must be a text, a list of texts, a list of token ids or a list of such "
@@ -295,7 +299,7 @@ def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
         several: tuple[Prompt, ...] = items(_token_ids, MAX_PROMPTS)(value, where)
         return several
     if isinstance(value[0], str):
-        texts: tuple[Prompt, ...] = items(_plain_text, MAX_PROMPTS)(value, where)
+        texts: tuple[Prompt, ...] = items(plain_text, MAX_PROMPTS)(value, where)
         return texts
     return (_token_ids(value, where),)
 
@@ -336,7 +340,7 @@ class TokenizeBody:
     """POST /tokenize: of a plain text or of a conversation. parse_special: as in CompletionBody."""
 
     model: str | None = accept(text(256, 1))
-    prompt: str | None = accept(_plain_text)
+    prompt: str | None = accept(plain_text)
     messages: tuple[dict[str, Any], ...] | None = accept(_messages)
     add_special_tokens: bool = accept(boolean, True)
     parse_special: bool = accept(boolean, True)

@@ -8,7 +8,18 @@ from forerun.constrain.calls import Signature
 from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar
-from forerun.serve.fields import accept, boolean, items, need, only, part, read, shown, text
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    items,
+    mapping,
+    need,
+    only,
+    part,
+    read,
+    shown,
+    text,
+)
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -36,23 +47,48 @@ def tool(value: Any, where: str) -> Tool:
     given = read(_Tool, value, where)
     place = f"{where}.function"
     function = read(_Function, given.function, place)
+    signature = signed(function.name, function.parameters, function.strict, f"{place}.parameters")
+    return Tool(signature, value)
+
+
+def signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
+    """What a function takes. `place` is where the parameters stand, for messages."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
-    if function.parameters:
-        schema = {"type": "object", **function.parameters}
-    found = Grammar.json_schema(schema, not function.strict, f"{place}.parameters")
-    found = closed_grammar(found) if function.strict else found
-    return Tool(Signature(function.name, found), value)
+    if parameters:
+        schema = {"type": "object", **parameters}
+    found = Grammar.json_schema(schema, not strict, place)
+    return Signature(name, closed_grammar(found) if strict else found)
+
+
+def plain_tool(
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool,
+    place: str,
+) -> Tool:
+    """A function that came in another dialect's words; templates know OpenAI's."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    signature = signed(name, parameters, strict, place)
+    return Tool(signature, {"type": "function", "function": function})
+
+
+def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
+    """The same tools. Raises RequestError where two have one name."""
+    names = [item.signature.name for item in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            place = f"{where}[{index}].{name_field}"
+            raise RequestError(f"{place}: {shown(name)} is there twice.", place)
+    return tools
 
 
 def tools(value: Any, where: str) -> tuple[Tool, ...]:
     """Functions with different names."""
-    found: tuple[Tool, ...] = items(tool, MAX_TOOLS)(value, where)
-    names = [item.signature.name for item in found]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            place = f"{where}[{index}].function.name"
-            raise RequestError(f"{place}: {shown(name)} is there twice.", place)
-    return found
+    return different(items(tool, MAX_TOOLS)(value, where), "function.name", where)
 
 
 def tool_choice(value: Any, where: str) -> ToolChoice:
@@ -66,16 +102,11 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
     return ToolChoice(value)
 
 
-def _name(value: Any, where: str) -> str:
+def function_name(value: Any, where: str) -> str:
+    """A name that every way of writing calls can hold."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         message = f"{where} must be 1 to 64 letters, digits, '_', '.' or '-', not {shown(value)}."
         raise RequestError(message, where)
-    return value
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
     return value
 
 
@@ -85,20 +116,20 @@ _FUNCTIONS = only("function", why="tools are functions")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tool:
     type: str = need(_FUNCTIONS)
-    function: dict[str, Any] = need(_object)
+    function: dict[str, Any] = need(mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Function:
-    name: str = need(_name)
+    name: str = need(function_name)
     description: str | None = accept(_text)
-    parameters: dict[str, Any] | None = accept(_object)
+    parameters: dict[str, Any] | None = accept(mapping)
     strict: bool = accept(boolean, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    name: str = need(_name)
+    name: str = need(function_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +140,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Called:
-    name: str = need(_name)
+    name: str = need(function_name)
     arguments: str = need(_text)
 
 

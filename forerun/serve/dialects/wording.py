@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from forerun.serve.dialects.anthropic.errors import error_body as anthropic_error
 from forerun.serve.dialects.openai.errors import error_body as openai_error
 from forerun.serve.errors import ApiError
 
-_FAMILIES: tuple[tuple[str, Callable[[ApiError], Any]], ...] = ()
+_FAMILIES: tuple[tuple[str, Callable[[ApiError], Any]], ...] = (("/v1/messages", anthropic_error),)
 """Beginnings of paths, with the words of their clients."""
 
 
@@ -16,3 +17,8 @@ def error_body(path: str, error: ApiError) -> Any:
         if path.startswith(prefix):
             return body(error)
     return openai_error(error)
+
+
+def request_ids(path: str, id: str) -> list[tuple[bytes, bytes]]:
+    """Headers by which a family's clients know a request, beside x-request-id."""
+    return [(b"request-id", id.encode())] if path.startswith("/v1/messages") else []

@@ -1,0 +1,75 @@
+"""An answer's content blocks while they grow: their events, and what they come to."""
+
+import json
+import secrets
+from typing import Any
+
+from forerun.serve.output_parser import Heard
+
+Event = dict[str, Any]
+
+
+class Blocks:
+    """Turns what is heard into events of blocks, one after the other.
+
+    hidden  thinking is counted, but not shown
+    """
+
+    def __init__(self, hidden: bool) -> None:
+        self._hidden = hidden
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments: dict[int, str] = {}
+        self._open: str | None = None
+
+    def push(self, heard: Heard) -> list[Event]:
+        """Events of what is new."""
+        events: list[Event] = []
+        if heard.reasoning:
+            events += self._enter("thinking", {"thinking": "", "signature": ""})
+            if not self._hidden:
+                self._blocks[-1]["thinking"] += heard.reasoning
+                events.append(self._delta("thinking_delta", "thinking", heard.reasoning))
+        if heard.content:
+            events += self._enter("text", {"text": ""})
+            self._blocks[-1]["text"] += heard.content
+            events.append(self._delta("text_delta", "text", heard.content))
+        for piece in heard.calls:
+            if piece.name is not None:
+                events += self.close()
+                begun = {"id": f"toolu_{secrets.token_hex(12)}", "name": piece.name, "input": {}}
+                events += self._enter("tool_use", begun)
+            if piece.arguments:
+                at = len(self._blocks) - 1
+                self._arguments[at] = self._arguments.get(at, "") + piece.arguments
+                events.append(self._delta("input_json_delta", "partial_json", piece.arguments))
+        return events
+
+    def close(self) -> list[Event]:
+        """End the block that is open."""
+        if self._open is None:
+            return []
+        self._open = None
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def whole(self) -> list[dict[str, Any]]:
+        """All blocks. The input of a call that was cut off is empty: it is no JSON."""
+        for at, arguments in self._arguments.items():
+            try:
+                self._blocks[at]["input"] = json.loads(arguments)
+            except ValueError:
+                continue
+        return self._blocks
+
+    def _enter(self, kind: str, begun: dict[str, Any]) -> list[Event]:
+        if self._open == kind:
+            return []
+        events = self.close()
+        self._open = kind
+        self._blocks.append({"type": kind, **begun})
+        start = {"type": kind, **begun}
+        at = len(self._blocks) - 1
+        return [*events, {"type": "content_block_start", "index": at, "content_block": start}]
+
+    def _delta(self, kind: str, name: str, piece: str) -> Event:
+        at = len(self._blocks) - 1
+        return {"type": "content_block_delta", "index": at, "delta": {"type": kind, name: piece}}

@@ -1,0 +1,121 @@
+"""Conversations of blocks, as chat templates and the rest of the server know them."""
+
+import json
+from typing import Any
+
+from forerun.constrain.calls import Rules
+from forerun.errors import RequestError
+from forerun.serve.dialects.anthropic.schema import (
+    CountBody,
+    Message,
+    MessagesBody,
+    Text,
+    Thinking,
+    ToolResult,
+    ToolUse,
+)
+from forerun.serve.fields import ignored_in
+from forerun.serve.schema import ChatBody
+from forerun.serve.tools import ToolChoice, different
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_body(body: CountBody) -> ChatBody:
+    """The same request in the server's own words. Raises RequestError."""
+    messages = [] if body.system is None else [{"role": "system", "content": body.system}]
+    for message in body.messages:
+        messages += _plain(message)
+    choice = body.tool_choice
+    options: dict[str, Any] = {}
+    if isinstance(body, MessagesBody):
+        options = {
+            "max_tokens": body.max_tokens,
+            "stream": body.stream,
+            "stop": body.stop_sequences,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "min_p": body.min_p,
+            "seed": body.seed,
+            "speculative": body.speculative,
+        }
+    return ChatBody(
+        model=body.model,
+        messages=tuple(messages),
+        tools=different(body.tools, "name"),
+        tool_choice=None if choice is None else _choice(body),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        continue_final_message=body.messages[-1].role == "assistant",
+        reasoning_effort=_effort(body),
+        json_schema=_schema(body),
+        **options,
+    )
+
+
+def ignored(body: CountBody) -> tuple[str, ...]:
+    """Fields of the request, those within it by their path, that change nothing."""
+    found = list(ignored_in(body))
+    if body.thinking is not None:
+        found += [f"thinking.{name}" for name in ignored_in(body.thinking)]
+    inner = {name for message in body.messages for block in message.content
+             for name in ignored_in(block)}  # fmt: skip
+    return (*found, *(f"messages.{name}" for name in sorted(inner)))
+
+
+def _plain(message: Message) -> list[dict[str, Any]]:
+    """A message as templates take it: results of tools are messages of their own, and come first,
+    since they answer the calls before.
+    """
+    texts = [block.text for block in message.content if isinstance(block, Text)]
+    found: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
+        for block in message.content
+        if isinstance(block, ToolResult)
+    ]
+    calls = [_call(block) for block in message.content if isinstance(block, ToolUse)]
+    thoughts = [block.thinking for block in message.content if isinstance(block, Thinking)]
+    plain: dict[str, Any] = {"role": message.role, "content": "\n".join(texts)}
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        plain |= {"tool_calls": calls, "content": plain["content"] or None}
+    return [*found, plain] if texts or calls or thoughts or not found else found
+
+
+def _call(block: ToolUse) -> dict[str, Any]:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    function = {"name": block.name, "arguments": arguments}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _choice(body: CountBody) -> ToolChoice:
+    choice = body.tool_choice
+    assert choice is not None
+    if choice.type != "tool":
+        if choice.type == "any" and not body.tools:
+            raise RequestError(
+                "tool_choice asks for a call, but there are no tools.", "tool_choice"
+            )
+        return ToolChoice(_CHOICES[choice.type])
+    if choice.name not in [tool.signature.name for tool in body.tools]:
+        name = "tool_choice.name"
+        raise RequestError(f"{name}: there is no tool {choice.name!r} in tools.", name)
+    return ToolChoice("named", choice.name)
+
+
+def _effort(body: CountBody) -> str | None:
+    """How much to think; None = as the model's template has it."""
+    effort = body.output_config.effort if body.output_config is not None else None
+    if body.thinking is None:
+        return effort
+    return "none" if body.thinking.type == "disabled" else effort or "medium"
+
+
+def _schema(body: CountBody) -> Rules | None:
+    newer = body.output_config.format if body.output_config is not None else None
+    if newer is not None and body.output_format is not None:
+        message = "output_format and output_config.format say the same; send one of them."
+        raise RequestError(message, "output_format")
+    found = newer or body.output_format
+    return found.schema if found is not None else None

@@ -1,0 +1,130 @@
+"""POST /v1/messages, and counting its tokens."""
+
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from forerun.engine.request import Finish
+from forerun.serve.dialects.anthropic.blocks import Blocks, Event
+from forerun.serve.dialects.anthropic.conversation import chat_body, ignored
+from forerun.serve.dialects.anthropic.errors import error_body
+from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
+from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.openai.render import speculation_metrics
+from forerun.serve.dialogue import dialogue, ignored_fields
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import read
+from forerun.serve.prepare import Generation, chat_generation
+from forerun.serve.service import Service
+from forerun.serve.session import Tally
+from forerun.serve.wire import event
+
+
+class MessagesDialect(Dialect):
+    """Events of content blocks between message_start and message_stop."""
+
+    ping = event({"type": "ping"}, "ping")
+    _hearing: Hearing
+    _blocks: Blocks
+    _id: str
+    _stats: bool
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = False
+
+    def parse(self, value: Any, service: Service) -> Generation:
+        """See Dialect."""
+        body = read(MessagesBody, value)
+        self.served = service.named(body.model)
+        chat, loaded = chat_body(body), self.served.loaded
+        made = chat_generation(chat, loaded, service.settings)
+        told = ignored_fields(chat, loaded)
+        self.ignored = (
+            *ignored(body),
+            *("thinking" for name in told if name == "reasoning_effort"),
+        )
+        thinking = body.thinking
+        self._hearing = Hearing(made)
+        self._blocks = Blocks(thinking is not None and thinking.display == "omitted")
+        self._stats = body.speculative.stats
+        self._id = f"msg_{uuid.uuid4().hex}"
+        return replace(made, id=self._id)
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """See Dialect."""
+        events: list[Event] = []
+        if not self._started:
+            self._started = True
+            usage = {**_input(tally), "output_tokens": 0}
+            events.append({"type": "message_start", "message": self._message([], usage)})
+        for _, delta in news:
+            events += self._blocks.push(self._hearing.push(delta))
+        if last:
+            usage = {**_input(tally), "output_tokens": tally.output_tokens}
+            stop = {**self._stop(), "stop_details": None}
+            ended: Event = {"type": "message_delta", "delta": stop, "usage": usage}
+            if self._stats:
+                ended["metrics"] = speculation_metrics(tally.stats)
+            events += [*self._blocks.close(), ended]
+        return b"".join(event(one, one["type"]) for one in events)
+
+    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """See Dialect."""
+        for _, delta in choices:
+            self._blocks.push(self._hearing.push(delta))
+        usage = {**_input(tally), "output_tokens": tally.output_tokens}
+        answer = self._message(self._blocks.whole(), usage) | self._stop()
+        if self._stats:
+            answer["metrics"] = speculation_metrics(tally.stats)
+        return answer
+
+    def end(self, error: ApiError | None) -> bytes:
+        """See Dialect."""
+        if error is None:
+            return event({"type": "message_stop"}, "message_stop")
+        return event(error_body(error), "error")
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """See Dialect."""
+        return error_body(error)
+
+    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.served.name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _stop(self) -> dict[str, Any]:
+        """Why the answer ended."""
+        hearing = self._hearing
+        if hearing.finish == Finish.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if hearing.called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        stop = hearing.stop_reason if isinstance(hearing.stop_reason, str) else None
+        return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
+
+
+def counted(value: Any, service: Service) -> dict[str, int]:
+    """POST /v1/messages/count_tokens: tokens of the prompt as /v1/messages would make it."""
+    body = read(CountBody, value)
+    loaded = service.named(body.model).loaded
+    return {"input_tokens": len(dialogue(chat_body(body), loaded, service.settings).prompt)}
+
+
+def _input(tally: Tally) -> dict[str, int]:
+    """Tokens of the prompt. Those that the prefix cache had are counted apart from the others."""
+    return {
+        "input_tokens": tally.prompt_tokens - tally.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": tally.cached_tokens,
+    }

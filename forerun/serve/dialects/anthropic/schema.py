@@ -1,0 +1,228 @@
+"""What /v1/messages may say: a conversation of content blocks, tools, thinking."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.constrain.calls import Rules
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    ignore,
+    integer,
+    items,
+    mapping,
+    need,
+    number,
+    only,
+    part,
+    read,
+    tagged,
+    text,
+)
+from forerun.serve.schema import (
+    MAX_MESSAGES,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_TOKENS,
+    NO_MEDIA,
+    SpeculativeOptions,
+    plain_text,
+    untraced,
+)
+from forerun.serve.structure import json_rules
+from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
+
+OWN_TOOLS = "the server runs no tools of its own; offer functions with an input_schema"
+_OURS = "no model here can read it; leave it out"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A block of text."""
+
+    type: str = need(plain_text)
+    text: str = need(plain_text)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    citations: list[Any] | None = accept(only([], why="texts have no sources here"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """What the model thought before; the signature is not looked at."""
+
+    type: str = need(plain_text)
+    thinking: str = need(plain_text)
+    signature: str = accept(plain_text, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """A call of an earlier answer."""
+
+    type: str = need(plain_text)
+    id: str = need(text(256))
+    name: str = need(function_name)
+    input: dict[str, Any] = need(mapping)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    caller: dict[str, Any] | None = ignore(mapping)
+
+
+_MEDIA = dict.fromkeys(("image", "document", "search_result"), NO_MEDIA)
+_text_block = tagged({"text": Text}, _MEDIA)
+_text_blocks = items(_text_block, MAX_MESSAGES)
+
+
+def told(value: Any, where: str) -> str:
+    """A text or blocks of text, which are joined by line breaks."""
+    if isinstance(value, list):
+        return "\n".join(block.text for block in _text_blocks(value, where))
+    return str(plain_text(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolResult:
+    """What a call brought."""
+
+    type: str = need(plain_text)
+    tool_use_id: str = need(text(256))
+    content: str = accept(told, "")
+    is_error: bool = ignore(boolean, False)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+
+
+Block = Text | Thinking | ToolUse | ToolResult
+_block = tagged(
+    {"text": Text, "thinking": Thinking, "tool_use": ToolUse, "tool_result": ToolResult},
+    {**_MEDIA, "redacted_thinking": _OURS, "server_tool_use": OWN_TOOLS},
+)
+_blocks = items(_block, MAX_MESSAGES)
+
+
+def _content(value: Any, where: str) -> tuple[Block, ...]:
+    if isinstance(value, str):
+        return (Text(type="text", text=str(plain_text(value, where))),)
+    found: tuple[Block, ...] = _blocks(value, where)
+    return found
+
+
+_ROLES = only("user", "assistant", "system", why="roles are user, assistant and system")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str = need(_ROLES)
+    content: tuple[Block, ...] = need(_content)
+
+
+def _message(value: Any, where: str) -> Message:
+    """A message whose blocks are such as its role has."""
+    found = read(Message, value, where)
+    others = {"assistant": ToolResult, "user": Thinking | ToolUse}
+    wrong = others.get(found.role, Thinking | ToolUse | ToolResult)
+    for index, block in enumerate(found.content):
+        if isinstance(block, wrong):
+            place = f"{where}.content[{index}]"
+            raise RequestError(f"{place}: a {found.role} message has no {block.type}.", place)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    name: str = need(function_name)
+    type: str | None = accept(only("custom", why=OWN_TOOLS))
+    description: str | None = accept(plain_text)
+    input_schema: dict[str, Any] = need(mapping)
+    strict: bool = accept(boolean, False)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    eager_input_streaming: bool | None = ignore(boolean)
+    defer_loading: bool = accept(only(False, why="all tools are known at once"), False)
+    input_examples: list[Any] | None = accept(only([], why="put examples into the description"))
+    allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
+
+
+def _tool(value: Any, where: str) -> Tool:
+    # Tools that the service itself would run come first: their other fields are of no interest.
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None:
+        only("custom", why=OWN_TOOLS)(kind, f"{where}.type")
+    given = read(_Function, value, where)
+    place = f"{where}.input_schema"
+    return plain_tool(given.name, given.description, given.input_schema, given.strict, place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    """auto, any, none, or tool with a name."""
+
+    type: str = need(only("auto", "any", "none", "tool", why="it is one of these"))
+    name: str | None = accept(function_name)
+    disable_parallel_tool_use: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingConfig:
+    """Whether to think. No budget is kept: max_tokens bounds thoughts and answer together."""
+
+    type: str = need(only("enabled", "adaptive", "between_tools", "disabled", why="these exist"))
+    budget_tokens: int | None = ignore(integer(1, MAX_TOKENS))
+    display: str | None = accept(only("summarized", "omitted", why="it is one of these"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Format:
+    type: str = need(only("json_schema", why="the format is a JSON schema"))
+    schema: Rules = need(json_rules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig:
+    """The effort of thinking, and the schema of the answer."""
+
+    effort: str | None = accept(only("low", "medium", "high", "xhigh", "max", why="these exist"))
+    format: _Format | None = accept(part(_Format))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountBody:
+    """POST /v1/messages/count_tokens: what is counted."""
+
+    model: str | None = accept(text(256, 1))
+    messages: tuple[Message, ...] = need(items(_message, MAX_MESSAGES, 1))
+    system: str | None = accept(told)
+    tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
+    tool_choice: ToolChoice | None = accept(part(ToolChoice))
+    thinking: ThinkingConfig | None = accept(part(ThinkingConfig))
+    output_config: OutputConfig | None = accept(part(OutputConfig))
+    output_format: _Format | None = accept(part(_Format))
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    speed: str | None = accept(only("standard", why="there is one speed"))
+    user_profile_id: str | None = ignore(plain_text)
+    workspace_id: str | None = ignore(plain_text)
+
+    refused: ClassVar[dict[str, str]] = {
+        "mcp_servers": OWN_TOOLS,
+        "container": OWN_TOOLS,
+        "context_management": "the whole conversation is read",
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesBody(CountBody):
+    """POST /v1/messages. seed, min_p and speculative are Forerun's own fields."""
+
+    max_tokens: int = need(integer(1, MAX_TOKENS))
+    stream: bool = accept(boolean, False)
+    stop_sequences: tuple[str, ...] = accept(items(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
+    seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
+    service_tier: str | None = accept(only("auto", "standard_only", why="there is one tier"))
+    metadata: dict[str, Any] | None = ignore(mapping)
+    inference_geo: str | None = ignore(plain_text)
+    diagnostics: dict[str, Any] | None = ignore(mapping)

@@ -1,0 +1,26 @@
+"""What dialects of conversations share: one choice, whose text is read as it comes."""
+
+from forerun.engine.request import Delta, Finish
+from forerun.serve.output_parser import Heard, OutputParser
+from forerun.serve.prepare import Generation
+
+
+class Hearing:
+    """Reads the one choice of a generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        make = generation.parser or (lambda: OutputParser(None, None))
+        self._parser = make()
+        self.finish: Finish | None = None
+        self.stop_reason: str | int | None = None
+
+    def push(self, news: Delta) -> Heard:
+        """What is new, told apart."""
+        if news.finish is not None:
+            self.finish, self.stop_reason = news.finish, news.stop_reason
+        return self._parser.push(news.text, news.finish is not None)
+
+    @property
+    def called(self) -> bool:
+        """The answer ended with calls of tools."""
+        return self.finish == Finish.STOP and self._parser.called

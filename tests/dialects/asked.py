@@ -1,0 +1,43 @@
+"""What tests of all dialects ask, and what OpenAI's route answers to it."""
+
+from forerun.text.tokenizer import Tokenizer
+from tests.engine.toys import following
+
+TOKENIZER = Tokenizer.byte_level()
+SAMPLED = {"temperature": 1.0, "seed": 11}
+GREEDY = {"temperature": 0.0, "seed": 0}
+ASKED = [{"role": "user", "content": "Which city?"}]
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def is_place(value):
+    return value["city"] in ("Paris", "Rome") and value["days"] in (1, 2) and len(value) == 2
+
+
+def chat(server, messages=ASKED, **options):
+    """The choice of /v1/chat/completions, and its usage."""
+    body = {"messages": messages, "max_tokens": 40, **options}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0], answer.json()["usage"]
+
+
+def text_of(server, messages=ASKED, **options):
+    return chat(server, messages, **options)[0]["message"]["content"]
+
+
+def thoughtful():
+    """A question whose greedy answer begins with i: it thinks, where i begins a thought."""
+    for number in range(1000):
+        text = f"Question {number}"
+        prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        tokens = following(TOKENIZER.encode(prompt, specials=True).tolist(), 40)
+        answer = TOKENIZER.decode(tokens)
+        if answer.startswith("i") and "i" in answer[3:30] and len(answer) == 40:
+            return text
+    raise AssertionError("the toy never begins with i")

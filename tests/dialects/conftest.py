@@ -1,0 +1,27 @@
+"""One toy server for all dialects, and what it says to whom it always said it."""
+
+import pytest
+
+from tests.e2e.processes import serving
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("dialects"), delay=0.001) as server:
+        yield server
+        assert server.idle()
+        assert "Traceback" not in server.logged()
+
+
+@pytest.fixture(scope="session")
+def thinking(tmp_path_factory):
+    """Thinks from a first i to the next one."""
+    with serving(tmp_path_factory.mktemp("thinking"), settings={"reasoning_end": "i"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory):
+    """Wants a key."""
+    with serving(tmp_path_factory.mktemp("guarded"), settings={"api_keys": ["sesame"]}) as server:
+        yield server
