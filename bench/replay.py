@@ -21,15 +21,15 @@ import numpy as np
 
 from forerun.bench.workload import read_prompts
 from forerun.build.engine import encode_chat, make_engine, open_target
+from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control import acceptance, adaptive, cost_model, slowdown_guard
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
 from forerun.control.report import step_report
-from forerun.drafters.ngram import NgramDrafter
-from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
+from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.speculative.sampling import Sampling
@@ -66,7 +66,7 @@ class Replay:
     """Plays answers over `rows` slots; counts steps, tokens and virtual milliseconds."""
 
     costs: StepCosts
-    drafter: NgramDrafter
+    drafter: Drafter
     answers: Iterator[dict[str, list[int]]]
     wrong: bool = False
     policy: AdaptivePolicy = None  # type: ignore[assignment]
@@ -205,11 +205,10 @@ def run(options: argparse.Namespace) -> None:
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]
     draft = shipped_draft("smollm2-135m")
     table = read_ngram_table(Path(draft) / FILE, 49152) if draft else None
-    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
     for name in options.tables:
         for rows in options.rows:
             played = islice(cycle(answers), max(len(answers), 8 * rows))
-            replay = Replay(COSTS[name], kind(rows, table=table), played, options.wrong)
+            replay = Replay(COSTS[name], ngram_drafter(rows, table), played, options.wrong)
             told = COSTS[options.told or name]
             while head := list(islice(played, options.fresh * rows or None)):
                 replay.policy = AdaptivePolicy(told, 8, 8, free=True)

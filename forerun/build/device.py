@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from forerun.build import with_jax
 from forerun.config import EngineConfig
-from forerun.errors import ConfigError
 from forerun.machine import gpu_devices, tpu_devices
 
 
@@ -73,17 +71,3 @@ def _gpu(found: list[str]) -> DeviceChoice:
         )
         return DeviceChoice("cpu", why, gpu=True)
     return DeviceChoice("cuda", torch.cuda.get_device_name(), gpu=True)
-
-
-def device_memory(config: EngineConfig) -> int:
-    """Bytes that are free on the devices of a configuration that does not run on the CPU.
-
-    Raises ConfigError where there is no such device.
-    """
-    if config.executor == "jax":
-        return with_jax.device_memory(config)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(config.device)[0])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import Needs
 from forerun.config import EngineConfig
 from forerun.control.adaptive import AdaptivePolicy
@@ -22,7 +23,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
-from forerun.models.cache_layer import CacheLayer
 from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
@@ -161,23 +161,17 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
     return None, fault
 
 
-def with_draft(
-    needs: Needs, parameters: int, cache: tuple[CacheLayer, ...], vocab: int, item: int | None
-) -> Needs:
+def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
     """The needs with a draft model's: weights, keys and values of all its layers, logits.
 
-    parameters  numbers of weights that run
-    cache       what each layer keeps of a position, under the target's page ids
-    vocab       Vd
-    item        bytes of a number on the torch executor; None on the CPU core, which packs weights
-                to 8 bits and keeps keys and values in 16
+    item  bytes of a number; None: weights are packed to 8 bits, keys and values kept in 16
     """
-    weights = parameters * 34 // 32 if item is None else parameters * item
+    weights = draft.parameters * 34 // 32 if item is None else draft.parameters * item
     return replace(
         needs,
         weights=needs.weights + weights,
-        per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in cache),
-        per_node=needs.per_node + 4 * (vocab // 4),
+        per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
+        per_node=needs.per_node + 4 * (draft.vocab // 4),
     )
 
 

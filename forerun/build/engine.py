@@ -1,21 +1,19 @@
-"""The composition root: the only file that names executors. Everything is put together here.
+"""The composition root: everything is put together here, with an executor of the registry's.
 
-    config -> open_target -> Target (executor, tokenizer, memory plan)
-                    Target + config -> make_engine -> Engine
-    load = both
-
-The executors are imported by the functions that choose them: neither is needed for the other.
+config -> open_target -> Target (executor, tokenizer, memory plan)
+Target + config -> make_engine -> Engine
+load = both
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from forerun.build import tuned, with_jax
+from forerun.build import tuned
 from forerun.build.chat_template import template_source
-from forerun.build.device import DeviceChoice, choose_device, device_memory
+from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
+    Parts,
     excused,
     model_drafter,
     open_drafts,
@@ -24,8 +22,10 @@ from forerun.build.drafting import (
     with_draft,
     with_shipped,
 )
-from forerun.build.memory import ITEM_BYTES, MemoryPlan, Needs, needs_of, plan_memory
+from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.prepare import prepare
+from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
+from forerun.build.with_cpu import ngram_drafter
 from forerun.config import NEUTRAL, EngineConfig
 from forerun.constrain.backends import open_compiler
 from forerun.constrain.compile import Compiler
@@ -35,16 +35,16 @@ from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.cost_model import StepCosts
 from forerun.drafters.guarded import GuardedDrafter
-from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
+from forerun.executors.toy import ToyExecutor
+from forerun.hub.catalog import open_model
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.text.chat import ChatTemplate
@@ -206,19 +206,11 @@ def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Dr
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.steps == 0:
         return NoDrafter()
-    lookup = _lookup(target.memory.limits.slots, target.table)
+    lookup = ngram_drafter(target.memory.limits.slots, target.table)
     model = target.draft_model
     if model is not None and config.algorithm.model:
         return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)
     return lookup
-
-
-def _lookup(slots: int, table: NgramTable | None) -> Drafter:
-    """The n-gram drafter: on the compiled core where there is one, whatever executes the model."""
-    from forerun.executors import cpu
-
-    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
-    return kind(slots, table=table)
 
 
 def _costs(
@@ -227,12 +219,10 @@ def _costs(
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or not config.speculates:
         return None
-    return measure_costs(executor, _lookup(executor.limits.slots, table))
+    return measure_costs(executor, ngram_drafter(executor.limits.slots, table))
 
 
 def _open_toy(config: EngineConfig) -> Target:
-    from forerun.executors.toy import ToyExecutor
-
     config = with_shipped(config)
     if config.speculative_draft_model_path is not None:
         raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
@@ -257,41 +247,33 @@ def _open_toy(config: EngineConfig) -> Target:
 
 
 def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
-    from forerun.executors import cpu
-    from forerun.hub.catalog import open_model
-
     model = open_model(config.model, progress, revision=config.revision)
     device = choose_device(config)
     arch = model.architecture
     config = with_shipped(choose_executor(config, arch))
-    native = config.executor == "cpu"
-    if native:
-        cpu.check_runs(arch, config.context)
-    needs = needs_of(config, arch, model.path, cpu.cache_bytes_per_token(arch) if native else None)
-    parts, fault = excused(config, lambda: open_drafts(config, arch))
+    entry = EXECUTORS[config.executor]
+    needs = entry.needs(config, arch, model.path)
+    parts, fault = excused(config, lambda: _drafts(config, arch))
     draft, table = (parts.head, parts.table) if parts else (None, None)
     if draft is not None:
-        head, item = draft.head, None if native else ITEM_BYTES[config.dtype]
-        needs = with_draft(needs, head.parameters, head.cache, head.vocab, item)
-    on_device = config.device != "cpu"
-    available = device_memory(config) if on_device else memory_available()
-    memory = plan_memory(config, needs, available, fill=on_device)
-    executor = _build(config, model.checkpoint, memory)
+        needs = with_draft(needs, draft, entry.draft_item(config))
+    memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
+    executor = entry.build(config, model.checkpoint, memory.limits)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
-    draft_model = None
+    drafts: DraftModel | None = None
     if draft is not None:
-        draft_model, fault = excused(
-            config, lambda: _draft_model(executor, model.checkpoint, draft)
+        drafts, fault = excused(
+            config, lambda: draft_model(config, executor, model.checkpoint, draft)
         )
-    config = resolved_drafting(config, draft_model is not None, fault)
-    prepare(config, executor, draft_model is not None, progress)
+    config = resolved_drafting(config, drafts is not None, fault)
+    prepare(config, executor, drafts is not None, progress)
     costs = _costs(config, executor, table)
-    if costs is not None and draft_model is not None:
-        costs = with_draft_model(costs, draft_model, executor, config.page_size)
+    if costs is not None and drafts is not None:
+        costs = with_draft_model(costs, drafts, executor, config.page_size)
     return Target(
-        draft=draft if draft_model is not None else None,
-        draft_model=draft_model,
+        draft=draft if drafts is not None else None,
+        draft_model=drafts,
         table=table,
         fault=fault,
         device=device,
@@ -307,64 +289,12 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
-
-    if isinstance(executor, CpuExecutor):
-        return CpuEagleModel(executor, checkpoint, draft)
-    if executor.name == "jax":
-        with_jax.refuse_head()
-    from forerun.executors.torch import TorchEagleModel, TorchExecutor
-
-    assert isinstance(executor, TorchExecutor)
-    return TorchEagleModel(executor, checkpoint, draft)
-
-
-def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
-    """Replace "auto" in device, executor and dtype; warns where the core cannot run `arch`."""
-    from forerun.executors import cpu
-
-    config = replace(config, device=choose_device(config).device)
-    executor, dtype = config.executor, config.dtype
-    if executor == "auto":
-        wanted = config.device == "cpu" and dtype in ("auto", "file") and config.kv_dtype == "same"
-        wanted = wanted and not config.enable_torch_compile
-        missing = (cpu.available() or cpu.refusal(arch, config.context)) if wanted else None
-        executor = "cpu" if wanted and not missing else "torch"
-        executor = "jax" if config.device == "tpu" else executor
-        if missing:
-            warnings.warn(
-                f"The native CPU core is not used ({missing}); using torch, which is several "
-                "times slower.",
-                stacklevel=2,
-            )
-    with_jax.check_shards(config, executor)
-    if dtype == "auto":
-        dtype = "bfloat16" if config.device != "cpu" else "float32"
-        dtype = "file" if executor == "cpu" else dtype
-    return replace(config, executor=executor, dtype=dtype)
-
-
-def _build(config: EngineConfig, checkpoint: Any, memory: MemoryPlan) -> Executor:
-    if config.executor == "jax":
-        return with_jax.build(config, checkpoint, memory.limits)
-    if config.executor == "cpu":
-        from forerun.executors.cpu import CpuExecutor
-
-        return CpuExecutor(checkpoint, memory.limits, config.threads)
-    try:
-        from forerun.executors.torch import TorchExecutor
-    except ImportError as error:
-        raise ConfigError(
-            f"The torch executor needs torch, which cannot be imported ({error}). "
-            "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
-        ) from error
-    if config.threads:
-        import torch
-
-        torch.set_num_threads(config.threads)
-    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
-    return TorchExecutor(checkpoint, memory.limits, *how, config.kv_dtype)
+def _drafts(config: EngineConfig, arch: Architecture) -> Parts:
+    """What is wanted of the named draft, of a kind that the executor runs."""
+    parts = open_drafts(config, arch)
+    if parts.head is not None:
+        check_offered(config, parts.head)
+    return parts
 
 
 def _resolved(

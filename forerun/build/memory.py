@@ -116,24 +116,13 @@ def human(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def needs_of(
-    config: EngineConfig, arch: Architecture, path: Path, core_per_token: int | None
-) -> Needs:
-    """What a model asks, with executor and dtype chosen.
+def needs_of(arch: Architecture, weights: int, per_token: int, context: int | None = None) -> Needs:
+    """What a model asks, given bytes of its weights and of a token's keys and values.
 
-    path            of its file or folder
-    core_per_token  bytes of keys and values of a token on the compiled core; None = torch runs it
+    context  longest sequence; None: what the model was made for
     """
-    if core_per_token is not None:
-        weights, per_token = _file_bytes(path), core_per_token
-    else:
-        weights, width = _dense_bytes(arch, config), ITEM_BYTES[config.dtype]
-        # In float8 a head of a token has a scale, of 4 bytes.
-        head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
-        per_token = 2 * arch.layers * arch.kv_heads * head
     return Needs(
-        # The core knows no sliding windows; up to the shortest it is exact.
-        context=arch.context if core_per_token is None else arch.windowless_context,
+        context=arch.context if context is None else context,
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,
@@ -141,14 +130,18 @@ def needs_of(
     )
 
 
-def _dense_bytes(arch: Architecture, config: EngineConfig) -> int:
-    """Bytes of the weights in torch, which in float32 on the CPU packs a tied head once more."""
+def dense_needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
+    """What a model asks whose weights are unpacked to the configuration's dtype."""
+    width = ITEM_BYTES[config.dtype]
+    # In float8 a head of a token has a scale, of 4 bytes.
+    head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
+    # In float32 on the CPU, torch packs a tied head once more.
     twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
     count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
-    return count * ITEM_BYTES[config.dtype]
+    return needs_of(arch, count * width, 2 * arch.layers * arch.kv_heads * head)
 
 
-def _file_bytes(path: Path) -> int:
+def bytes_on_disk(path: Path) -> int:
     """Bytes of a file, or of the files of a folder."""
     return (
         path.stat().st_size

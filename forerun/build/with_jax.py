@@ -2,10 +2,13 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.config import EngineConfig
-from forerun.errors import ConfigError, ModelError
+from forerun.errors import ConfigError
 from forerun.hub.cache_dir import cache_dir
 from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.machine import memory_available
 from forerun.models.checkpoint import Checkpoint
 
 LEAST = (0, 10)
@@ -27,16 +30,7 @@ def check_jax() -> None:
         raise ConfigError(f"The jax executor needs jax {least} or newer, not {found}. {install}")
 
 
-def check_shards(config: EngineConfig, executor: str) -> None:
-    """Raise ConfigError where a model shall be cut over devices and the chosen executor cannot."""
-    if config.tp_size > 1 and executor != "jax":
-        raise ConfigError(
-            f"tp-size is {config.tp_size}, but the {executor} executor runs on one device; use "
-            "--executor jax."
-        )
-
-
-def build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
     """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
     check_jax()
     if config.threads is not None:
@@ -55,17 +49,25 @@ def build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) 
     return JaxExecutor(checkpoint, limits, options)
 
 
-def device_memory(config: EngineConfig) -> int:
+def _free_memory(config: EngineConfig) -> int:
     """Bytes that are free on the devices that a model is cut over, together."""
+    if config.device == "cpu":
+        return memory_available()
     check_jax()
     from forerun.executors.jax import free_bytes
 
     return free_bytes(config.device, config.tp_size)
 
 
-def refuse_head() -> None:
-    """Raise ModelError: draft heads run on other executors."""
-    raise ModelError(
-        "draft heads do not run on the jax executor yet; use --speculation ngram, or another "
-        "executor"
-    )
+ENTRY = ExecutorEntry(
+    name="jax",
+    title="jax executor",
+    suits=lambda config: config.device == "tpu",
+    refusal=lambda arch, context: None,
+    needs=dense_needs,
+    draft_item=lambda config: ITEM_BYTES[config.dtype],
+    free_memory=_free_memory,
+    build=_build,
+    draft_models={},
+    shards=True,
+)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from forerun.build.engine import choose_executor, load
+from forerun.build.engine import load
+from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError

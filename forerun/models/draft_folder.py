@@ -9,12 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import shortened
 from forerun.models.config_json import read_json
 from forerun.models.config_variants import read_as
@@ -45,17 +46,35 @@ _DERIVED = re.compile(r"^(t2d|.*rotary_emb\.inv_freq)$")
 
 @dataclass(frozen=True, slots=True)
 class DraftFile:
-    """An opened draft.
+    """An opened draft head.
 
+    kind        what it is, in a sentence's words
     target_ids  int32[Vd] target id of every draft id
     warnings    sentences about known traps, each naming the configuration key
     """
+
+    kind: ClassVar[str] = "EAGLE head"
 
     path: Path
     head: DraftHead
     target_ids: Ints
     warnings: tuple[str, ...]
     files: Mapping[str, tuple[TensorFile, str]]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of weights that run."""
+        return self.head.parameters
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer keeps of a position."""
+        return self.head.cache
+
+    @property
+    def vocab(self) -> int:
+        """Vd."""
+        return self.head.vocab
 
     def tensor(self, name: str) -> Floats:
         """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""

@@ -4,7 +4,8 @@ import pytest
 
 from forerun.build import device
 from forerun.build.device import choose_device
-from forerun.build.engine import choose_executor, open_target
+from forerun.build.engine import open_target
+from forerun.build.registry import choose_executor
 from forerun.cli import console
 from forerun.config import EngineConfig
 from forerun.hub.catalog import open_model

@@ -1,15 +1,19 @@
 """--executor jax: what it takes to choose it, what it refuses, and a whole engine on it."""
 
+from pathlib import Path
+
 import pytest
 
 from forerun.bench.prove import Trial, prove
 from forerun.bench.workload import Prompt
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
-from forerun.build.engine import choose_executor, open_target
+from forerun.build.engine import open_target
+from forerun.build.registry import choose_executor, draft_model
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError, ModelError
+from forerun.models.draft_folder import DraftFile
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 
@@ -121,5 +125,6 @@ def test_speculation_changes_no_text(target):
 
 
 def test_draft_heads_are_refused_in_words():
-    with pytest.raises(ModelError, match="draft heads do not run on the jax executor yet"):
-        with_jax.refuse_head()
+    head = DraftFile(Path(), None, None, (), {})
+    with pytest.raises(ModelError, match=r"jax executor has no .*\(EAGLE head\).*cpu or torch"):
+        draft_model(EngineConfig(executor="jax"), None, None, head)

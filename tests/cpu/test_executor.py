@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.build.engine import choose_executor, open_target
-from forerun.build.memory import needs_of
+from forerun.build.engine import open_target
+from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
@@ -68,9 +68,9 @@ def test_a_window_ends_its_context(checkpoint, executor, tmp_path):
     source = checkpoint("mistral", None, sliding_window=100)
     arch = source.architecture
     config = EngineConfig(model=str(source.path))
-    assert needs_of(config, arch, source.path, cache_bytes_per_token(arch)).context == 100
+    assert EXECUTORS["cpu"].needs(config, arch, source.path).context == 100
     torch_config = replace(config, executor="torch", dtype="float32")
-    assert needs_of(torch_config, arch, source.path, None).context == 512
+    assert EXECUTORS["torch"].needs(torch_config, arch, source.path).context == 512
     assert executor(source, context=100).limits.context == 100
     with pytest.raises(ModelError, match=r"no sliding windows.*100 tokens.*context is 101"):
         executor(source, context=101)

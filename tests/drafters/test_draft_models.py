@@ -3,6 +3,7 @@ exact, and texts are those of plain decoding.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -291,7 +292,8 @@ def test_layers_of_any_number_and_shape_are_counted():
     layers = (CacheLayer(2, 16), CacheLayer(1, 8), CacheLayer(2, 16))
     config = EngineConfig(model="toy", page_size=8, max_sequences=2, max_step_nodes=16)
     needs = Needs(context=256, vocab=100, weights=1000, per_token=64, per_node=10)
-    with_model = with_draft(needs, 500, layers, 40, 4)
+    source = SimpleNamespace(parameters=500, cache=layers, vocab=40)
+    with_model = with_draft(needs, source, 4)
     assert with_model.weights == 1000 + 4 * 500
     assert with_model.per_token == 64 + 4 * 2 * (2 * 16 + 8 + 2 * 16)
     plan = plan_memory(config, with_model, 10**8)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import choose_executor, open_target
+from forerun.build.engine import open_target
+from forerun.build.registry import choose_executor
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor

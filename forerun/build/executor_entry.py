@@ -1,0 +1,78 @@
+"""What the composition root knows of an executor before, and instead of, importing it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from forerun.build.memory import Needs
+from forerun.config import EngineConfig
+from forerun.interface.draft_model import DraftModel
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.models.arch import Architecture
+from forerun.models.cache_layer import CacheLayer
+from forerun.models.checkpoint import Checkpoint
+
+
+class DraftSource(Protocol):
+    """An opened draft, of whatever kind: what the memory plan and the table of executors ask of it.
+
+    kind        what draft models are made by, in a sentence's words: "EAGLE head", ...
+    parameters  numbers of weights that run
+    cache       what each layer keeps of a position, under the target's page ids
+    vocab       Vd
+    """
+
+    @property
+    def kind(self) -> str:
+        """See above; so are the others."""
+        ...
+
+    @property
+    def parameters(self) -> int: ...  # noqa: D102
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]: ...  # noqa: D102
+
+    @property
+    def vocab(self) -> int: ...  # noqa: D102
+
+
+MakeDraftModel = Callable[[Any, Checkpoint, Any], DraftModel]
+"""(the entry's executor, the target's checkpoint, a draft source of the kind) -> its draft model.
+Raises ModelError where the two do not fit, MemoryPlanError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorEntry:
+    """One executor: how it is chosen, sized and built, and which draft models it offers.
+
+    Importing an entry imports no executor; calling what is in it does.
+
+    name          as --executor says
+    title         as sentences say
+    suits         whether a configuration that names no executor, its device decided, leaves it open
+                  for this one. The first entry that suits is taken
+    refusal       why it cannot run a model up to a context (None: as far as it can), in one
+                  clause; None where it can
+    needs         what a model asks of the machine; the path is of its file or folder
+    draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
+                  and 16 bits
+    free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
+    build         raises what the executor raises, and ConfigError where what it needs is missing
+    draft_models  by the kind of draft
+    dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
+    shards        whether it cuts a model over devices
+    """
+
+    name: str
+    title: str
+    suits: Callable[[EngineConfig], bool]
+    refusal: Callable[[Architecture, int | None], str | None]
+    needs: Callable[[EngineConfig, Architecture, Path], Needs]
+    draft_item: Callable[[EngineConfig], int | None]
+    free_memory: Callable[[EngineConfig], int]
+    build: Callable[[EngineConfig, Checkpoint, ExecutorLimits], Executor]
+    draft_models: Mapping[str, MakeDraftModel]
+    dtype: str | None = None
+    shards: bool = False

@@ -1,0 +1,73 @@
+"""The executors there are, in one table: how each is chosen, sized and built, and which draft
+models it offers. Who adds one adds a line here; who adds a draft model adds one to its entry.
+"""
+
+import warnings
+from dataclasses import replace
+
+from forerun.build import with_cpu, with_jax, with_torch
+from forerun.build.device import choose_device
+from forerun.build.executor_entry import DraftSource, ExecutorEntry
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, ModelError
+from forerun.interface.draft_model import DraftModel
+from forerun.interface.executor import Executor
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+
+EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
+"""By name, in the order in which "auto" asks them. The toy is none: it brings its own model."""
+
+
+def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
+    """Replace "auto" in device, executor and dtype; warns where the best cannot run `arch`.
+
+    Raises ConfigError where a model shall be cut over devices and the chosen one cannot.
+    """
+    config = replace(config, device=choose_device(config).device)
+    entry = _suiting(config, arch) if config.executor == "auto" else EXECUTORS[config.executor]
+    if config.tp_size > 1 and not entry.shards:
+        able = ", ".join(f"--executor {each.name}" for each in EXECUTORS.values() if each.shards)
+        raise ConfigError(
+            f"tp-size is {config.tp_size}, but the {entry.name} executor runs on one device; use "
+            f"{able}."
+        )
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = entry.dtype or ("float32" if config.device == "cpu" else "bfloat16")
+    return replace(config, executor=entry.name, dtype=dtype)
+
+
+def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
+    """The first that suits and can."""
+    *better, last = (entry for entry in EXECUTORS.values() if entry.suits(config))
+    for entry in better:
+        reason = entry.refusal(arch, config.context)
+        if reason is None:
+            return entry
+        warnings.warn(
+            f"The {entry.title} is not used ({reason}); using {last.name}, which is several times "
+            "slower.",
+            stacklevel=4,
+        )
+    return last
+
+
+def check_offered(config: EngineConfig, draft: DraftSource) -> None:
+    """Raise ModelError where the chosen executor has no draft model for this kind of draft."""
+    if draft.kind in EXECUTORS[config.executor].draft_models:
+        return
+    able = [name for name, entry in EXECUTORS.items() if draft.kind in entry.draft_models]
+    raise ModelError(
+        f"the {config.executor} executor has no draft model for this kind of draft "
+        f"({draft.kind}); use --speculative-algorithm NGRAM, or --executor {' or '.join(able)}"
+    )
+
+
+def draft_model(
+    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: DraftSource
+) -> DraftModel:
+    """The draft, ready to run beside the chosen executor. Raises ModelError, MemoryPlanError."""
+    check_offered(config, draft)
+    make = EXECUTORS[config.executor].draft_models[draft.kind]
+    return make(executor, checkpoint, draft)

@@ -1,0 +1,77 @@
+"""The compiled CPU core: Llama's block, in 4 and 8 bits as the file has it."""
+
+from pathlib import Path
+
+from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.memory import Needs, bytes_on_disk, needs_of
+from forerun.config import EngineConfig
+from forerun.drafters.ngram import NgramDrafter
+from forerun.interface.draft_model import DraftModel
+from forerun.interface.drafter import Drafter
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.machine import memory_available
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
+from forerun.models.ngram_table import NgramTable
+
+
+def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
+    """The n-gram drafter: on the compiled core where there is one, whatever runs the model."""
+    from forerun.executors import cpu
+
+    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
+    return kind(slots, table=table)
+
+
+def _suits(config: EngineConfig) -> bool:
+    return (
+        config.device == "cpu"
+        and config.dtype in ("auto", "file")
+        and config.kv_dtype == "same"
+        and not config.enable_torch_compile
+    )
+
+
+def _refusal(arch: Architecture, context: int | None) -> str | None:
+    from forerun.executors import cpu
+
+    return cpu.available() or cpu.refusal(arch, context)
+
+
+def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
+    """Weights stay as they are in the file. The core knows no sliding windows: it is exact up to
+    the shortest.
+    """
+    from forerun.executors import cpu
+
+    cpu.check_runs(arch, config.context)
+    per_token = cpu.cache_bytes_per_token(arch)
+    return needs_of(arch, bytes_on_disk(path), per_token, arch.windowless_context)
+
+
+def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+    from forerun.executors.cpu import CpuExecutor
+
+    return CpuExecutor(checkpoint, limits, config.threads)
+
+
+def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.cpu import CpuEagleModel, CpuExecutor
+
+    assert isinstance(executor, CpuExecutor)
+    return CpuEagleModel(executor, checkpoint, draft)
+
+
+ENTRY = ExecutorEntry(
+    name="cpu",
+    title="native CPU core",
+    suits=_suits,
+    refusal=_refusal,
+    needs=_needs,
+    draft_item=lambda config: None,
+    free_memory=lambda config: memory_available(),
+    build=_build,
+    draft_models={DraftFile.kind: _eagle},
+    dtype="file",
+)

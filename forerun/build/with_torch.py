@@ -1,0 +1,57 @@
+"""The torch executor: every family, on the CPU and on CUDA devices."""
+
+from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.memory import ITEM_BYTES, dense_needs
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
+from forerun.interface.draft_model import DraftModel
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.machine import memory_available
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
+
+
+def _free_memory(config: EngineConfig) -> int:
+    if config.device == "cpu":
+        return memory_available()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device}, but torch sees no CUDA device here.")
+    return int(torch.cuda.mem_get_info(config.device)[0])
+
+
+def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+    try:
+        from forerun.executors.torch import TorchExecutor
+    except ImportError as error:
+        raise ConfigError(
+            f"The torch executor needs torch, which cannot be imported ({error}). "
+            "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
+        ) from error
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
+    return TorchExecutor(checkpoint, limits, *how, config.kv_dtype)
+
+
+def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.torch import TorchEagleModel, TorchExecutor
+
+    assert isinstance(executor, TorchExecutor)
+    return TorchEagleModel(executor, checkpoint, draft)
+
+
+ENTRY = ExecutorEntry(
+    name="torch",
+    title="torch executor",
+    suits=lambda config: True,
+    refusal=lambda arch, context: None,
+    needs=dense_needs,
+    draft_item=lambda config: ITEM_BYTES[config.dtype],
+    free_memory=_free_memory,
+    build=_build,
+    draft_models={DraftFile.kind: _eagle},
+)
