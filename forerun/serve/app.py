@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
+from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
@@ -43,6 +44,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     )
     app.router.redirect_slashes = False
     app.state.service = service
+    app.state.responses = ResponseStore()
     return app
 
 

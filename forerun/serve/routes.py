@@ -15,7 +15,10 @@ from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.dialects.openai.render import token_text
+from forerun.serve.dialects.responses.responses import ResponsesDialect
+from forerun.serve.dialects.responses.store import ResponseStore, Stored
 from forerun.serve.dialogue import chat_prompt
+from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
 from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import DetokenizeBody, TokenizeBody
@@ -43,6 +46,30 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     return await generated(request, CompletionDialect())
+
+
+async def responses(request: Request) -> Response:
+    """POST /v1/responses."""
+    return await generated(request, ResponsesDialect(request.app.state.responses))
+
+
+async def response(request: Request) -> Response:
+    """GET /v1/responses/{id}."""
+    return Json(_stored(request).response)
+
+
+async def input_items(request: Request) -> Response:
+    """GET /v1/responses/{id}/input_items."""
+    items = _stored(request).input
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+    return Json({"object": "list", "data": items, "has_more": False, **ends})
+
+
+async def forget_response(request: Request) -> Response:
+    """DELETE /v1/responses/{id}."""
+    id = _stored(request).response["id"]
+    request.app.state.responses.drop(id)
+    return Json({"id": id, "object": "response", "deleted": True})
 
 
 async def messages(request: Request) -> Response:
@@ -149,6 +176,10 @@ async def server_info(request: Request) -> Response:
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/{id}", response),
+    Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
+    Route("/v1/responses/{id}/input_items", input_items),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
@@ -161,6 +192,17 @@ ROUTES = [
     Route("/server_info", server_info),
     Route("/version", version),
 ]
+
+
+def _stored(request: Request) -> Stored:
+    """The answer that a path names. Raises ApiError (404)."""
+    store: ResponseStore = request.app.state.responses
+    id = request.path_params["id"]
+    found = store.get(id)
+    if found is None:
+        message = f"There is no response {id[:80]!a}; it was not stored, or is forgotten by now."
+        raise ApiError(404, message, "response_not_found")
+    return found
 
 
 def _card(served: Served) -> dict[str, Any]:

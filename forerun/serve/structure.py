@@ -68,7 +68,7 @@ def response_rules(value: Any, where: str) -> Rules | None:
     if isinstance(given, _StructuralTag):
         return tag_rules(given.structures, given.triggers, where)
     if isinstance(given, _JsonObject):
-        return given.schema or Rules(Grammar.json_object(where))
+        return given.schema or json_object_rules(where)
     return None
 
 
@@ -141,13 +141,23 @@ class _JsonObject:
     schema: Rules | None = accept(json_rules)
 
 
-def _named_schema(value: Any, where: str) -> "_NamedSchema":
-    """OpenAI's wrapper. What is strict has objects without further keys; what is not may have
-    keywords that are not honoured.
+def named_rules(schema: Any, strict: bool, place: str) -> Rules:
+    """A schema as OpenAI's clients send it. What is strict has objects without further keys; what
+    is not may have keywords that are not honoured.
     """
+    found = Grammar.json_schema(schema, not strict, place)
+    return Rules(closed_grammar(found) if strict else found)
+
+
+def json_object_rules(place: str) -> Rules:
+    """Any JSON object."""
+    return Rules(Grammar.json_object(place))
+
+
+def _named_schema(value: Any, where: str) -> "_NamedSchema":
+    """OpenAI's wrapper."""
     given = read(_Wrapper, value, where)
-    found = Grammar.json_schema(given.schema, not given.strict, f"{where}.schema")
-    return _NamedSchema(Rules(closed_grammar(found) if given.strict else found))
+    return _NamedSchema(named_rules(given.schema, given.strict, f"{where}.schema"))
 
 
 @dataclass(frozen=True, slots=True)

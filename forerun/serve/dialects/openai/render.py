@@ -102,17 +102,8 @@ class ChatFormat:
     def _logprobs(self, news: Delta) -> dict[str, Any] | None:
         if not news.logprobs:
             return None
-        entries = visible(news, self._unseen)
-        return {"content": [self._entry(entry) for entry in entries], "refusal": None}
-
-    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        top = [self._one(token, logprob) for token, logprob in entry.top]
-        return {**self._one(entry.token, entry.logprob), "top_logprobs": top}
-
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._tokenizer.token_bytes(token)
-        finite = max(logprob, LEAST_LOGPROB)
-        return {"token": token_text(piece), "logprob": finite, "bytes": list(piece)}
+        entries = logprob_entries(news, self._unseen, self._tokenizer)
+        return {"content": entries, "refusal": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +207,25 @@ def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
     """The entries of tokens that left text: all but a stop token at the end."""
     ends = news.finish == Finish.STOP and news.tokens and news.tokens[-1] in unseen
     return news.logprobs[:-1] if ends else news.logprobs
+
+
+def logprob_entries(
+    news: Delta, unseen: frozenset[int], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """The log-probabilities of the tokens that left text, with their alternatives."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.token_bytes(token)
+        finite = max(logprob, LEAST_LOGPROB)
+        return {"token": token_text(piece), "logprob": finite, "bytes": list(piece)}
+
+    return [
+        {
+            **one(entry.token, entry.logprob),
+            "top_logprobs": [one(token, logprob) for token, logprob in entry.top],
+        }
+        for entry in visible(news, unseen)
+    ]
 
 
 def token_text(piece: bytes) -> str:

@@ -1,0 +1,121 @@
+"""Items as the messages that chat templates and the rest of the server know."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from forerun.errors import RequestError
+from forerun.serve.dialects.responses.schema import (
+    LOGPROBS,
+    Call,
+    CallOutput,
+    Item,
+    Message,
+    Reasoning,
+    ResponsesBody,
+    TextConfig,
+)
+from forerun.serve.fields import ignored_in
+from forerun.serve.schema import ChatBody
+from forerun.serve.tools import different
+
+Messages = tuple[dict[str, Any], ...]
+
+
+def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
+    """The same request in the server's own words. Raises RequestError.
+
+    earlier  the conversation so far, without instructions
+    """
+    messages = (*earlier, *messages_of(body.input))
+    if not messages:
+        raise RequestError("input is missing.", "input")
+    if body.instructions is not None:
+        messages = ({"role": "system", "content": body.instructions}, *messages)
+    logprobs = LOGPROBS in body.include
+    if body.top_logprobs is not None and not logprobs:
+        message = f"top_logprobs needs {LOGPROBS!r} in include."
+        raise RequestError(message, "top_logprobs")
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        logprobs=logprobs,
+        top_logprobs=body.top_logprobs,
+        tools=different(body.tools, "name"),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        response_format=(body.text or TextConfig()).format,
+        speculative=body.speculative,
+    )
+
+
+def messages_of(items: Iterable[Item]) -> Messages:
+    """Messages. What the model thought, said and called in one turn is one of them."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, CallOutput):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            continue
+        if isinstance(item, Message) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            found.append({"role": role, "content": item.content})
+            continue
+        if not found or found[-1]["role"] != "assistant" or _begins_turn(found[-1], item):
+            found.append({"role": "assistant", "content": None})
+        _add(found[-1], item)
+    return tuple({**one, "content": one["content"] or ""} if not one.get("tool_calls") else one
+                 for one in found)  # fmt: skip
+
+
+def ignored(body: ResponsesBody) -> tuple[str, ...]:
+    """Fields of the request, those within it by their path, that change nothing."""
+    found = list(ignored_in(body))
+    for name in ("text", "reasoning"):
+        inner = getattr(body, name)
+        if inner is not None:
+            found += [f"{name}.{field}" for field in ignored_in(inner)]
+    found += [f"include.{name}" for name in body.include if name != LOGPROBS]
+    inside = {name for item in body.input for name in ignored_in(item)}
+    return (*found, *(f"input.{name}" for name in sorted(inside)))
+
+
+def _begins_turn(message: dict[str, Any], item: Item) -> bool:
+    """Whether an item begins another turn of the assistant's: thoughts come first, then words."""
+    begun = message["content"] is not None or "tool_calls" in message
+    if isinstance(item, Reasoning):
+        return begun
+    return isinstance(item, Message) and begun
+
+
+def _add(message: dict[str, Any], item: Item) -> None:
+    if isinstance(item, Reasoning):
+        thought = item.content or item.summary
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
+    elif isinstance(item, Call):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, Message):
+        message["content"] = item.content
+
+
+def input_item(item: Item, id: str) -> dict[str, Any]:
+    """An item as it was read, for /v1/responses/{id}/input_items."""
+    given = {field.name: getattr(item, field.name) for field in fields(item)}
+    plain = {name: value for name, value in given.items() if value not in (None, "")}
+    if isinstance(item, Message):
+        kind = "output_text" if item.role == "assistant" else "input_text"
+        plain["content"] = [{"type": kind, "text": item.content}]
+    if isinstance(item, Reasoning):
+        plain["summary"] = [{"type": "summary_text", "text": item.summary}] if item.summary else []
+        plain["content"] = [{"type": "reasoning_text", "text": item.content}]
+    return {"id": id, **plain}

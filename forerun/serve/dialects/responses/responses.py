@@ -1,0 +1,218 @@
+"""POST /v1/responses: its events, its answers, and what is remembered of them."""
+
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from forerun.engine.request import Finish
+from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
+from forerun.serve.dialects.responses.conversation import (
+    Messages,
+    chat_body,
+    ignored,
+    input_item,
+    messages_of,
+)
+from forerun.serve.dialects.responses.output import Event, Logprobs, Output
+from forerun.serve.dialects.responses.schema import ResponsesBody
+from forerun.serve.dialects.responses.store import ResponseStore
+from forerun.serve.dialogue import ignored_fields
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import read
+from forerun.serve.prepare import Generation, chat_generation
+from forerun.serve.service import Service
+from forerun.serve.session import Tally
+from forerun.serve.wire import event
+
+
+class ResponsesDialect(Dialect):
+    """Numbered events of items between response.created and response.completed."""
+
+    _body: ResponsesBody
+    _generation: Generation
+    _hearing: Hearing
+    _messages: Messages
+    _base: dict[str, Any]
+
+    def __init__(self, store: ResponseStore) -> None:
+        super().__init__()
+        self._store = store
+        self._output = Output()
+        self._number = 0
+
+    def parse(self, value: Any, service: Service) -> Generation:
+        """See Dialect."""
+        body = read(ResponsesBody, value)
+        self.served = service.named(body.model)
+        earlier = self._earlier(body.previous_response_id)
+        chat, loaded = chat_body(body, earlier), self.served.loaded
+        made = chat_generation(chat, loaded, service.settings)
+        told = ignored_fields(chat, loaded)
+        unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
+        self.ignored = (*ignored(body), *unknown)
+        self._body = body
+        self._messages = (*earlier, *messages_of(body.input))
+        self._hearing = Hearing(made)
+        self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
+        self._base = self._described(value)
+        return self._generation
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """See Dialect."""
+        events: list[Event] = []
+        if not self._number:
+            begun = {**self._base, "status": "in_progress", "output": []}
+            events.append({"type": "response.created", "response": begun})
+            events.append({"type": "response.in_progress", "response": begun})
+        events += self._heard(news)
+        if last:
+            events += self._output.close("completed" if self._complete else "incomplete")
+            answer = self._answer(tally)
+            events.append({"type": f"response.{answer['status']}", "response": answer})
+        return b"".join(map(self._worded, events))
+
+    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """See Dialect."""
+        self._heard(choices)
+        self._output.close("completed" if self._complete else "incomplete")
+        return self._answer(tally)
+
+    def end(self, error: ApiError | None) -> bytes:
+        """See Dialect."""
+        if error is None:
+            return b""
+        code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
+        told = {"code": code, "message": str(error)}
+        failed = {**self._base, "status": "failed", "error": told, "output": self._output.items}
+        return self._worded({"type": "response.failed", "response": failed})
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """See Dialect."""
+        return error_body(error)
+
+    def _earlier(self, id: str | None) -> Messages:
+        """The conversation up to an answer. Raises ApiError where that is forgotten."""
+        if id is None:
+            return ()
+        found = self._store.get(id)
+        if found is None:
+            message = f"previous_response_id: {id!r} was not stored, or is forgotten by now."
+            code, field = "previous_response_not_found", "previous_response_id"
+            raise ApiError(400, message, code, field)
+        return found.messages
+
+    def _heard(self, news: News) -> list[Event]:
+        events: list[Event] = []
+        for _, delta in news:
+            entries: Logprobs = []
+            if delta.logprobs:
+                tokenizer = self.served.loaded.tokenizer
+                entries = logprob_entries(delta, self._generation.unseen, tokenizer)
+            events += self._output.push(self._hearing.push(delta), entries)
+        return events
+
+    @property
+    def _complete(self) -> bool:
+        return self._hearing.finish != Finish.LENGTH
+
+    def _worded(self, one: Event) -> bytes:
+        data = {**one, "sequence_number": self._number}
+        self._number += 1
+        return event(data, one["type"])
+
+    def _answer(self, tally: Tally) -> dict[str, Any]:
+        """The whole answer, which is remembered if it is to be."""
+        answer = {**self._base, "output": self._output.items, "usage": self._usage(tally)}
+        answer["completed_at"] = int(time.time())
+        answer["status"] = "completed" if self._complete else "incomplete"
+        if not self._complete:
+            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._body.speculative.stats:
+            answer["metrics"] = speculation_metrics(tally.stats)
+        if self._body.store:
+            asked = [
+                input_item(item, item.id or f"item_{index}_{self._generation.id}")
+                for index, item in enumerate(self._body.input)
+            ]
+            messages = (*self._messages, *self._as_message())
+            self._store.put(answer, asked, messages)
+        return answer
+
+    def _as_message(self) -> Messages:
+        """The answer as a message, for the next request."""
+        items = self._output.items
+        texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in items
+            if item["type"] == "function_call"
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+        if calls:
+            message |= {"tool_calls": calls, "content": message["content"] or None}
+        if self._output.thought:
+            message["reasoning_content"] = self._output.thought
+        return (message,)
+
+    def _usage(self, tally: Tally) -> dict[str, Any]:
+        """Counts. Tokens of reasoning are those of its text, which is cut anew."""
+        thought = self._output.thought
+        tokenizer = self.served.loaded.tokenizer
+        tokens = len(tokenizer.encode(thought, False, bos=False)) if thought else 0
+        return {
+            "input_tokens": tally.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": tally.cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": tally.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": tokens},
+            "total_tokens": tally.prompt_tokens + tally.output_tokens,
+        }
+
+    def _described(self, value: dict[str, Any]) -> dict[str, Any]:
+        """The answer's envelope: what was asked, with what holds where nothing was said."""
+        body, sampling = self._body, self._generation.requests[0].sampling
+        text, reasoning = value.get("text") or {}, value.get("reasoning") or {}
+        return {
+            "id": self._generation.id,
+            "object": "response",
+            "created_at": self._generation.created,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.served.name,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": body.store,
+            "temperature": sampling.temperature,
+            "text": {"format": text.get("format") or {"type": "text"}},
+            "tool_choice": value.get("tool_choice") or "auto",
+            "tools": [_tool(tool) for tool in value.get("tools") or []],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+
+def _tool(value: dict[str, Any]) -> dict[str, Any]:
+    return {"parameters": None, "strict": False, "description": None, **value}

@@ -1,0 +1,274 @@
+"""What /v1/responses may say: a list of items, functions, a format of the answer."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.constrain.calls import Rules
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    ignore,
+    integer,
+    items,
+    mapping,
+    need,
+    number,
+    only,
+    part,
+    read,
+    shown,
+    tagged,
+    text,
+)
+from forerun.serve.schema import (
+    EFFORTS,
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    NO_MEDIA,
+    SpeculativeOptions,
+    plain_text,
+    untraced,
+)
+from forerun.serve.structure import json_object_rules, named_rules
+from forerun.serve.tools import MAX_TOOLS, Tool, ToolChoice, function_name, plain_tool
+
+OWN_TOOLS = "the server runs no tools of its own; offer functions"
+_FUNCTIONS_ONLY = "items are messages, reasoning, calls of functions and what they brought"
+_STATUS = only("in_progress", "completed", "incomplete", why="these exist")
+_NOT_HERE = {
+    "caller": "only the model calls",
+    "namespace": "functions have plain names",
+    "async": "calls are answered in the next request",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPart:
+    """A part of a message."""
+
+    type: str = need(plain_text)
+    text: str = need(plain_text)
+    annotations: list[Any] | None = accept(only([], why="texts have no sources here"))
+    logprobs: list[Any] | None = ignore(lambda value, where: value)
+    prompt_cache_breakpoint: dict[str, Any] | None = ignore(mapping)
+
+
+_MEDIA = dict.fromkeys(("input_image", "input_file", "input_audio"), NO_MEDIA)
+_KINDS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"))
+_part = tagged(
+    dict.fromkeys(_KINDS, TextPart),
+    {**_MEDIA, "refusal": "the template has no place for it"},
+)
+_parts = items(_part, MAX_MESSAGES)
+
+
+def told(value: Any, where: str) -> str:
+    """A text or parts of it, which are joined by line breaks."""
+    if isinstance(value, list):
+        return "\n".join(part.text for part in _parts(value, where))
+    return str(plain_text(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What somebody said."""
+
+    type: str = accept(plain_text, "message")
+    role: str = need(only("user", "assistant", "system", "developer", why="these exist"))
+    content: str = need(told)
+    id: str | None = accept(text(256))
+    status: str | None = accept(_STATUS)
+    phase: str | None = ignore(text(64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of an earlier answer."""
+
+    type: str = need(plain_text)
+    call_id: str = need(text(256))
+    name: str = need(function_name)
+    arguments: str = need(plain_text)
+    id: str | None = accept(text(256))
+    status: str | None = accept(_STATUS)
+
+    refused: ClassVar[dict[str, str]] = _NOT_HERE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOutput:
+    """What a call brought."""
+
+    type: str = need(plain_text)
+    call_id: str = need(text(256))
+    output: str = need(told)
+    id: str | None = accept(text(256))
+    name: str | None = accept(text(256))
+    status: str | None = accept(_STATUS)
+
+    refused: ClassVar[dict[str, str]] = _NOT_HERE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reasoning:
+    """What the model thought before. A summary stands for it where that is all there is."""
+
+    type: str = need(plain_text)
+    summary: str = accept(told, "")
+    content: str = accept(told, "")
+    id: str | None = accept(text(256))
+    status: str | None = accept(_STATUS)
+    encrypted_content: str | None = ignore(plain_text)
+
+
+Item = Message | Call | CallOutput | Reasoning
+_KNOWN: dict[str, type[Any]] = {
+    "message": Message,
+    "function_call": Call,
+    "function_call_output": CallOutput,
+    "reasoning": Reasoning,
+}
+_item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
+
+
+def _input(value: Any, where: str) -> tuple[Item, ...]:
+    """`input`: a text of the user's, or items."""
+    if isinstance(value, str):
+        return (Message(role="user", content=str(plain_text(value, where))),)
+    found: tuple[Item, ...] = items(_one, MAX_MESSAGES)(value, where)
+    return found
+
+
+def _one(value: Any, where: str) -> Item:
+    plain = isinstance(value, dict) and value.get("type") is None and "role" in value
+    found: Item = read(Message, value, where) if plain else _item(value, where)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    type: str = need(only("function", why=OWN_TOOLS))
+    name: str = need(function_name)
+    description: str | None = accept(plain_text)
+    parameters: dict[str, Any] | None = accept(mapping)
+    strict: bool = accept(boolean, False)
+    output_schema: dict[str, Any] | None = ignore(mapping)
+    defer_loading: bool = accept(only(False, why="all tools are known at once"), False)
+    allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
+
+
+def _tool(value: Any, where: str) -> Tool:
+    # Tools that the service itself would run come first: their other fields are of no interest.
+    kind = value.get("type") if isinstance(value, dict) else None
+    only("function", why=OWN_TOOLS)(kind, f"{where}.type")
+    given = read(_Function, value, where)
+    place = f"{where}.parameters"
+    return plain_tool(given.name, given.description, given.parameters, given.strict, place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    type: str = need(only("function", why="tool_choice is none, auto, required or a function"))
+    name: str = need(function_name)
+
+
+def _tool_choice(value: Any, where: str) -> ToolChoice:
+    if isinstance(value, dict):
+        return ToolChoice("named", read(_Named, value, where).name)
+    if value not in ("none", "auto", "required"):
+        message = f"{where} must be none, auto, required or a function, not {shown(value)}."
+        raise RequestError(message, where)
+    return ToolChoice(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    type: str = need(plain_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Schema:
+    type: str = need(plain_text)
+    schema: dict[str, Any] = need(mapping)
+    name: str | None = accept(text(64, 1))
+    description: str | None = accept(plain_text)
+    strict: bool = accept(boolean, False)
+
+
+def _format(value: Any, where: str) -> Rules | None:
+    found = tagged({"text": _Text, "json_object": _Text, "json_schema": _Schema})(value, where)
+    if isinstance(found, _Schema):
+        return named_rules(found.schema, found.strict, f"{where}.schema")
+    return json_object_rules(where) if found.type == "json_object" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """`text`: the format of the answer."""
+
+    format: Rules | None = accept(_format)
+    verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningConfig:
+    """`reasoning`: how much. The thoughts themselves are shown, so there is no summary."""
+
+    effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
+    summary: str | None = ignore(text(64))
+    generate_summary: str | None = ignore(text(64))
+    context: str | None = ignore(text(64))
+    mode: str | None = accept(only("standard", why="there is one mode"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StreamOptions:
+    include_obfuscation: bool = accept(only(False, why="events are not padded"), False)
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesBody:
+    """POST /v1/responses. top_k, min_p, seed and speculative are Forerun's own fields."""
+
+    model: str | None = accept(text(256, 1))
+    input: tuple[Item, ...] = accept(_input, ())
+    instructions: str | None = accept(plain_text)
+    previous_response_id: str | None = accept(text(256, 1))
+    store: bool = accept(boolean, True)
+    stream: bool = accept(boolean, False)
+    stream_options: _StreamOptions | None = accept(part(_StreamOptions))
+    max_output_tokens: int | None = accept(integer(1, MAX_TOKENS))
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
+    seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    include: tuple[str, ...] = accept(items(text(128), 64), ())
+    tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
+    tool_choice: ToolChoice | None = accept(_tool_choice)
+    parallel_tool_calls: bool = accept(boolean, True)
+    reasoning: ReasoningConfig | None = accept(part(ReasoningConfig))
+    metadata: dict[str, Any] | None = accept(mapping)
+    user: str | None = accept(plain_text)
+    safety_identifier: str | None = accept(plain_text)
+    prompt_cache_key: str | None = accept(plain_text)
+    prompt_cache_retention: str | None = ignore(text(64))
+    prompt_cache_options: dict[str, Any] | None = ignore(mapping)
+    max_tool_calls: int | None = ignore(integer(0, MAX_TOKENS))
+    service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
+    background: bool = accept(only(False, why="ask for a stream"), False)
+    truncation: str | None = accept(only("disabled", why="the conversation has to fit"))
+    speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
+    text: TextConfig | None = accept(part(TextConfig))
+
+    refused: ClassVar[dict[str, str]] = {
+        "conversation": "use previous_response_id",
+        "prompt": "prompts are not stored here; send instructions and input",
+        "context_management": "the whole conversation is read",
+        "moderation": "there is no moderation",
+    }

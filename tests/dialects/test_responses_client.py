@@ -1,0 +1,247 @@
+"""/v1/responses through the official openai client, against a real server process."""
+
+import json
+
+import openai
+import pytest
+
+from forerun.serve.dialects.responses.store import ResponseStore
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, thoughtful
+from tests.e2e.processes import read_until, request_bytes
+
+QUESTION = ASKED[0]["content"]
+TOOL = {"type": "function", "name": "travel", "description": "Plan a journey.", "strict": True,
+        "parameters": PLACE}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def options(sampling=GREEDY, **more):
+    told = {name: value for name, value in sampling.items() if name != "temperature"}
+    base = {"model": "toy", "input": QUESTION, "max_output_tokens": 40}
+    given = {"temperature": sampling.get("temperature"), "extra_body": told}
+    return {**base, **given, **more}
+
+
+def ask(client, sampling=GREEDY, **more):
+    return client.responses.create(**options(sampling, **more))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_that_of_the_other_route(server, client, sampling):
+    choice, usage = chat(server, **sampling)
+    answer = ask(client, sampling)
+    assert answer.output_text == choice["message"]["content"]
+    assert (answer.object, answer.model, answer.status) == ("response", "toy", "incomplete")
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.usage.input_tokens == usage["prompt_tokens"]
+    assert answer.usage.output_tokens == usage["completion_tokens"] == 40
+    assert answer.usage.total_tokens == usage["total_tokens"]
+    assert answer.temperature == sampling["temperature"]
+    off = ask(client, {**sampling, "speculative": {"enabled": False, "stats": True}})
+    assert off.output_text == answer.output_text
+    assert off.metrics["speculative_decoding"]["num_draft_tokens"] == 0
+    spelled = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]
+    assert ask(client, sampling, input=spelled).output_text == answer.output_text
+
+
+def test_stream_is_the_answer_in_numbered_events(client):
+    whole = ask(client, SAMPLED)
+    events = list(client.responses.create(stream=True, **options(SAMPLED)))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    pieces = "".join(event.delta for event in events[4:-4])
+    assert pieces == whole.output_text == events[-1].response.output_text == events[-4].text
+    assert events[-1].response.usage == whole.usage
+
+
+def test_an_answer_that_ends_by_itself_is_completed(client):
+    format = {"type": "json_schema", "name": "place", "schema": PLACE, "strict": True}
+    answer = ask(client, SAMPLED, text={"format": format}, max_output_tokens=400)
+    assert (answer.status, answer.incomplete_details) == ("completed", None)
+    assert is_place(json.loads(answer.output_text))
+    assert answer.text.format.name == "place"
+    given = options(SAMPLED, text={"format": format}, max_output_tokens=400)
+    *_, last = client.responses.create(stream=True, **given)
+    assert (last.type, last.response.output_text) == ("response.completed", answer.output_text)
+    with client.responses.stream(**given) as stream:
+        assert stream.get_final_response().output_text == answer.output_text
+
+
+def test_instructions_are_a_system_message(server, client):
+    messages = [{"role": "system", "content": "Be brief."}, *ASKED]
+    text = text_of(server, messages, **GREEDY)
+    assert ask(client, instructions="Be brief.").output_text == text
+    developer = [{"role": "developer", "content": "Be brief."}, *ASKED]
+    assert ask(client, input=developer).output_text == text
+
+
+def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
+    first = ask(client, instructions="Be brief.")
+    second = ask(client, input="And then?", previous_response_id=first.id)
+    said = [*ASKED, {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "And then?"}]  # fmt: skip
+    assert second.output_text == text_of(server, said, **GREEDY)
+    third = ask(client, input="And now?", previous_response_id=second.id)
+    said += [{"role": "assistant", "content": second.output_text},
+             {"role": "user", "content": "And now?"}]  # fmt: skip
+    assert third.output_text == text_of(server, said, **GREEDY)
+    # The same without the server's memory: items in, items out.
+    items = [*ASKED, *first.to_dict()["output"], {"role": "user", "content": "And then?"}]
+    assert ask(client, input=items, store=False).output_text == second.output_text
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    (item,) = client.responses.input_items.list(second.id).data
+    assert item.content[0].text == "And then?"
+    client.responses.delete(second.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(second.id)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, previous_response_id=second.id)
+    assert caught.value.code == "previous_response_not_found"
+    # The third carries what it needs.
+    assert ask(client, input="?", previous_response_id=third.id).output_text
+    unsaved = ask(client, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unsaved.id)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_called_and_answered(server, client, stream):
+    choice = {"type": "function", "name": "travel"}
+    given = options(SAMPLED, tools=[TOOL], tool_choice=choice, max_output_tokens=300)
+    if stream:
+        events = list(client.responses.create(stream=True, **given))
+        answer = events[-1].response
+        deltas = [event.delta for event in events if event.type.endswith("arguments.delta")]
+        assert "".join(deltas) == answer.output[0].arguments
+    else:
+        answer = client.responses.create(**given)
+    (call,) = answer.output
+    assert (call.type, call.name, call.status) == ("function_call", "travel", "completed")
+    assert is_place(json.loads(call.arguments))
+    function = {name: TOOL[name] for name in ("name", "description", "strict", "parameters")}
+    offered = {"tools": [{"type": "function", "function": function}]}
+    named = {"type": "function", "function": {"name": "travel"}}
+    other, _ = chat(server, **offered, tool_choice=named, **SAMPLED, max_tokens=300)
+    assert other["message"]["tool_calls"][0]["function"]["arguments"] == call.arguments
+    brought = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    after = ask(client, input=[brought], previous_response_id=answer.id)
+    plain = {"id": call.call_id, "type": "function",
+             "function": {"name": "travel", "arguments": call.arguments}}  # fmt: skip
+    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [plain]},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "Sunny."}]  # fmt: skip
+    assert after.output_text == text_of(server, said, **GREEDY)
+    items = [*ASKED, *answer.to_dict()["output"], brought]
+    assert ask(client, input=items).output_text == after.output_text
+
+
+def test_reasoning_is_an_item_of_its_own(thinking):
+    with openai.OpenAI(base_url=thinking.url, api_key="none", max_retries=0) as client:
+        question = thoughtful()
+        message = chat(thinking, [{"role": "user", "content": question}], **GREEDY)[0]["message"]
+        answer = ask(client, input=question)
+        thought, said = answer.output
+        assert (thought.type, thought.content[0].text) == (
+            "reasoning",
+            message["reasoning_content"],
+        )
+        assert (said.type, said.content[0].text) == ("message", message["content"])
+        assert answer.usage.output_tokens_details.reasoning_tokens == len(thought.content[0].text)
+        events = list(client.responses.create(stream=True, **options(input=question)))
+        parts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+        assert "".join(parts) == message["reasoning_content"]
+        assert events[-1].response.output_text == message["content"]
+        items = [{"role": "user", "content": question}, *answer.to_dict()["output"], *ASKED]
+        assert ask(client, input=items).output
+
+
+def test_logprobs_are_those_of_the_other_route(server, client):
+    choice, _ = chat(server, **SAMPLED, logprobs=True, top_logprobs=2)
+    theirs = choice["logprobs"]["content"]
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = ask(client, SAMPLED, **include)
+    found = answer.to_dict()["output"][0]["content"][0]["logprobs"]
+    assert found == theirs
+    events = list(client.responses.create(stream=True, **options(SAMPLED, **include)))
+    pieces = [entry.to_dict() for event in events if event.type == "response.output_text.delta"
+              for entry in event.logprobs]  # fmt: skip
+    assert pieces == theirs
+
+
+def test_what_changes_nothing_is_named(client):
+    given = options(
+        metadata={"a": "b"},
+        include=["reasoning.encrypted_content"],
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"},
+        prompt_cache_retention="24h",
+    )
+    answer = client.responses.with_raw_response.create(**given)
+    assert set(answer.headers["x-forerun-ignored"].split(", ")) == {
+        "prompt_cache_retention", "text.verbosity", "reasoning.summary", "reasoning.effort",
+        "include.reasoning.encrypted_content",
+    }  # fmt: skip
+    assert answer.parse().metadata == {"a": "b"}
+    assert answer.parse().output_text == ask(client).output_text
+
+
+BAD = [
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"tempratur": 1}, "tempratur"),
+    ({"input": []}, "input"),
+    ({"input": [5]}, "input[0]"),
+    ({"input": [{"type": "what"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+     "input[0].content[0].type"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"conversation": "c"}, "conversation"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"text": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
+     "text.format.schema"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+    ({"speculative": {"trace": True}}, "speculative.trace"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "named"), BAD, ids=range(len(BAD)))
+def test_what_is_wrong_is_said(server, wrong, named):
+    answer = server.post("/v1/responses", {"input": "Hi", **wrong})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == named
+    assert named.split(".")[0].split("[")[0] in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_is_noticed(server):
+    body = {"input": "Hi", "max_output_tokens": 4000, "stream": True, **SAMPLED}
+    with server.connect() as sock:
+        sock.sendall(request_bytes("/v1/responses", body))
+        read_until(sock, b"response.output_text.delta")
+    assert server.idle()
+
+
+def test_the_store_forgets_the_oldest():
+    store = ResponseStore(max_bytes=3000, max_answers=4)
+    for index in range(6):
+        store.put({"id": str(index)}, [], ({"role": "user", "content": "a" * 100},))
+    assert [store.get(str(index)) is not None for index in range(6)] == [False] * 2 + [True] * 4
+    store.put({"id": "large"}, [], ({"role": "user", "content": "a" * 2700},))
+    assert store.get("large") is not None and len(store) < 4
+    store.put({"id": "too large"}, [], ({"role": "user", "content": "a" * 5000},))
+    assert len(store) == 0 and not store.drop("large")
+    store.put({"id": "again"}, [], ())
+    assert store.drop("again") and len(store) == 0
