@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.serve.dialects.contract import Dialect
+from forerun.serve.dialects.contract import Dialect, Ready
 from forerun.serve.prepare import Generation
 from forerun.serve.service import Served, Service
 from forerun.serve.session import GenerationSession
@@ -63,16 +63,24 @@ class Generated(Response):
 async def generated(request: Request, dialect: Dialect) -> Response:
     """The answer to a request for text."""
     service = service_of(request)
-    service.enter()
-    data = await service.bodies.receive(request)
-    value = await worked(len(data), parse_json, data)
+    value, data = await received(request)
     generation = await worked(len(data), dialect.parse, value, service)
     request.scope["state"]["record"].ignored += dialect.ignored
+    if isinstance(generation, Ready):
+        return Json(generation.body)
     if generation.rules is not None:
         client = request.client.host if request.client is not None else ""
         compiled = await service.compiled(dialect.served, generation.rules, client)
         generation = generation.under(compiled)
     return Generated(service, dialect, generation)
+
+
+async def received(request: Request) -> tuple[Any, bytes]:
+    """The JSON of a body, and its bytes. Raises ApiError, also where nothing can be answered."""
+    service = service_of(request)
+    service.enter()
+    data = await service.bodies.receive(request)
+    return await worked(len(data), parse_json, data), data
 
 
 def service_of(request: Request) -> Service:

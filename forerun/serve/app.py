@@ -14,12 +14,17 @@ from starlette.responses import Response
 
 from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
+from forerun.serve.dialects.ollama.routes import OLLAMA_ROUTES
+from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore
+from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
 from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
 from forerun.serve.static_files import ui_routes
+
+_API = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *REFUSED_ROUTES)
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
@@ -37,7 +42,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
         await service.close()
 
     app = Starlette(
-        routes=[*ROUTES, *(ui_routes() if settings.ui else ())],
+        routes=[*_API, *(ui_routes() if settings.ui else ())],
         middleware=[*_browsers(settings), Middleware(RequestMiddleware, keys=settings.api_keys)],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,

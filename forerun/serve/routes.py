@@ -10,7 +10,7 @@ from starlette.routing import Route
 from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.errors import RequestError
-from forerun.serve.answering import Json, generated, service_of, worked
+from forerun.serve.answering import Json, generated, received, service_of, worked
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
@@ -23,7 +23,6 @@ from forerun.serve.fields import read
 from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import DetokenizeBody, TokenizeBody
 from forerun.serve.service import Served
-from forerun.serve.wire import parse_json
 
 
 class Named(Protocol):
@@ -79,11 +78,8 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
-    service = service_of(request)
-    service.enter()
-    data = await service.bodies.receive(request)
-    value = await worked(len(data), parse_json, data)
-    return Json(await worked(len(data), counted, value, service))
+    value, data = await received(request)
+    return Json(await worked(len(data), counted, value, service_of(request)))
 
 
 async def models(request: Request) -> Response:
@@ -218,12 +214,9 @@ def _card(served: Served) -> dict[str, Any]:
 
 async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]:
     """The checked body, the model it is for, and its size in bytes."""
-    service = service_of(request)
-    service.enter()
-    data = await service.bodies.receive(request)
-    value = await worked(len(data), parse_json, data)
+    value, data = await received(request)
     body = await worked(len(data), read, kind, value)
-    return body, service.named(body.model), len(data)
+    return body, service_of(request).named(body.model), len(data)
 
 
 def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:

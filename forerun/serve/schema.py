@@ -73,7 +73,7 @@ class SpeculativeOptions:
     trace: bool = accept(boolean, False)
 
 
-def _token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     """`logit_bias`: {"token id": bias}. Whether the ids exist is checked by the engine."""
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
@@ -136,7 +136,7 @@ class SampledBody(ConstrainedBody):
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
     repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
-    logit_bias: tuple[tuple[int, float], ...] = accept(_token_biases, ())
+    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
     stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
     ignore_eos: bool = accept(boolean, False)
@@ -152,7 +152,7 @@ class SampledBody(ConstrainedBody):
         "length_penalty": _NO_BEAMS,
         "early_stopping": _NO_BEAMS,
         "prompt_logprobs": "use echo with logprobs on /v1/completions",
-        "allowed_token_ids": "use logit_bias",
+        "allowedtoken_ids": "use logit_bias",
         "bad_words": "use logit_bias",
         "logits_processors": "the server runs no code from requests",
     }
@@ -296,15 +296,15 @@ def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
             where,
         )
     if isinstance(value[0], list):
-        several: tuple[Prompt, ...] = items(_token_ids, MAX_PROMPTS)(value, where)
+        several: tuple[Prompt, ...] = items(token_ids, MAX_PROMPTS)(value, where)
         return several
     if isinstance(value[0], str):
         texts: tuple[Prompt, ...] = items(plain_text, MAX_PROMPTS)(value, where)
         return texts
-    return (_token_ids(value, where),)
+    return (token_ids(value, where),)
 
 
-def _token_ids(value: Any, where: str) -> tuple[int, ...]:
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """A prompt as token ids; whether they exist is checked in `prepare`."""
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
@@ -354,4 +354,4 @@ class DetokenizeBody:
     """POST /detokenize."""
 
     model: str | None = accept(text(256, 1))
-    tokens: tuple[int, ...] = need(_token_ids)
+    tokens: tuple[int, ...] = need(token_ids)

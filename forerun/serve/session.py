@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
 from typing import Self
@@ -21,15 +21,22 @@ from forerun.types import RequestId
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over all choices of one generation, as far as it has come."""
+    """Counts over all choices of one generation, as far as it has come.
+
+    began, first  when it was submitted and when the first tokens came, on the monotonic clock
+    """
 
     prompt_tokens: int
+    began: float = field(default_factory=monotonic)
+    first: float | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
     stats: tuple[SpeculationStats, ...] = ()
 
     def add(self, delta: Delta) -> None:
         """Count one delta."""
+        if delta.tokens and self.first is None:
+            self.first = monotonic()
         self.output_tokens += len(delta.tokens)
         self.cached_tokens += delta.cached_tokens if delta.index == 0 else 0
         self.stats += (delta.stats,) if delta.stats is not None else ()

@@ -128,6 +128,11 @@ def event(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + dump_json(data) + b"\n\n"
 
 
+def line(data: Any) -> bytes:
+    """A line of JSON."""
+    return dump_json(data) + b"\n"
+
+
 def _not_json(name: str) -> NoReturn:
     raise _UnwantedError(f"{name} is not a JSON number")
 

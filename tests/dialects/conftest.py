@@ -25,3 +25,10 @@ def guarded(tmp_path_factory):
     """Wants a key."""
     with serving(tmp_path_factory.mktemp("guarded"), settings={"api_keys": ["sesame"]}) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def calling(tmp_path_factory):
+    """Calls of tools begin with a brace."""
+    with serving(tmp_path_factory.mktemp("calling"), settings={"tool_parser": "llama3"}) as server:
+        yield server

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.engine.request import Delta
@@ -9,6 +10,14 @@ from forerun.serve.errors import ApiError
 from forerun.serve.prepare import Generation
 from forerun.serve.service import Served, Service
 from forerun.serve.session import Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An answer that needs no engine: its JSON."""
+
+    body: Any
+
 
 News = Sequence[tuple[int, Delta]]
 """(index of the choice, what is new of it)."""
@@ -31,7 +40,7 @@ class Dialect(ABC):
         self.ignored: tuple[str, ...] = ()
 
     @abstractmethod
-    def parse(self, value: Any, service: Service) -> Generation:
+    def parse(self, value: Any, service: Service) -> Generation | Ready:
         """What to ask of the engine for the JSON of a body. May run on any thread.
 
         Raises RequestError naming the field, ApiError.

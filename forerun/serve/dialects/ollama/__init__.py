@@ -1,0 +1,1 @@
+"""Ollama's /api/chat, /api/generate and what tells of the model."""

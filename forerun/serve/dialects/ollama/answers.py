@@ -1,0 +1,279 @@
+"""POST /api/chat and /api/generate: lines of JSON, the last with counts and durations."""
+
+import json
+import secrets
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any
+
+from forerun.errors import RequestError
+from forerun.serve.dialects.contract import Dialect, News, Ready
+from forerun.serve.dialects.conversation import Hearing
+from forerun.serve.dialects.ollama.errors import error_body
+from forerun.serve.dialects.ollama.schema import GenerateBody, OllamaBody, OllamaChatBody
+from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
+from forerun.serve.dialogue import ignored_fields
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import ignored_in, read
+from forerun.serve.output_parser import Heard
+from forerun.serve.prepare import Generation, chat_generation, completion_generation
+from forerun.serve.schema import UNLIMITED, ChatBody, CompletionBody
+from forerun.serve.service import Served, Service
+from forerun.serve.session import Tally
+from forerun.serve.wire import line
+from forerun.text.tool_bodies import CallPiece
+
+LATEST = ":latest"
+NANO = 1e9
+
+
+class OllamaDialect(Dialect):
+    """What both routes have in common."""
+
+    media_type = b"application/x-ndjson"
+    ping = b""
+    _body: OllamaBody
+    _generation: Generation
+    _hearing: Hearing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = Calls()
+
+    def parse(self, value: Any, service: Service) -> Generation | Ready:
+        """See Dialect."""
+        asked = self._read(value)
+        self.served = named(service, asked.model)
+        self._body = asked
+        inner = tuple(f"options.{name}" for name in ignored_in(asked.options))
+        self.ignored = (*ignored_in(asked), *inner)
+        if self._empty(asked):
+            reason = "unload" if asked.keep_alive in (0, "0") else "load"
+            return Ready({**self._line(Heard(), []), "done": True, "done_reason": reason})
+        self._generation = self._asked(asked, service)
+        self._hearing = Hearing(self._generation)
+        return self._generation
+
+    @abstractmethod
+    def _read(self, value: Any) -> OllamaBody:
+        """The checked body."""
+
+    @abstractmethod
+    def _empty(self, body: OllamaBody) -> bool:
+        """Nothing is asked, only whether the model is there."""
+
+    @abstractmethod
+    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+        """What to ask of the engine."""
+
+    @abstractmethod
+    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """The part of a line that holds the text."""
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """See Dialect."""
+        lines = []
+        for _, delta in news:
+            heard = self._hearing.push(delta)
+            calls = self._calls.push(heard.calls, delta.finish is not None)
+            logprobs = self._logprobs([(0, delta)])
+            if heard.reasoning or heard.content or calls or logprobs:
+                lines.append(self._line(heard, calls, logprobs) | {"done": False})
+        if last:
+            lines.append(self._line(Heard(), []) | self._done(tally))
+        return b"".join(map(line, lines))
+
+    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """See Dialect."""
+        ((_, delta),) = choices
+        heard = self._hearing.push(delta)
+        calls = self._calls.push(heard.calls, True)
+        return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
+
+    def end(self, error: ApiError | None) -> bytes:
+        """See Dialect."""
+        return b"" if error is None else line(error_body(error))
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, str]:
+        """See Dialect."""
+        return error_body(error)
+
+    def _line(
+        self, heard: Heard, calls: list[dict[str, Any]], logprobs: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        name = self._body.model or self.served.name
+        found = {"model": name, "created_at": now, **self._text_fields(heard, calls)}
+        return found | ({"logprobs": [*logprobs]} if logprobs else {})
+
+    def _logprobs(self, news: News) -> list[dict[str, Any]]:
+        tokenizer, unseen = self.served.loaded.tokenizer, self._generation.unseen
+        return [entry for _, delta in news if delta.logprobs
+                for entry in logprob_entries(delta, unseen, tokenizer)]  # fmt: skip
+
+    def _done(self, tally: Tally) -> dict[str, Any]:
+        """The end: why, how many tokens, and how long they took, in nanoseconds."""
+        now = monotonic()
+        first = tally.first or now
+        found: dict[str, Any] = {
+            "done": True,
+            "done_reason": self._hearing.finish,
+            "total_duration": int((now - tally.began) * NANO),
+            "load_duration": 0,
+            "prompt_eval_count": tally.prompt_tokens,
+            "prompt_eval_duration": int((first - tally.began) * NANO),
+            "eval_count": tally.output_tokens,
+            "eval_duration": int((now - first) * NANO),
+        }
+        if self._body.speculative.stats:
+            found["metrics"] = speculation_metrics(tally.stats)
+        return found
+
+
+class OllamaChat(OllamaDialect):
+    """POST /api/chat."""
+
+    def _read(self, value: Any) -> OllamaChatBody:
+        return read(OllamaChatBody, value)
+
+    def _empty(self, body: OllamaBody) -> bool:
+        assert isinstance(body, OllamaChatBody)
+        return not body.messages
+
+    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+        assert isinstance(body, OllamaChatBody)
+        chat = conversation(body, body.messages)
+        return self._chat(replace(chat, tools=body.tools), service)
+
+    def _chat(self, chat: ChatBody, service: Service) -> Generation:
+        told = ignored_fields(chat, self.served.loaded)
+        self.ignored += tuple("think" for name in told if name == "reasoning_effort")
+        return chat_generation(chat, self.served.loaded, service.settings)
+
+    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": heard.content}
+        if heard.reasoning:
+            message["thinking"] = heard.reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class OllamaGenerate(OllamaChat):
+    """POST /api/generate: a conversation of one prompt, or a plain text."""
+
+    def _read(self, value: Any) -> GenerateBody:  # type: ignore[override]
+        body = read(GenerateBody, value)
+        if body.raw and body.system is not None:
+            message = "system needs raw to be false: a raw prompt is all there is."
+            raise RequestError(message, "system")
+        return body
+
+    def _empty(self, body: OllamaBody) -> bool:
+        assert isinstance(body, GenerateBody)
+        return not body.prompt
+
+    def _asked(self, body: OllamaBody, service: Service) -> Generation:
+        assert isinstance(body, GenerateBody)
+        if body.raw:
+            return completion_generation(plain(body), self.served.loaded, service.settings)
+        messages = [{"role": "user", "content": body.prompt}]
+        if body.system is not None:
+            messages.insert(0, {"role": "system", "content": body.system})
+        return self._chat(conversation(body, tuple(messages)), service)
+
+    def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        thought = {"thinking": heard.reasoning} if heard.reasoning else {}
+        return {"response": heard.content, **thought}
+
+
+class Calls:
+    """Calls in pieces, until they are whole: Ollama's clients take no pieces."""
+
+    def __init__(self) -> None:
+        self._name: str | None = None
+        self._arguments = ""
+
+    def push(self, pieces: Sequence[CallPiece], last: bool) -> list[dict[str, Any]]:
+        """The calls that are whole now. One that was cut off has no arguments."""
+        found = []
+        for piece in pieces:
+            if piece.name is not None:
+                found += self._ended()
+                self._name = piece.name
+            self._arguments += piece.arguments
+        return [*found, *self._ended()] if last else found
+
+    def _ended(self) -> list[dict[str, Any]]:
+        if self._name is None:
+            return []
+        try:
+            arguments = json.loads(self._arguments)
+        except ValueError:
+            arguments = {}
+        function = {"name": self._name, "arguments": arguments}
+        self._name, self._arguments = None, ""
+        return [{"id": f"call_{secrets.token_hex(4)}", "function": function}]
+
+
+def named(service: Service, model: str | None) -> Served:
+    """The model that a request names, with Ollama's tag or without. Raises ApiError (404)."""
+    return service.named(model.removesuffix(LATEST) if model is not None else None)
+
+
+def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:
+    """A request with messages, in the server's own words."""
+    last = messages[-1]
+    return ChatBody(
+        messages=messages,
+        continue_final_message=last["role"] == "assistant" and bool(last["content"]),
+        reasoning_effort=body.think,
+        max_tokens=_limit(body),
+        logprobs=body.logprobs,
+        top_logprobs=body.top_logprobs,
+        **_sampled(body),
+    )
+
+
+def plain(body: GenerateBody) -> CompletionBody:
+    """A request with a raw prompt, in the server's own words."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    limit = _limit(body)
+    return CompletionBody(
+        prompt=(body.prompt,),
+        max_tokens=UNLIMITED if limit is None else limit,
+        logprobs=logprobs,
+        **_sampled(body),
+    )
+
+
+def _limit(body: OllamaBody) -> int | None:
+    """Tokens at most; none and negative ones mean as many as the context takes."""
+    asked = body.options.num_predict
+    if asked == 0:
+        raise RequestError("options.num_predict must not be 0.", "options.num_predict")
+    return None if asked is None or asked < 0 else asked
+
+
+def _sampled(body: OllamaBody) -> dict[str, Any]:
+    options = body.options
+    return {
+        "stream": body.stream,
+        "json_schema": body.format,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": options.seed,
+        "repetition_penalty": options.repeat_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "presence_penalty": options.presence_penalty,
+        "stop": options.stop,
+        "speculative": body.speculative,
+    }

@@ -1,0 +1,86 @@
+"""What Ollama's clients ask about models: there is one."""
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from forerun.serve.dialects.ollama.answers import LATEST
+from forerun.serve.fields import accept, boolean, ignore, text
+from forerun.serve.service import Served
+from forerun.text.reasoning import Marks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowBody:
+    """POST /api/show. `name` is what older clients say for `model`."""
+
+    model: str | None = accept(text(256, 1))
+    name: str | None = accept(text(256, 1))
+    verbose: bool = ignore(boolean, False)
+
+
+def listed(served: Served) -> dict[str, Any]:
+    """GET /api/tags."""
+    return {"models": [_card(served)]}
+
+
+def running(served: Served) -> dict[str, Any]:
+    """GET /api/ps: the model stays as long as the server."""
+    never = datetime(9999, 12, 31, tzinfo=UTC)
+    more = {"expires_at": _time(never), "size_vram": 0, "context_length": served.loaded.context}
+    return {"models": [{**_card(served), **more}]}
+
+
+def shown(served: Served) -> dict[str, Any]:
+    """POST /api/show."""
+    loaded = served.loaded
+    template = loaded.chat.source if loaded.chat is not None else ""
+    sampling = loaded.info.get("sampling_defaults") or {}
+    capabilities = ["completion"]
+    if template:
+        capabilities.append("tools")
+    if Marks.found_in(template) is not None:
+        capabilities.append("thinking")
+    family = _details(served)["family"]
+    return {
+        "modelfile": f"FROM {served.name}\n",
+        "parameters": "\n".join(f"{name} {value}" for name, value in sampling.items()),
+        "template": template,
+        "details": _details(served),
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": served.name,
+            f"{family}.context_length": loaded.context,
+            f"{family}.vocab_size": loaded.tokenizer.vocab_size,
+        },
+        "capabilities": capabilities,
+        "modified_at": _time(datetime.fromtimestamp(served.created, UTC)),
+    }
+
+
+def _card(served: Served) -> dict[str, Any]:
+    return {
+        "name": served.name + LATEST,
+        "model": served.name + LATEST,
+        "modified_at": _time(datetime.fromtimestamp(served.created, UTC)),
+        "size": served.loaded.info["memory"]["weights"],
+        "digest": hashlib.sha256(served.fingerprint.encode()).hexdigest(),
+        "details": _details(served),
+    }
+
+
+def _details(served: Served) -> dict[str, Any]:
+    family = str(served.loaded.info.get("family") or served.loaded.name)
+    return {
+        "parent_model": "",
+        "format": "gguf" if str(served.loaded.config.model).endswith(".gguf") else "",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _time(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")

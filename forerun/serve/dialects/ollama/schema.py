@@ -1,0 +1,220 @@
+"""What /api/chat and /api/generate may say."""
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.constrain.calls import Rules
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    ignore,
+    integer,
+    items,
+    mapping,
+    need,
+    number,
+    one_or_more,
+    only,
+    part,
+    read,
+    shown,
+    text,
+)
+from forerun.serve.schema import (
+    MAX_MESSAGES,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_TOKENS,
+    NO_MEDIA,
+    SpeculativeOptions,
+    plain_text,
+    untraced,
+)
+from forerun.serve.structure import json_object_rules, json_rules
+from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
+
+_ONE_SAMPLER = "the sampler has no such step"
+_ANY = integer(-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """`options`: sampling, and what concerns the machine, which is for the server to choose."""
+
+    seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    num_predict: int | None = accept(integer(-2, MAX_TOKENS))
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    top_p: float | None = accept(number(0.0, 1.0))
+    min_p: float | None = accept(number(0.0, 1.0))
+    repeat_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    repeat_last_n: int | None = accept(only(-1, why="a penalty looks at the whole text; say -1"))
+    tfs_z: float | None = accept(only(1, 1.0, why=_ONE_SAMPLER))
+    typical_p: float | None = accept(only(1, 1.0, why=_ONE_SAMPLER))
+    mirostat: int | None = accept(only(0, why=_ONE_SAMPLER))
+    penalize_newline: bool | None = accept(only(True, why=_ONE_SAMPLER))
+    mirostat_tau: float | None = ignore(number(-1e9, 1e9))
+    mirostat_eta: float | None = ignore(number(-1e9, 1e9))
+    num_ctx: int | None = ignore(_ANY)
+    num_keep: int | None = ignore(_ANY)
+    num_batch: int | None = ignore(_ANY)
+    num_gpu: int | None = ignore(_ANY)
+    main_gpu: int | None = ignore(_ANY)
+    num_thread: int | None = ignore(_ANY)
+    numa: bool | None = ignore(boolean)
+    low_vram: bool | None = ignore(boolean)
+    f16_kv: bool | None = ignore(boolean)
+    use_mmap: bool | None = ignore(boolean)
+    use_mlock: bool | None = ignore(boolean)
+    logits_all: bool | None = accept(only(False, why="ask for logprobs"))
+    vocab_only: bool | None = accept(only(False, why="the whole model is loaded"))
+    embedding_only: bool | None = accept(only(False, why="this model writes text"))
+
+
+def _format(value: Any, where: str) -> Rules | None:
+    """`json`, or a JSON schema; "" is none."""
+    if value == "":
+        return None
+    return json_object_rules(where) if value == "json" else json_rules(value, where)
+
+
+_LEVELS = only("low", "medium", "high", why="it is one of these, or true or false")
+
+
+def _think(value: Any, where: str) -> str:
+    """How much to think, as reasoning_effort has it."""
+    if isinstance(value, bool):
+        return "medium" if value else "none"
+    return str(_LEVELS(value, where))
+
+
+_seconds, _duration = number(-1e12, 1e12), text(32, 1)
+
+
+def _alive(value: Any, where: str) -> Any:
+    """`keep_alive`: seconds, or a duration such as 5m."""
+    return _duration(value, where) if isinstance(value, str) else _seconds(value, where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaBody:
+    """What both routes have in common. speculative is Forerun's own field."""
+
+    model: str | None = accept(text(256, 1))
+    stream: bool = accept(boolean, True)
+    options: Options = accept(part(Options), Options())
+    format: Rules | None = accept(_format)
+    think: str | None = accept(_think)
+    logprobs: bool = accept(boolean, False)
+    top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    keep_alive: Any = ignore(_alive)
+    speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
+    truncate: bool | None = ignore(boolean)
+    shift: bool | None = ignore(boolean)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Called:
+    name: str = need(function_name)
+    arguments: dict[str, Any] = need(mapping)
+    index: int | None = accept(integer(0, MAX_TOKENS))
+    description: str | None = ignore(plain_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    function: _Called = need(part(_Called))
+    id: str | None = accept(text(256))
+    type: str | None = accept(only("function", why="tools are functions"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str = need(only("system", "user", "assistant", "tool", why="these roles exist"))
+    content: str = accept(plain_text, "")
+    thinking: str | None = accept(plain_text)
+    images: list[Any] | None = accept(only([], why=NO_MEDIA))
+    tool_calls: tuple[_Call, ...] = accept(items(part(_Call), MAX_TOOLS), ())
+    tool_name: str | None = accept(text(256))
+    tool_call_id: str | None = accept(text(256))
+
+
+def _message(value: Any, where: str) -> dict[str, Any]:
+    """A message as templates take it."""
+    message = read(Message, value, where)
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.thinking:
+        plain["reasoning_content"] = message.thinking
+    if message.tool_name is not None:
+        plain["name"] = message.tool_name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
+        plain["content"] = message.content or None
+    return plain
+
+
+def _plain_call(call: _Call) -> dict[str, Any]:
+    arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+    function = {"name": call.function.name, "arguments": arguments}
+    named = {} if call.id is None else {"id": call.id}
+    return {**named, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    name: str = need(function_name)
+    description: str | None = accept(plain_text)
+    parameters: dict[str, Any] | None = accept(mapping)
+    strict: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    type: str | None = accept(only("function", why="tools are functions"))
+    function: _Function = need(part(_Function))
+
+
+def _tool(value: Any, where: str) -> Tool:
+    found = read(_Tool, value, where).function
+    place = f"{where}.function.parameters"
+    return plain_tool(found.name, found.description, found.parameters, found.strict, place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaChatBody(OllamaBody):
+    """POST /api/chat. Without messages it only asks whether the model is there."""
+
+    messages: tuple[dict[str, Any], ...] = accept(items(_message, MAX_MESSAGES), ())
+    tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
+
+
+def _no_context(value: Any, where: str) -> Any:
+    if value != []:
+        raise RequestError(
+            f"{where}: {shown(value)} is not supported: send the messages to /api/chat.", where
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateBody(OllamaBody):
+    """POST /api/generate. Without a prompt it only asks whether the model is there."""
+
+    prompt: str = accept(plain_text, "")
+    system: str | None = accept(plain_text)
+    raw: bool = accept(boolean, False)
+    images: list[Any] | None = accept(only([], why=NO_MEDIA))
+    context: list[Any] | None = accept(_no_context)
+    suffix: str | None = accept(only("", why="text is only continued, not filled in"))
+    template: str | None = accept(only("", why="the template is the model's own"))
+
+    refused: ClassVar[dict[str, str]] = dict.fromkeys(("width", "height", "steps"), NO_MEDIA)

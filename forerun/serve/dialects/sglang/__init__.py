@@ -1,0 +1,1 @@
+"""SGLang's own /generate, and what its clients ask beside it."""

@@ -1,0 +1,138 @@
+"""What /generate may say: texts or token ids, and one set of sampling parameters for all."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.constrain.calls import Rules
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    ignore,
+    integer,
+    items,
+    mapping,
+    number,
+    one_or_more,
+    only,
+    part,
+    shown,
+    text,
+)
+from forerun.serve.schema import (
+    MAX_PROMPTS,
+    MAX_STOP_TEXT,
+    MAX_STOP_TOKENS,
+    MAX_TOKENS,
+    NO_MEDIA,
+    Prompt,
+    SpeculativeOptions,
+    plain_text,
+    token_biases,
+    token_ids,
+    untraced,
+)
+from forerun.serve.structure import grammar_rules, json_rules, one_of, regex_rules, structural_rules
+
+_NO_SESSIONS = "requests stand alone; prefixes are cached by themselves"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """`sampling_params`."""
+
+    max_new_tokens: int = accept(integer(0, MAX_TOKENS), 128)
+    min_new_tokens: int = accept(integer(0, MAX_TOKENS), 0)
+    n: int = accept(integer(1, MAX_TOKENS), 1)
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
+    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    sampling_seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
+    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
+    ignore_eos: bool = accept(boolean, False)
+    no_stop_trim: bool = accept(boolean, False)
+    skip_special_tokens: bool = accept(boolean, True)
+    spaces_between_special_tokens: bool = accept(only(True, why="text is left as it is"), True)
+    json_schema: Rules | None = accept(json_rules)
+    regex: Rules | None = accept(regex_rules)
+    ebnf: Rules | None = accept(grammar_rules)
+    structural_tag: Rules | None = accept(structural_rules)
+
+    refused: ClassVar[dict[str, str]] = {
+        "stop_regex": "use stop",
+        "custom_params": "the server runs no code from requests",
+    }
+
+    @property
+    def rules(self) -> Rules | None:
+        """The one constraint. Raises RequestError naming two where there are more."""
+        kinds = ("json_schema", "regex", "ebnf", "structural_tag")
+        return one_of(self, kinds, "sampling_params.")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is continued. several: it came as a list, and so does the answer."""
+
+    prompts: tuple[Prompt, ...]
+    several: bool
+
+
+def _texts(value: Any, where: str) -> Prompts:
+    found = one_or_more(plain_text, MAX_PROMPTS)(value, where)
+    if not found:
+        raise RequestError(f"{where} is an empty list.", where)
+    return Prompts(found, isinstance(value, list))
+
+
+def _ids(value: Any, where: str) -> Prompts:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return Prompts(items(token_ids, MAX_PROMPTS)(value, where), True)
+    return Prompts((token_ids(value, where),), False)
+
+
+def _off(value: Any, where: str) -> Any:
+    if value not in (0, False, []):
+        raise RequestError(f"{where}: {shown(value)} is not supported: ask for logprobs.", where)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateBody:
+    """POST /generate. speculative is Forerun's own field."""
+
+    model: str | None = accept(text(256, 1))
+    text: Prompts | None = accept(_texts)
+    input_ids: Prompts | None = accept(_ids)
+    sampling_params: SamplingParams = accept(part(SamplingParams), SamplingParams())
+    stream: bool = accept(boolean, False)
+    return_logprob: bool = accept(boolean, False)
+    logprob_start_len: int = accept(integer(-1, MAX_TOKENS), -1)
+    top_logprobs_num: int = accept(integer(0, MAX_TOKENS), 0)
+    return_text_in_logprobs: bool = accept(boolean, False)
+    return_hidden_states: Any = accept(_off)
+    token_ids_logprob: Any = accept(_off)
+    speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
+    rid: str | None = ignore(plain_text)
+    log_metrics: bool = ignore(boolean, True)
+    bootstrap_room: int | None = ignore(integer(0, 2**63 - 1))
+    priority: int | None = ignore(integer(-(2**63), 2**63 - 1))
+    extra_key: str | None = ignore(plain_text)
+    custom_labels: dict[str, Any] | None = ignore(mapping)
+
+    refused: ClassVar[dict[str, str]] = {
+        "input_embeds": "send text or input_ids",
+        "image_data": NO_MEDIA,
+        "video_data": NO_MEDIA,
+        "audio_data": NO_MEDIA,
+        "modalities": NO_MEDIA,
+        "session_params": _NO_SESSIONS,
+        "lora_path": "there is one set of weights",
+        "custom_logit_processor": "the server runs no code from requests",
+    }

@@ -1,0 +1,226 @@
+"""The official ollama client against a real server process."""
+
+import json
+
+import ollama
+import pytest
+
+from forerun import __version__
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, thoughtful
+from tests.e2e.processes import read_until, request_bytes
+
+TOOL = {"type": "function", "function": {"name": "travel", "description": "Plan a journey.",
+                                         "parameters": PLACE}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return ollama.Client(server.root, trust_env=False)
+
+
+def ask(client, sampling=GREEDY, **more):
+    options = {**sampling, "num_predict": 40, **more.pop("options", {})}
+    return client.chat(**{"model": "toy", "messages": ASKED, "options": options, **more})
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_that_of_the_other_route(server, client, sampling):
+    choice, usage = chat(server, **sampling)
+    answer = ask(client, sampling)
+    assert answer.message.content == choice["message"]["content"]
+    assert (answer.message.role, answer.model, answer.done) == ("assistant", "toy", True)
+    assert (answer.done_reason, answer.eval_count) == ("length", usage["completion_tokens"])
+    assert answer.prompt_eval_count == usage["prompt_tokens"]
+    assert answer.total_duration >= answer.prompt_eval_duration > 0
+    assert answer.total_duration >= answer.eval_duration
+    off = {"speculative": {"enabled": False, "stats": True}, "stream": False}
+    body = {"messages": ASKED, "options": {**sampling, "num_predict": 40}, **off}
+    plain = server.post("/api/chat", body).json()
+    assert plain["message"]["content"] == answer.message.content
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    once = client.generate("toy:latest", ASKED[0]["content"], options=body["options"])
+    assert (once.response, once.model) == (answer.message.content, "toy:latest")
+
+
+def test_stream_is_the_answer_in_lines(server, client):
+    whole = ask(client, SAMPLED)
+    *pieces, last = ask(client, SAMPLED, stream=True)
+    assert "".join(piece.message.content for piece in pieces) == whole.message.content
+    assert not any(piece.done for piece in pieces)
+    assert (last.done, last.message.content, last.done_reason) == (True, "", "length")
+    assert (last.eval_count, last.prompt_eval_count) == (40, whole.prompt_eval_count)
+    # Left out, stream is true.
+    answer = server.post("/api/chat", {"messages": ASKED, "options": {"num_predict": 3}})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert [json.loads(line)["done"] for line in answer.text.splitlines()][-1] is True
+    options = {**SAMPLED, "num_predict": 40}
+    *pieces, last = client.generate("toy", ASKED[0]["content"], options=options, stream=True)
+    assert "".join(piece.response for piece in pieces) == whole.message.content
+
+
+def test_options_reach_the_sampler(server, client):
+    text = text_of(server, **GREEDY)
+    cut = ask(client, options={"stop": [text[10:13]]})
+    assert cut.message.content == text[: text.index(text[10:13])]
+    assert cut.done_reason == "stop"
+    penal = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "repetition_penalty": 1.5}
+    theirs = text_of(server, **GREEDY, **penal)
+    told = {**penal, "repeat_penalty": penal["repetition_penalty"], "num_ctx": 2048}
+    del told["repetition_penalty"]
+    assert ask(client, options=told).message.content == theirs != text
+    system = [{"role": "system", "content": "Be brief."}, *ASKED]
+    once = client.generate("toy", ASKED[0]["content"], system="Be brief.",
+                           options={**GREEDY, "num_predict": 40})  # fmt: skip
+    assert once.response == text_of(server, system, **GREEDY)
+
+
+def test_a_raw_prompt_is_only_continued(server, client):
+    options = {**GREEDY, "num_predict": 40}
+    answer = client.generate("toy", "Hi", raw=True, options=options)
+    theirs = server.complete(max_tokens=40).json()
+    assert answer.response == theirs["choices"][0]["text"]
+    assert answer.prompt_eval_count == theirs["usage"]["prompt_tokens"]
+
+
+def test_what_concerns_the_machine_is_named_as_ignored(server):
+    options = {"num_predict": 3, "num_ctx": 100, "num_gpu": 1, "use_mmap": True}
+    answer = server.post("/api/chat", {"messages": ASKED, "options": options, "keep_alive": "5m",
+                                       "think": True, "stream": False})  # fmt: skip
+    named = answer.headers["x-forerun-ignored"].split(", ")
+    assert named == [
+        "keep_alive",
+        "options.num_ctx",
+        "options.num_gpu",
+        "options.use_mmap",
+        "think",
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_called(calling, stream):
+    # Ollama has no way to demand a call. With this seed the toy begins with the brace of one.
+    sampling = {"temperature": 2.0, "top_k": 60, "seed": 21}
+    body = {"messages": ASKED, "tools": [TOOL], "options": {**sampling, "num_predict": 300}}
+    lines = calling.post("/api/chat", {**body, "stream": stream}).text.splitlines()
+    answers = [json.loads(line) for line in lines]
+    calls = [call for one in answers for call in one["message"].get("tool_calls", ())]
+    assert len(calls) == 1 and answers[-1]["done_reason"] == "stop"
+    assert is_place(calls[0]["function"]["arguments"])
+    theirs, _ = chat(calling, tools=[TOOL], **sampling, max_tokens=300)
+    (call,) = theirs["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == calls[0]["function"]["arguments"]
+    # The client's own types take it.
+    ollama.ChatResponse(**answers[0])
+
+
+def test_what_tools_brought_is_heard(server):
+    arguments = {"city": "Rome", "days": 1}
+    body = {"tools": [TOOL], "stream": False, "options": {**SAMPLED, "num_predict": 40}}
+    called = {"function": {"name": "travel", "arguments": arguments}}
+    ours = [*ASKED, {"role": "assistant", "tool_calls": [called]},
+            {"role": "tool", "tool_name": "travel", "content": "Sunny."}]  # fmt: skip
+    call = {"type": "function", "function": {"name": "travel", "arguments": json.dumps(arguments)}}
+    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "name": "travel", "content": "Sunny."}]  # fmt: skip
+    answer = server.post("/api/chat", {"messages": ours, **body}).json()
+    assert answer["message"]["content"] == text_of(server, said, tools=[TOOL], **SAMPLED)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_output(client, stream):
+    answer = ask(client, SAMPLED, format=PLACE, options={"num_predict": 400}, stream=stream)
+    text = "".join(one.message.content for one in answer) if stream else answer.message.content
+    assert is_place(json.loads(text))
+    options = {**SAMPLED, "num_predict": 400}
+    made = client.generate("toy", "Which?", format="json", options=options)
+    assert made.done_reason == "length" or isinstance(json.loads(made.response), dict)
+
+
+def test_thinking_is_told_apart(thinking):
+    client = ollama.Client(thinking.root, trust_env=False)
+    question = [{"role": "user", "content": thoughtful()}]
+    message = chat(thinking, question, **GREEDY)[0]["message"]
+    answer = ask(client, messages=question, think=True)
+    assert answer.message.thinking == message["reasoning_content"]
+    assert answer.message.content == message["content"]
+    pieces = [*ask(client, messages=question, stream=True)]
+    assert "".join(piece.message.thinking or "" for piece in pieces) == answer.message.thinking
+    again = [*question, answer.message, *ASKED]
+    assert ask(client, messages=again).done
+
+
+def test_logprobs_are_those_of_the_other_route(server, client):
+    choice, _ = chat(server, **SAMPLED, logprobs=True, top_logprobs=2)
+    answer = ask(client, SAMPLED, logprobs=True, top_logprobs=2)
+    found = [(entry.token, entry.logprob) for entry in answer.logprobs]
+    assert found == [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+
+
+def test_models(server, client):
+    (model,) = client.list().models
+    assert model.model == "toy:latest" and len(model.digest) == 64
+    (loaded,) = client.ps().models
+    assert loaded.model == "toy:latest"
+    shown = client.show("toy")
+    assert "<|im_start|>" in shown.template and shown.capabilities == ["completion", "tools"]
+    assert shown.modelinfo["toy.context_length"] == 4096
+    assert server.http.get("/api/version").json() == {"version": __version__}
+    empty = client.generate("toy", "")
+    assert (empty.done, empty.done_reason, empty.response) == (True, "load", "")
+    gone = server.post("/api/chat", {"model": "toy", "messages": [], "keep_alive": 0})
+    assert gone.json()["done_reason"] == "unload"
+
+
+BAD = [
+    ("/api/chat", {"messages": [5]}, "messages[0]"),
+    ("/api/chat", {"messages": [{"role": "wizard"}]}, "messages[0].role"),
+    ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}, "messages[0].images"),
+    ("/api/chat", {"tempratur": 1}, "tempratur"),
+    ("/api/chat", {"options": {"temperature": 3}}, "options.temperature"),
+    ("/api/chat", {"options": {"mirostat": 1}}, "options.mirostat"),
+    ("/api/chat", {"options": {"numctx": 1}}, "options.numctx"),
+    ("/api/chat", {"options": {"num_predict": 0}, "messages": ASKED}, "options.num_predict"),
+    ("/api/chat", {"format": "yaml"}, "format"),
+    ("/api/chat", {"format": {"type": "what"}, "messages": ASKED}, "format"),
+    ("/api/chat", {"think": "much"}, "think"),
+    ("/api/chat", {"keep_alive": True}, "keep_alive"),
+    ("/api/chat", {"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ("/api/chat", {"messages": ASKED, "top_logprobs": 2}, "top_logprobs"),
+    ("/api/generate", {"prompt": "a", "template": "b"}, "template"),
+    ("/api/generate", {"prompt": "a", "context": [1]}, "context"),
+    ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system"),
+    ("/api/generate", {"prompt": "a", "raw": True, "top_logprobs": 1}, "top_logprobs"),
+    ("/api/generate", {"prompt": "a" * 5000}, "4096"),
+    ("/api/show", {}, "model"),
+]
+
+
+@pytest.mark.parametrize(("path", "wrong", "named"), BAD, ids=range(len(BAD)))
+def test_what_is_wrong_is_said_in_ollamas_shape(server, path, wrong, named):
+    answer = server.post(path, wrong)
+    assert answer.status_code == 400, answer.text
+    assert answer.json().keys() == {"error"}
+    assert named in answer.json()["error"]
+
+
+def test_other_errors(server, client, guarded):
+    with pytest.raises(ollama.ResponseError) as caught:
+        client.chat("llama3", ASKED)
+    assert caught.value.status_code == 404 and "'llama3' does not exist" in caught.value.error
+    for call in (lambda: client.pull("llama3"), lambda: client.delete("toy")):
+        with pytest.raises(ollama.ResponseError) as caught:
+            call()
+        assert caught.value.status_code == 501
+    assert server.http.get("/api/nowhere").json().keys() == {"error"}
+    assert guarded.http.get("/api/tags").json().keys() == {"error"}
+    with_key = ollama.Client(guarded.root, trust_env=False,
+                             headers={"authorization": "Bearer sesame"})  # fmt: skip
+    assert with_key.list().models
+
+
+def test_a_client_that_leaves_is_noticed(server):
+    body = {"messages": ASKED, "options": {**SAMPLED, "num_predict": 4000}}
+    with server.connect() as sock:
+        sock.sendall(request_bytes("/api/chat", body))
+        read_until(sock, b'"done":false')
+    assert server.idle()
