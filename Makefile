@@ -9,7 +9,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow test-browser chaos mutants check prove bench bench-peers gpu-test gpu-bench clean
+.PHONY: setup tools demo serve test test-slow test-browser chaos mutants check prove bench \
+	bench-peers gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -77,6 +78,19 @@ bench: setup
 
 bench-peers: setup
 	$(BIN)/python bench/peers/over_http.py --out bench/out/peers-http.json
+
+# The site of docs/ in build/site; a link that leads nowhere is an error.
+docs: setup
+	$(PIP) "forerun[docs]"
+	$(BIN)/python docs/migrating.py --check
+	$(BIN)/mkdocs build --strict
+
+# dist/: a source archive, and a wheel whose tag says how old a Linux may be.
+wheel: setup
+	$(PIP) "forerun[wheel]"
+	$(BIN)/python -m build --outdir build/dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/forerun-*-linux_*.whl
+	cp build/dist/forerun-*.tar.gz dist/
 
 clean:
 	rm -rf $(VENV) build dist

@@ -144,7 +144,11 @@ void Pool::loop(int id) {
         const std::function<void(int)>* work;
         {
             std::unique_lock<std::mutex> lock(mutex_);
-            wake_.wait(lock, [&] { return stop_ || (turn_ != seen && id < threads_); });
+            // The system's own wait: std::condition_variable::wait has a new version in GCC 12's
+            // library, and a wheel that used it would not load on older systems.
+            while (!stop_ && !(turn_ != seen && id < threads_)) {
+                pthread_cond_wait(wake_.native_handle(), mutex_.native_handle());
+            }
             if (stop_) return;
             seen = turn_;
             work = work_;
