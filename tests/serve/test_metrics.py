@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from forerun.build.engine import load
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.serve.metrics import Meter
+from tests.shape.tree import ROOT
 
 
 def samples(page):
@@ -129,3 +132,10 @@ def test_both_dashboards_find_what_they_ask_for():
             assert names and 'model_name="$model_name"' in target["expr"]
             asked |= set(names)
     assert asked <= there
+
+
+def test_the_table_for_people_is_fresh():
+    script = [sys.executable, "docs/site/metrics.py", "--check"]
+    assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
+        "run: python docs/site/metrics.py"
+    )

@@ -10,7 +10,7 @@ from forerun.cli.main import COMMANDS, build_parser
 from tests.shape.tree import PACKAGE, ROOT, parsed, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)#\n]+)(?:#[^)]*)?\)")
 SYMBOL = re.compile(r"`(\w+(?:\.\w+)*)`")
 
 
@@ -117,3 +117,16 @@ def test_the_readmes_python_runs(capsys):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     exec(block.replace("smollm2-135m", "toy"), {})
     assert len(capsys.readouterr().out) == 65
+
+
+def test_messages_that_are_explained_exist():
+    """Every message that heads a paragraph of docs/troubleshooting.md is one that the code has."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"(?m)^\*\*`([^`]+)`", text)
+    assert len(messages) >= 5
+    code = "".join(path.read_text() for path in sources("forerun"))
+    # A message may run over lines: the quotes between its parts go.
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip(" ;().") in code, message
