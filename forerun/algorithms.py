@@ -19,6 +19,7 @@ class Algorithm:
     aliases   other names that mean the same
     model     drafts with a draft model (a head)
     lookup    drafts with n-grams
+    block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
     instead   why it cannot be chosen yet, and what to choose; empty = it can
     """
@@ -28,6 +29,7 @@ class Algorithm:
     aliases: tuple[str, ...] = ()
     model: bool = False
     lookup: bool = False
+    block: bool = False
     max_topk: int | None = None
     instead: str = ""
 
@@ -35,7 +37,8 @@ class Algorithm:
 ALGORITHMS = (
     Algorithm(
         "AUTO",
-        "EAGLE+NGRAM if a draft with a head is named, else NGRAM",
+        "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter is, else "
+        "NGRAM",
         model=True,
         lookup=True,
     ),
@@ -78,9 +81,10 @@ ALGORITHMS = (
     ),
     Algorithm(
         "DFLASH",
-        "a block drafter: several tokens in one pass",
+        "a block drafter (DFlash, JetSpec): several tokens in one pass, as a chain or, with a "
+        "top-k, the best tree of its marginals",
         model=True,
-        instead="block drafters cannot be loaded yet; use EAGLE3 with a draft head, or NGRAM",
+        block=True,
     ),
     Algorithm(
         "NAIVE",
@@ -133,10 +137,12 @@ class DraftShape:
         return self.tokens - 1
 
 
-def capacity(steps: int, topk: int) -> int:
+def capacity(steps: int, topk: int, block: bool = False) -> int:
     """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on
-    each further one (EAGLE-2, section 4.1).
+    each further one (EAGLE-2, section 4.1); of a block, `topk` below every node.
     """
+    if block and topk > 1:
+        return sum(topk**depth for depth in range(steps + 1))
     return 1 + topk + (steps - 1) * topk * topk if steps > 0 else 1
 
 
@@ -165,9 +171,10 @@ def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: 
     if method.lookup or not method.model or tokens is None:
         return
     shape = draft_shape(steps, topk, tokens)
-    most = capacity(shape.steps, shape.topk)
+    most = capacity(shape.steps, shape.topk, method.block)
     if tokens > most:
         grown = f"1 + {shape.topk} + {shape.steps - 1} x {shape.topk} x {shape.topk}"
+        grown = f"1 + {shape.topk} + .. + {shape.topk} ** {shape.steps}" if method.block else grown
         grown = f"1 + {shape.steps}" if shape.topk == 1 else grown
         raise ConfigError(
             f"speculative-num-draft-tokens is {tokens}, but {shape.steps} steps with top-k "

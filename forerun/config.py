@@ -129,27 +129,31 @@ class EngineConfig:
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculative_algorithm: str = option(
         "AUTO",
-        "what drafts: a draft head (EAGLE, EAGLE3), n-grams (NGRAM: lookup in the text so far, and "
-        "the draft's table of what the model usually says), both, or nothing; AUTO is both if a "
-        "draft with a head is named, else NGRAM",
+        "what drafts: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
+        "lookup in the text so far, and the draft's table of what the model usually says), or "
+        "nothing; AUTO is what a named draft holds, a head together with n-grams, else NGRAM",
         choices=AVAILABLE,
         spellings=lambda name: algorithm(name).name,
     )
     speculative_draft_model_path: str | None = option(
         None,
-        "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1), an n-gram table, or both; "
+        "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1) or a block drafter (DFlash, "
+        "JetSpec), an n-gram table, or both; "
         "the default is the one that comes with a built-in model, if one does; none = no draft",
     )
     speculative_draft_model_revision: str | None = option(
         None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
     )
     speculative_num_steps: int | None = option(
-        None, "longest path of draft tokens (default: 8)", low=0, high=MOST_STEPS
+        None,
+        "longest path of draft tokens (default: 8, or a block drafter's block)",
+        low=0,
+        high=MOST_STEPS,
     )
     speculative_eagle_topk: int | None = option(
         None,
-        "children per node of a draft head's tree, and nodes that get some per level; 1 = chains "
-        "(default: 1)",
+        "children per node of a draft head's tree, and nodes that get some per level (of a block, "
+        "every node); 1 = chains (default: 1)",
         low=1,
         high=16,
     )

@@ -25,6 +25,7 @@ from forerun.build.engine import open_target
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
+from forerun.models.block_folder import holds_block
 from forerun.models.config_variants import plausible, reading_of, turned
 from forerun.models.draft_config import DraftHead
 from forerun.models.draft_folder import open_draft
@@ -74,6 +75,11 @@ def probe(
     few = [prompt for index, prompt in enumerate(prompts) if index % FIRST == 0]
     more = [prompt for index, prompt in enumerate(prompts) if index % FIRST]
     arch = open_model(config.model).architecture
+    if holds_block(Path(named)):
+        raise ConfigError(
+            f"{named} holds a block drafter, whose configuration leaves nothing to probe; leave "
+            "--probe out."
+        )
     heads = plausible(open_draft(Path(named), arch).head, arch)
 
     def tried(heads: list[DraftHead], prompts: list[Prompt], what: str) -> list[Attempt]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from forerun.build.draft_file import AnyDraftFile, open_draft_file
 from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import Needs
 from forerun.config import EngineConfig
@@ -23,7 +24,7 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
-from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.block_folder import BlockFile
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 
@@ -66,10 +67,13 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     return replace(config, speculative_draft_model_path=None)
 
 
-def resolved_drafting(config: EngineConfig, head: bool, fault: str | None) -> EngineConfig:
+def resolved_drafting(
+    config: EngineConfig, head: bool, fault: str | None, block: int = 0
+) -> EngineConfig:
     """The configuration with AUTO decided, and the length and size of its trees filled in.
 
     head   a draft head is there
+    block  draft tokens of a block, which a block drafter proposes where nothing else is asked
     fault  why a draft that was named cannot be used, which means that nothing drafts
 
     Raises ConfigError where top-k was asked of a method without one.
@@ -79,7 +83,11 @@ def resolved_drafting(config: EngineConfig, head: bool, fault: str | None) -> En
         chosen = "OFF"
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
+        chosen = "DFLASH" if block else chosen
     config = replace(config, speculative_algorithm=chosen)
+    asked = (config.speculative_num_steps, config.speculative_num_draft_tokens)
+    if block and asked == (None, None):
+        config = replace(config, speculative_num_steps=block)
     shape = config.draft_shape
     return replace(
         config,
@@ -92,7 +100,7 @@ def resolved_drafting(config: EngineConfig, head: bool, fault: str | None) -> En
 class Parts:
     """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
 
-    head: DraftFile | None = None
+    head: AnyDraftFile | None = None
     table: NgramTable | None = None
 
 
@@ -116,12 +124,7 @@ def open_drafts(config: EngineConfig, arch: Architecture) -> Parts:
             f"{folder} holds an n-gram table and no head; use --speculative-algorithm NGRAM"
         )
     if method.model and not alone:
-        head = open_draft(folder, arch, config.draft_reading)
-        if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
-            raise ConfigError(
-                f"speculative-algorithm is EAGLE3, but the head in {folder} is of the first or "
-                "second kind; use EAGLE."
-            )
+        head = open_draft_file(config, folder, arch)
         for warning in head.warnings:
             warnings.warn(f"draft {named}: {warning}", stacklevel=2)
     return Parts(head, table)
@@ -164,9 +167,13 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
     """The needs with a draft model's: weights, keys and values of all its layers, logits.
 
-    item  bytes of a number; None: weights are packed to 8 bits, keys and values kept in 16
+    item  bytes of a number; None: weights are packed to 8 bits, keys and values kept in 16; but
+          a block drafter is NumPy's there: float32, with copies of what it borrows
     """
-    weights = draft.parameters * 34 // 32 if item is None else draft.parameters * item
+    count = draft.parameters
+    if item is None and isinstance(draft, BlockFile):
+        item, count = 4, count + draft.head.borrowed
+    weights = count * 34 // 32 if item is None else count * item
     return replace(
         needs,
         weights=needs.weights + weights,

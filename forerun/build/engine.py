@@ -12,6 +12,7 @@ from typing import Any
 from forerun.build import tuned
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
+from forerun.build.draft_file import AnyDraftFile
 from forerun.build.drafting import (
     Parts,
     excused,
@@ -45,7 +46,6 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.arch import Architecture
-from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
@@ -83,7 +83,7 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    draft: DraftFile | None = None
+    draft: AnyDraftFile | None = None
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
@@ -266,7 +266,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         drafts, fault = excused(
             config, lambda: draft_model(config, executor, model.checkpoint, draft)
         )
-    config = resolved_drafting(config, drafts is not None, fault)
+    block = drafts.traits.block_size if drafts is not None else 0
+    config = resolved_drafting(config, drafts is not None, fault, block)
     prepare(config, executor, drafts is not None, progress)
     costs = _costs(config, executor, table)
     if costs is not None and drafts is not None:

@@ -11,6 +11,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
+from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -63,6 +64,13 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
     return CpuEagleModel(executor, checkpoint, draft)
 
 
+def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
+    from forerun.executors.cpu import CpuExecutor, cpu_block_model
+
+    assert isinstance(executor, CpuExecutor)
+    return cpu_block_model(executor, checkpoint, draft)
+
+
 ENTRY = ExecutorEntry(
     name="cpu",
     title="native CPU core",
@@ -72,6 +80,6 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: None,
     free_memory=lambda config: memory_available(),
     build=_build,
-    draft_models={DraftFile.kind: _eagle},
+    draft_models={DraftFile.kind: _eagle, BlockFile.kind: _block},
     dtype="file",
 )

@@ -7,6 +7,7 @@ from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
+from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 
@@ -44,6 +45,13 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
     return TorchEagleModel(executor, checkpoint, draft)
 
 
+def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
+    from forerun.executors.torch import TorchBlockModel, TorchExecutor
+
+    assert isinstance(executor, TorchExecutor)
+    return TorchBlockModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="torch",
     title="torch executor",
@@ -53,5 +61,5 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,
-    draft_models={DraftFile.kind: _eagle},
+    draft_models={DraftFile.kind: _eagle, BlockFile.kind: _block},
 )

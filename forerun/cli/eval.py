@@ -26,6 +26,7 @@ from forerun.errors import ConfigError
 from forerun.flags import configured
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
+from forerun.models.draft_folder import DraftFile
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -83,8 +84,8 @@ def _simulation(target: Target) -> Simulate:
     """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
     torch.
     """
-    if target.draft is None:
-        raise ConfigError("--simulate needs a draft head; n-gram lookup has no trainer.")
+    if not isinstance(target.draft, DraftFile):
+        raise ConfigError("--simulate needs a draft head of the EAGLE family.")
     try:
         from forerun.train.simulate import Simulation
     except ImportError as error:

@@ -14,6 +14,9 @@ keys and values) it keeps by slot.
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from forerun.errors import EngineError
 from forerun.interface.features import Features
 from forerun.models.cache_layer import CacheLayer
 from forerun.types import Floats, Ints
@@ -86,6 +89,13 @@ class Extension:
     scored: Ints
     candidates: int
 
+    @property
+    def position(self) -> Ints:
+        """int32[n] where the tokens stand in their texts."""
+        lengths = np.diff(self.start)
+        begins = np.repeat(self.kv_len - self.start[:-1], lengths)
+        return (begins + np.arange(len(self.tokens))).astype(np.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftLevel:
@@ -130,6 +140,12 @@ class DraftBlock:
     depth: int
     candidates: int
 
+    def part(self, begin: int, end: int) -> "DraftBlock":
+        """The rows from `begin` to before `end`."""
+        rows = slice(begin, end)
+        mine = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
+        return DraftBlock(*mine, self.depth, self.candidates)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -153,6 +169,15 @@ class BlockCandidates:
 
     ids: Ints
     log_probs: Floats
+
+
+def no_candidates(scored: int) -> Candidates:
+    """What a model that proposes blocks answers to an extension. Raises EngineError where it was
+    asked for candidates.
+    """
+    if scored:
+        raise EngineError("a block drafter has no candidates of single nodes")
+    return Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
 class DraftModel(Protocol):

@@ -57,10 +57,10 @@ def architecture_from(config: Mapping[str, Any], where: Path) -> Architecture:
 def _architecture(keys: Keys) -> Architecture:
     family = family_named(keys.get("model_type"), "config.json: model_type")
     arch = READERS[family].read(family, keys)
-    keys.refuse_the_rest(_harmless)
+    keys.refuse_the_rest(harmless)
     return arch
 
 
-def _harmless(name: str, value: Any) -> bool:
+def harmless(name: str, value: Any) -> bool:
     """False and empty values switch nothing on; the rest is known by name."""
     return value is False or value in ({}, [], "") or _HARMLESS.fullmatch(name) is not None

@@ -91,7 +91,7 @@ def open_draft(folder: Path, target: Architecture, variant: str | None = None) -
     Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
     """
     config = read_json(folder / "config.json")
-    files = _canonical(files_by_tensor(folder, maps=True), folder)
+    files = canonical(files_by_tensor(folder, maps=True), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head, keys = _describe(config, shapes, target)
@@ -104,14 +104,15 @@ def open_draft(folder: Path, target: Architecture, variant: str | None = None) -
         head = read_as(head, variant)
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
-    draft = DraftFile(folder, head, _target_ids(head, files, folder), tuple(warnings), files)
+    ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
+    draft = DraftFile(folder, head, ids, tuple(warnings), files)
     for name in expected_draft_tensors(head):
         if name != "d2t":
             draft.tensor(name)
     return draft
 
 
-def _canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, str]]:
+def canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, str]]:
     """Canonical name -> file and the name in it."""
     files: dict[str, tuple[TensorFile, str]] = {}
     for stored, file in found.items():
@@ -264,23 +265,25 @@ def _check_tensors(head: DraftHead, shapes: dict[str, tuple[int, ...]], folder: 
         )
 
 
-def _target_ids(head: DraftHead, files: Mapping[str, tuple[TensorFile, str]], folder: Path) -> Ints:
-    """int32[Vd] from the offsets in d2t; the identity where there is no map."""
+def mapped_ids(
+    vocab: int, target_vocab: int, files: Mapping[str, tuple[TensorFile, str]], folder: Path
+) -> Ints:
+    """int32[Vd] from the offsets in d2t; the identity where there is no map. Raises ModelError."""
     if "d2t" not in files:
-        return np.arange(head.vocab, dtype=np.int32)
+        return np.arange(vocab, dtype=np.int32)
     file, stored = files["d2t"]
     kind = file.tensors[stored].kind
     if kind not in ("I64", "I32"):
         raise ModelError(f"{folder}: {stored} is stored as {kind}; it must be I64 offsets")
     offsets: AnyArray = file.rows(stored).view("<i8" if kind == "I64" else "<i4").reshape(-1)
-    if len(offsets) != head.vocab:
-        raise ModelError(f"{folder}: {stored} maps {len(offsets)} ids, the head has {head.vocab}")
+    if len(offsets) != vocab:
+        raise ModelError(f"{folder}: {stored} maps {len(offsets)} ids, the head has {vocab}")
     ids = offsets.astype(np.int64) + np.arange(len(offsets))
-    wrong = np.flatnonzero((ids < 0) | (ids >= head.target_vocab))
+    wrong = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(wrong):
         raise ModelError(
             f"{folder}: {stored}[{wrong[0]}] = {offsets[wrong[0]]} leads to target id "
-            f"{ids[wrong[0]]}, outside 0..{head.target_vocab - 1}"
+            f"{ids[wrong[0]]}, outside 0..{target_vocab - 1}"
         )
     if len(np.unique(ids)) != len(ids):
         raise ModelError(f"{folder}: {stored} maps two draft ids to one target id")

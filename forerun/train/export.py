@@ -60,11 +60,12 @@ def _layer(about: DraftHead) -> dict[str, Any]:
         "rms_norm_eps": about.norm_eps,
         "max_position_embeddings": about.context,
         "vocab_size": about.target_vocab,
-        **_rope(about.rope),
+        **rope_keys(about.rope),
     }
 
 
-def _rope(rope: Rope) -> dict[str, Any]:
+def rope_keys(rope: Rope) -> dict[str, Any]:
+    """How a configuration writes a rope."""
     scaling: dict[str, Any] | None = None
     match rope.scaling:
         case Linear(factor):

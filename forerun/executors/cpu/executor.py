@@ -256,11 +256,11 @@ class CpuExecutor:
         """The compiled core's handle, for a draft head beside it (head.py)."""
         return self._alive()
 
-    def adopt(self, draft: int, features_width: int) -> None:
-        """Close this native draft head together with the model whose threads it uses, and hand
-        out from now on the features [M,features_width] that it made the model keep.
+    def adopt(self, draft: int | None, features_width: int) -> None:
+        """Close this native draft head, if any, together with the model whose threads it uses, and
+        hand out from now on the features [M,features_width] that the model was made to keep.
         """
-        self._drafts.append(draft)
+        self._drafts += [] if draft is None else [draft]
         self._features_width = features_width
 
     def features(self, count: int, width: int) -> Floats:

@@ -159,6 +159,12 @@ class DraftCache:
         made = self._pass(tokens.ravel(), sees.ravel(), start, nodes.ravel(), rows, 0)
         return replace(made, position=position.ravel().astype(np.int32))
 
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
+        part, number = self._where[layer]
+        keys = keys.to(values.dtype)  # Rotated by float32 angles, whatever the dtype.
+        self.parts[part].write(number, keys, values)
+
     def commit(self, extension: Extension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
         targets, start = self._targets(extension), extension.start
@@ -260,6 +266,18 @@ def check_level(
         "slots": (level.slots, 0, limits.slots),
         "kv_len": (level.kv_len, 0, level.pages.shape[1] * limits.page_size + 1),
         "first": (np.array([level.first]), 0, about.max_nodes - count + 1),
+    })  # fmt: skip
+
+
+def check_block(
+    block: DraftBlock, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """`check_extension` of blocks."""
+    _check({
+        "roots": (block.roots, 0, vocab),
+        "slots": (block.slots, 0, limits.slots),
+        "kv_len": (block.kv_len, 0, block.pages.shape[1] * limits.page_size + 1),
+        "depth": (np.array([block.depth]), 1, about.block_size + 1),
     })  # fmt: skip
 
 
