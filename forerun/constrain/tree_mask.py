@@ -82,8 +82,6 @@ class TreeGrammars:
         """Drafts without illegal draft tokens, with forced and likely tokens; others pass
         unchanged.
         """
-        if not self.held:
-            return drafts
         guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
             state = self._states.get(slot)
@@ -94,11 +92,6 @@ class TreeGrammars:
                     draft = guide(state, drafts[row], int(depth[row]))
                 guided[row] = draft.best(int(nodes[row]))
         return guided
-
-    @property
-    def held(self) -> bool:
-        """Whether a grammar holds any slot."""
-        return bool(self._compiled)
 
     def mask(self, slot: int) -> bytes | None:
         """Bits of what may follow next; None where everything may."""

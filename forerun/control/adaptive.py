@@ -98,13 +98,13 @@ class AdaptivePolicy:
 
     # --- before anything is drafted ------------------------------------------------------
 
-    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
         """See the class; and room for what a grammar knows, as far as that pays."""
         if len(slots) == 0:
             return []
         budgets = self._asked(slots, kv_len)
         self.reasons.update(budget.reason.partition(" (")[0] for budget in budgets)
-        if self._lookahead is None or not self._lookahead.held:
+        if self._lookahead is None or not constrained:
             return budgets
         # While speculation is disabled, nothing is looked for but what is certain.
         price = CERTAIN if self.guard.disabled else self.price(kv_len)

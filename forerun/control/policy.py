@@ -29,15 +29,7 @@ class Budget:
 
 
 class Lookahead(Protocol):
-    """What grammars know of the coming tokens.
-
-    held  whether a grammar holds any slot
-    """
-
-    @property
-    def held(self) -> bool:
-        """See the class."""
-        ...
+    """What grammars know of the coming tokens."""
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
         """Per slot, the probabilities of tokens that are certain or likely to follow, best first,
@@ -53,8 +45,10 @@ class Policy(Protocol):
         """A sequence took the slot; forget its predecessor."""
         ...
 
-    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
-        """One budget per row of the coming step: slots int32[B], cached tokens int32[B]."""
+    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
+        """One budget per row of the coming step: slots int32[B], cached tokens int32[B]; whether
+        a grammar holds some row.
+        """
         ...
 
     def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
@@ -87,10 +81,10 @@ class FixedPolicy:
     def open(self, slot: int) -> None:
         """Nothing to remember."""
 
-    def budgets(self, slots: Ints, kv_len: Ints) -> list[Budget]:
+    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
         """One and the same budget for every row, more where a grammar knows more."""
         budgets = [self._budget] * len(slots)
-        if self._lookahead is None or not self._lookahead.held:
+        if self._lookahead is None or not constrained:
             return budgets
         return widened(budgets, list(map(len, self._lookahead.predicted(slots, FIXED_MIN_PROB))))
 

@@ -20,7 +20,6 @@ class StepReport:
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
     prefill       whether some row ran more than one known token
-    constrained   whether a grammar held some row
     carried       the device drafted by itself: nobody saw a draft before the step was over
     ms            milliseconds by stage, the names of STAGES and "host"
     """
@@ -32,7 +31,6 @@ class StepReport:
     nodes: int
     cached: int
     prefill: bool
-    constrained: bool
     carried: bool
     ms: dict[str, float]
 
@@ -62,7 +60,6 @@ def step_report(
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
         prefill=max(known) > 1,
-        constrained=True in plan.constrained.tolist(),
         carried=carried,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
     )

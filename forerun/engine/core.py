@@ -8,12 +8,12 @@ from time import monotonic, perf_counter
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
 from forerun.engine.output import Ending, Kept, delta, ended, keep, limit_reached
-from forerun.engine.overlap import Overlap, Running, carrying
+from forerun.engine.overlap import Overlap, carrying
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import Parts, begin, finish
+from forerun.engine.step import Parts, Running, begin, finish
 from forerun.engine.timing import StageTimer
 from forerun.engine.trace import MAX_STEPS, StepTrace, bounded
 from forerun.errors import EngineError
@@ -34,6 +34,7 @@ class StepOver:
     rows: tuple[Sequence, ...]
     plan: Plan
     trees: TreeBatch
+    outcome: Outcome
     ms: float
 
 
@@ -72,12 +73,15 @@ class EngineCore:
                 "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
                 parts.executor.name,
             )
-        self._overlap = Overlap(carrier, parts.drafter, self.scheduler, self.metrics)
+        # None: every step is looked at when it has begun.
+        self._overlap: Overlap | None = None
+        if carrier is not None:
+            self._overlap = Overlap(carrier, parts.drafter, self.scheduler)
 
     @property
     def busy(self) -> bool:
         """Whether somebody is to be advanced, or a step runs that was not looked at."""
-        return bool(self.live) or self._overlap.running is not None
+        return bool(self.live) or self._running_on
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
@@ -93,18 +97,19 @@ class EngineCore:
 
         What fails for one request ends that request. Raises where the engine itself is broken.
         """
-        if self._overlap.running is not None:
+        if self._overlap is not None and self._running_on:
             self._finish(self._overlap.advance())
             return True
-        start = perf_counter()
+        timer = StageTimer()
         schedule = self.scheduler.plan()
         if schedule is None:
             if self.live:  # All wait for what may follow.
                 self._grammars.wait(STALL_SECONDS)
             return bool(self.live)
         if self._open_slots(schedule) and schedule.rows:
-            running = self._begin(schedule, start)
-            if running is not None and not self._overlap.keeps(running):
+            running = self._begin(schedule, timer)
+            kept = running and self._overlap and self._overlap.keeps(running)
+            if running is not None and not kept:
                 self._finish(running)
         return True
 
@@ -113,10 +118,10 @@ class EngineCore:
         self.scheduler.check()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         leaving = self.scheduler.leaving
-        assert self._registry.open_slots == {s.slot for s in running + leaving}, (
+        assert set(self._registry.open_slots) == {s.slot for s in running + leaving}, (
             "a slot is open to nobody"
         )
-        assert all(self._overlap.growing(s) for s in leaving), "nothing runs that it waits for"
+        assert all(map(self._growing, leaving)), "nothing runs that it waits for"
         live = {id(s) for sequences in self.live.values() for s in sequences}
         assert live == {id(s) for s in running + waiting}, "a sequence is lost"
         if not live and not leaving:
@@ -132,14 +137,25 @@ class EngineCore:
         """End every request. Nothing runs any more afterwards."""
         for request in tuple(self.live):
             self.end(request, ending)
-        self._overlap.drop()
+        if self._overlap is not None:
+            self._overlap.drop()
         self._release()
 
     def abandon(self, ending: Ending) -> None:
         """End everything without speaking to executor and drafter: they cannot be trusted."""
         self._registry.abandon()
-        self._overlap.forget()
+        if self._overlap is not None:
+            self._overlap.forget()
         self.end_all(ending)
+
+    @property
+    def _running_on(self) -> bool:
+        """Whether a step runs that was not looked at."""
+        return self._overlap is not None and self._overlap.running is not None
+
+    def _growing(self, sequence: Sequence) -> int:
+        """Positions that such a step may make permanent for a sequence; 0: it has no part."""
+        return self._overlap.growing(sequence) if self._overlap is not None else 0
 
     def _ready(self, sequence: Sequence) -> bool:
         """Whether a running sequence can take part in the next step."""
@@ -164,37 +180,42 @@ class EngineCore:
                 sound = False
         return sound
 
-    def _begin(self, schedule: Schedule, since: float) -> Running | None:
+    def _begin(self, schedule: Schedule, timer: StageTimer) -> Running | None:
         """Begin the planned step; where that fails, end the requests it was for, and no others."""
-        timer = StageTimer()
         try:
             trees, scores = begin(schedule.plan, self._parts, timer)
         except Exception as error:
             log.exception("a step could not be begun")
             self._fail(schedule.rows, error)
             return None
-        return Running(schedule.rows, schedule.plan, trees, scores, since, timer)
+        return Running(schedule.rows, schedule.plan, trees, scores, timer)
 
     def _finish(self, running: Running) -> None:
         """Wait for a step and look at what came of it."""
+        overlap, trees = self._overlap, running.trees
+        carried = trees is None
         try:
-            trees = self._overlap.trees(running)
+            if trees is None:
+                assert overlap is not None, "no other step is carried"
+                trees = overlap.trees(running)
             outcome = finish(running.plan, trees, running.scores, self._parts, running.timer)
         except Exception as error:
             log.exception("a step failed")
-            self._overlap.drop()  # It carried on from what is not there.
+            if overlap is not None:
+                overlap.drop()  # It carried on from what is not there.
             self._fail(running.rows, error)
             self._release()
             return
         self._failures = 0
-        self._overlap.complete(running, outcome)
+        if overlap is not None:
+            overlap.complete(running, outcome)
         # A step that went on from the one before has what is left of the time since that ended.
-        begun = max(running.since, self._finished)
-        over = StepOver(running.rows, running.plan, trees, 1000.0 * (perf_counter() - begun))
-        self._process_outputs(over, outcome)
+        begun = max(running.timer.since, self._finished)
+        ms = 1000.0 * (perf_counter() - begun)
+        self._process_outputs(StepOver(running.rows, running.plan, trees, outcome, ms))
         self._release()
         self._finished = perf_counter()
-        carried, total = running.trees is None, 1000.0 * (self._finished - begun)
+        total = 1000.0 * (self._finished - begun)
         report = step_report(running.plan, outcome, carried, running.timer.ms, total)
         self._parts.policy.observe(report)
         self.metrics.step(report)
@@ -212,14 +233,14 @@ class EngineCore:
     def _release(self) -> None:
         """Take slots and pages from the sequences that are over and in no running step."""
         for sequence in tuple(self.scheduler.leaving):
-            if not self._overlap.growing(sequence):
+            if not self._growing(sequence):
                 self._registry.close(self.scheduler.release(sequence))
 
-    def _process_outputs(self, over: StepOver, outcome: Outcome) -> None:
+    def _process_outputs(self, over: StepOver) -> None:
         """Make the outcome of every row permanent and tell what is new."""
-        rows, plan = over.rows, over.plan
+        plan, outcome = over.plan, over.outcome
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
-        for row, sequence in enumerate(rows):
+        for row, sequence in enumerate(over.rows):
             if sequence.over:
                 continue  # Ended by an earlier row of the same request, or before this step was.
             if not outcome.finite[row]:
@@ -231,11 +252,12 @@ class EngineCore:
             sequence.append(output_tokens[row])
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
-                self._settle(sequence, over, row, outcome)
+                self._settle(sequence, over, row)
 
-    def _settle(self, sequence: Sequence, over: StepOver, row: int, outcome: Outcome) -> None:
+    def _settle(self, sequence: Sequence, over: StepOver, row: int) -> None:
         """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
-        sequence.table.rollback(self._overlap.growing(sequence))
+        sequence.table.rollback(self._growing(sequence))
+        outcome = over.outcome
         tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
         drafted = NO_DRAFT_ROW
@@ -302,7 +324,7 @@ class EngineCore:
         longest = max(self._longest.get(request, 0), sequence.reported)
         self._longest[request] = longest
         sequence.over = True
-        slot = self.scheduler.remove(sequence, held=self._overlap.growing(sequence) > 0)
+        slot = self.scheduler.remove(sequence, held=self._growing(sequence) > 0)
         self.live[request].remove(sequence)
         if slot is not None:
             self._registry.close(slot)

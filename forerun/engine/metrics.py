@@ -103,6 +103,7 @@ class Metrics:
     def step(self, report: StepReport) -> None:
         """One step is over."""
         self.steps += 1
+        self.carried += report.carried
         self.nodes += report.nodes
         self.step_nodes.add(report.nodes)
         self.step_seconds.add(report.total_ms / 1000.0)

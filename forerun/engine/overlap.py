@@ -17,36 +17,17 @@ somebody waiting for a free slot, too few pages - step n is looked at first, as 
 
 import logging
 from dataclasses import dataclass
-from time import perf_counter
 
-from forerun.engine.metrics import Metrics
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
+from forerun.engine.step import Running
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
-from forerun.interface.plan import CarriedPlan, Outcome, Plan
+from forerun.interface.plan import CarriedPlan, Outcome
 from forerun.speculative.tree import TreeBatch
 
 log = logging.getLogger("forerun.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A step that has begun, and of which the host knows the plan.
-
-    rows   its sequences, in row order
-    trees  None: of what was a carried step, only the device knows them
-    since  when it was begun (perf_counter)
-    timer  of its stages
-    """
-
-    rows: tuple[Sequence, ...]
-    plan: Plan
-    trees: TreeBatch | None
-    scores: Scores
-    since: float
-    timer: StageTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +37,22 @@ class Carried:
     rows: tuple[Sequence, ...]
     plan: CarriedPlan
     scores: Scores
-    since: float
     timer: StageTimer
 
     def completed(self, before: Running, outcome: Outcome) -> Running:
         """The same step, now that the outcome of the one before is known."""
         plan = self.plan.completed(before.plan, outcome)
-        return Running(self.rows, plan, None, self.scores, self.since, self.timer)
+        return Running(self.rows, plan, None, self.scores, self.timer)
 
 
 class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
-    executor  None: there is no overlap, every step is looked at when it has begun
-    metrics   count carried steps
-    running   the step that has begun and was not looked at; None between other steps
+    running  the step that has begun and was not looked at; None between other steps
     """
 
-    def __init__(
-        self,
-        executor: OverlapExecutor | None,
-        drafter: Drafter,
-        scheduler: Scheduler,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, executor: OverlapExecutor, drafter: Drafter, scheduler: Scheduler) -> None:
         self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
-        self._metrics = metrics
         self.running: Running | Carried | None = None
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
@@ -90,7 +61,7 @@ class Overlap:
         """Whether a step that has just begun may run on while the next one is planned; then it
         is `running`.
         """
-        if self._executor is None or not self._executor.carries(begun.scores):
+        if not self._executor.carries(begun.scores):
             return False
         self._run(begun)
         return True
@@ -113,10 +84,7 @@ class Overlap:
             self.running = self.running.completed(before, outcome)
 
     def trees(self, running: Running) -> TreeBatch:
-        """What a step runs; waits where only the device knows."""
-        if running.trees is not None:
-            return running.trees
-        assert self._executor is not None
+        """What a carried step ran; waits for the device."""
         running.timer.resume()
         trees = self._executor.trees(running.scores)
         running.timer.lap("verify")
@@ -130,7 +98,7 @@ class Overlap:
         """Forget the running step, whatever comes of it, when it is over."""
         running = self.running
         self._run(None)
-        if running is not None and self._executor is not None:
+        if running is not None:
             try:
                 self._executor.trees(running.scores)
             except Exception:
@@ -149,7 +117,6 @@ class Overlap:
 
     def _begin_after(self, before: Running) -> Carried | None:
         """Begin the step after `before`; None where that must be looked at first."""
-        assert self._executor is not None
         traits, drafting = self._drafter.traits, self._executor.drafting(before.scores)
         # Mostly the next step draft tokens if this one does, and a policy should be asked once.
         draft_tokens = before.plan.max_nodes.any()
@@ -157,7 +124,7 @@ class Overlap:
             traits.needs_features and not draft_tokens
         ):
             return None
-        since, timer = perf_counter(), StageTimer()
+        timer = StageTimer()
         planned = self._scheduler.plan_next(before.rows, before.plan)
         timer.resume()
         if planned is None:
@@ -169,8 +136,7 @@ class Overlap:
         scores = self._executor.carry(plan, self._drafter.draft_request(plan))
         if scores is None:
             return None
-        self._metrics.carried += 1
-        return Carried(rows, plan, scores, since, timer)
+        return Carried(rows, plan, scores, timer)
 
 
 def carrying(executor: Executor) -> OverlapExecutor | None:

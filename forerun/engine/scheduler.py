@@ -291,6 +291,7 @@ class Scheduler:
         budgets = self.policy.budgets(
             np.array([row.sequence.slot for row in rows], np.int32),
             np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
+            any(row.sequence.request.grammar is not None for row in rows),
         )
         asking: list[_Row] = []
         for row, budget in zip(rows, budgets, strict=True):

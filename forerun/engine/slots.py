@@ -7,18 +7,18 @@ from forerun.engine.step import Parts
 class SlotRegistry:
     """Which slots are open to executor, drafter, policy and grammars.
 
-    open_slots  the open slots; `close` of any other slot does nothing
+    open_slots  the open slots, with whom they are open to; `close` of any other does nothing
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.open_slots: set[int] = set()
+        self.open_slots: dict[int, Sequence] = {}
 
     def open(self, sequence: Sequence) -> None:
         """Open the slot of `sequence` to all. Raises what they raise; then `close` cleans up."""
         slot_init = sequence.slot_init()
         self._parts.executor.open(slot_init)
-        self.open_slots.add(slot_init.slot)
+        self.open_slots[slot_init.slot] = sequence
         self._parts.drafter.begin(slot_init)
         self._parts.policy.open(slot_init.slot)
         grammar = sequence.request.grammar
@@ -27,10 +27,11 @@ class SlotRegistry:
 
     def close(self, slot: int) -> None:
         """Close a slot to all that it was opened to."""
-        if slot not in self.open_slots:
+        sequence = self.open_slots.pop(slot, None)
+        if sequence is None:
             return
-        self.open_slots.remove(slot)
-        self._parts.grammars.close(slot)
+        if sequence.request.grammar is not None:
+            self._parts.grammars.close(slot)
         self._parts.drafter.end(slot)
         self._parts.executor.close(slot)
 

@@ -13,12 +13,29 @@ from dataclasses import dataclass
 
 from forerun.constrain.grammars import Grammars
 from forerun.control.policy import Policy
+from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, Scores
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
 from forerun.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A step that has begun, and of which the host knows the plan.
+
+    rows   its sequences, in row order
+    trees  None: of what was a carried step (engine/overlap.py), only the device knows them
+    timer  of its stages
+    """
+
+    rows: tuple[Sequence, ...]
+    plan: Plan
+    trees: TreeBatch | None
+    scores: Scores
+    timer: StageTimer
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +65,8 @@ def draft(plan: Plan, parts: Parts) -> list[Draft]:
     if not any(plan.max_nodes.tolist()):
         return [NO_DRAFT] * plan.rows
     drafts = parts.policy.calibrate(plan, parts.drafter.propose(plan))
-    drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
+    if plan.some_constrained:
+        drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
     return parts.policy.select(plan, drafts)
 
 
@@ -57,7 +75,7 @@ def finish(
 ) -> Outcome:
     """Accept and commit; waits for the device."""
     timer.resume()
-    masks = parts.grammars.masks(plan.slots, trees)
+    masks = parts.grammars.masks(plan.slots, trees) if plan.some_constrained else None
     timer.lap("mask")
     accepted = parts.executor.accept(plan, trees, scores, masks)
     timer.lap("accept")

@@ -6,11 +6,15 @@ from forerun.control.report import STAGES
 
 
 class StageTimer:
-    """Counts for one step, from now on; `ms` by the names of STAGES."""
+    """Counts for one step, from now on.
+
+    since  when it was begun (perf_counter)
+    ms     by the names of STAGES
+    """
 
     def __init__(self) -> None:
         self.ms = dict.fromkeys(STAGES, 0.0)
-        self._last = perf_counter()
+        self.since = self._last = perf_counter()
 
     def resume(self) -> None:
         """A stage begins now: what went before belongs to none."""

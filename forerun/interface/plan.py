@@ -60,6 +60,11 @@ class Plan:
         """Number of rows B."""
         return len(self.slots)
 
+    @property
+    def some_constrained(self) -> bool:
+        """Whether a grammar holds some row."""
+        return True in self.constrained.tolist()
+
 
 @dataclass(frozen=True, slots=True)
 class CarriedPlan:

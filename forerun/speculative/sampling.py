@@ -61,37 +61,20 @@ class Sampling:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class History:
     """The tokens decided so far of one sequence; penalties look at nothing else.
 
     tokens int32[T], the first prompt_len of them the prompt.
     """
 
-    def __init__(self, tokens: Ints, prompt_len: int) -> None:
-        self._buffer = np.array(tokens, np.int32)
-        self._length = len(tokens)
-        self.prompt_len = prompt_len
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def tokens(self) -> Ints:
-        """int32[T], prompt and output; a view, valid until the next `append`."""
-        return self._buffer[: self._length]
+    tokens: Ints
+    prompt_len: int
 
     @property
     def output_len(self) -> int:
         """Output tokens so far: the output position that is decided next."""
-        return self._length - self.prompt_len
-
-    def append(self, tokens: Sequence[int] | Ints) -> None:
-        """Add emitted tokens."""
-        end = self._length + len(tokens)
-        if end > len(self._buffer):
-            self._buffer = np.concatenate([self.tokens, np.zeros(max(end, 64), np.int32)])
-        self._buffer[self._length : end] = tokens
-        self._length = end
+        return len(self.tokens) - self.prompt_len
 
 
 def process(

@@ -86,7 +86,7 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._pieces = tokenizer, tokenizer.pieces
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
@@ -101,7 +101,8 @@ class TextStream:
             return Piece("", self._stopped)
         if token in self._skipped:
             return Piece("")
-        piece = self._tokenizer.token_bytes(token)
+        # The target may have padded its vocabulary.
+        piece = self._pieces[token] if token < len(self._pieces) else b""
         if piece and not self._begun:
             self._begun = True
             piece = self._tokenizer.without_lead(piece)

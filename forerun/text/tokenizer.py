@@ -70,6 +70,7 @@ class Tokenizer:
     special_ids     ids of the control tokens
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
+    pieces          bytes that each id below vocab_size stands for; no id above it stands for any
     leading_spaces  spaces that decoding takes off the front at most (SentencePiece: 1)
     backend         the `tokenizers.Tokenizer`, or None where there is none (byte level)
     """
@@ -90,7 +91,7 @@ class Tokenizer:
         self.leading_spaces = pieces.leading_spaces
         self.backend = backend
         self._plain = plain
-        self._pieces = pieces.bytes
+        self.pieces = pieces.bytes
         self._prefix = ends.prefix
         self._controls = matcher(token.text for token in self.added.values() if token.control)
         outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
@@ -202,7 +203,7 @@ class Tokenizer:
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes that token `id` stands for; empty where the model has padded its vocabulary."""
-        return self._pieces[id] if 0 <= id < len(self._pieces) else b""
+        return self.pieces[id] if 0 <= id < len(self.pieces) else b""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""

@@ -55,7 +55,6 @@ def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=F
         nodes=nodes,
         cached=cached * nodes,
         prefill=False,
-        constrained=False,
         carried=carried,
         ms={"draft": draft_ms, "mask": 0.0, "verify": ms, "host": 0.0},
     )

@@ -16,8 +16,6 @@ COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 class Known:
     """A Lookahead that knows these probabilities; remembers how likely they had to be."""
 
-    held = True
-
     def __init__(self, *scores):
         self.scores, self.asked = list(scores), []
 
@@ -27,6 +25,11 @@ class Known:
             [score for score in row if score >= min_prob]
             for row in [*self.scores, *[[]] * len(slots)][: len(slots)]
         ]
+
+
+def held(rows):
+    """Arguments of `budgets` where a grammar holds some row."""
+    return *arrays(rows), True
 
 
 def opened(costs, rows, lookahead, nodes=2, free=True):
@@ -61,15 +64,15 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
         known = Known()
         policy = opened(costs, rows, known)
         reached(policy, 1.0)
-        policy.budgets(*arrays(rows))
+        policy.budgets(*held(rows))
         chances += known.asked
     assert chances == sorted(chances)
     assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
     known = Known()
-    FixedPolicy(4, 4, known).budgets(*arrays(64))
+    FixedPolicy(4, 4, known).budgets(*held(64))
     assert known.asked == [FIXED_MIN_PROB]
     steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), Known()
-    opened(steep, 4, known).budgets(*arrays(4))
+    opened(steep, 4, known).budgets(*held(4))
     assert known.asked == [1.0], "a forced token has probability 1"
 
 
@@ -95,10 +98,10 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
 
 def test_a_row_gets_room_for_what_would_be_bought_and_is_told():
     policy = opened(COSTS, 2, Known([], [1.0, 0.9, 0.9]))
-    budgets = policy.budgets(*arrays(2))
+    budgets = policy.budgets(*held(2))
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
     assert budgets[1].reason.endswith("; 3 tokens known from the grammar")
-    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).budgets(*arrays(2))
+    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).budgets(*held(2))
     assert [(b.nodes, b.depth) for b in fixed] == [(2, 2), (3, 3)]
 
 
@@ -107,12 +110,12 @@ def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
     cheap = StepCosts((1, 2, 4, 8, 16), (4.0, 4.0, 4.0, 4.0, 4.0))
     known = Known([0.6, 0.6, 0.6])
     policy = opened(cheap, 1, known, nodes=1)
-    assert policy.budgets(*arrays(1))[0].nodes == 3
+    assert policy.budgets(*held(1))[0].nodes == 3
     for step in range(600):
         nodes = (1, 2, 4)[step % 3]
         policy.guard.costs.learn(nodes, 4.0 * nodes, policy.guard.costs.one(nodes, 64 * nodes))
     for _ in range(20):
-        room = policy.budgets(*arrays(1))[0].nodes
+        room = policy.budgets(*held(1))[0].nodes
     assert room <= 1 and known.asked[-1] > 0.6
 
 
@@ -121,12 +124,12 @@ def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     known = Known([1.0, 1.0, 0.9])
     policy = opened(COSTS, 2, known)
     policy.guard._credit, policy.guard.disabled = -0.1, True
-    budgets = policy.budgets(*arrays(2))
+    budgets = policy.budgets(*held(2))
     assert [budget.nodes for budget in budgets] == [2, 0] and known.asked == [1.0]
     assert bought(policy, [1.0, 1.0, 0.9], [0.9]) == [2, 0]
     policy.guard._credit, policy.guard.disabled = 8.0, False
     policy.disable("speculation is off: it failed")
-    budgets = policy.budgets(*arrays(2))
+    budgets = policy.budgets(*held(2))
     assert [budget.nodes for budget in budgets] == [3, 0]
     assert budgets[1].reason == "speculation is off: it failed"
 

@@ -195,7 +195,7 @@ class Resting(FixedPolicy):
         super().__init__(DEPTH, DEPTH)
         self.steps = iter(range(10**6))
 
-    def budgets(self, slots, kv_len):
+    def budgets(self, slots, kv_len, constrained=False):
         if next(self.steps) % 9 in (3, 4, 5, 6):
             return [Budget(0, 0, "not now")] * len(slots)
         return super().budgets(slots, kv_len)

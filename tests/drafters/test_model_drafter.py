@@ -187,7 +187,7 @@ class Moody(FixedPolicy):
         object.__setattr__(self, "wanted", wanted)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budgets(self, slots, kv_len):
+    def budgets(self, slots, kv_len, constrained=False):
         if self.wanted(next(self.steps)):
             return super().budgets(slots, kv_len)
         return [Budget(0, 0, "not now")] * len(slots)

@@ -227,7 +227,7 @@ class Counting(FixedPolicy):
         super().__init__(3, 3)
         self.asked = 0
 
-    def budgets(self, slots, kv_len):
+    def budgets(self, slots, kv_len, constrained=False):
         if len(slots):
             self.asked += 1
         return (

@@ -137,7 +137,7 @@ class Uneven(FixedPolicy):
         super().__init__(5, 5)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budgets(self, slots, kv_len):
+    def budgets(self, slots, kv_len, constrained=False):
         step = next(self.steps)
         if step % 11 in (4, 5, 6, 7):
             return [Budget(0, 0, "not now")] * len(slots)
