@@ -1,10 +1,9 @@
-"""Acceptance on the host, for executors whose logits the host can read.
+"""Acceptance on the host, for executors whose logits the host can read: slots, rows, outcomes.
 
-The arithmetic is forerun/speculative; here it meets slots, rows and the reports a request asked
-for.
+Rows that the executor has not decided by itself are decided in host_choice.py.
 """
 
-from collections.abc import Callable, Iterable
+from array import array
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,42 +12,17 @@ from math import isnan
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, reports_of
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, SlotInit, TokenLogprobs
-from forerun.speculative.accept import NOTHING, ChooseAt, accept_row, choose, choose_among
-from forerun.speculative.sampling import (
-    History,
-    Sampling,
-    largest,
-    log_normaliser,
-    process,
-    unpack,
-)
+from forerun.interface.plan import Outcome, Plan, Reports, SlotInit
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Bools, Floats, Ints, Words
-
-Logits = Callable[[int], Floats]
-"""Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
-
-ChooseNode = Callable[[int, Sampling, int], int | None]
-"""(flat node, sampling, output position) -> the choice that a device has made there already, or
-None. Asked only where nothing but the temperature shapes the choice, and before any logits are."""
-
-ChooseFast = Callable[[Floats, Sampling, int], int | None]
-"""(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
-or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
-
-FEW = 2048
-"""Tokens that a grammar allows, up to which noise for these alone is the quickest."""
-EXCLUDED = np.float32(-1e30)
-"""A logit that is never chosen, yet finite."""
-
-Reports = tuple[TokenLogprobs, ...]
+from forerun.types import AnyArray, Bools, Floats, Ints
 
 _MORE = -1.0
 """Instead of a temperature: more than that shapes the choice, or there is none."""
-
 
 _NONE: Ints = np.zeros(0, np.int32)
 
@@ -124,6 +98,23 @@ class HostAccepted:
         return paths
 
 
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What the sampler keeps of a sequence.
+
+    tokens  int32, all that are decided; grows
+    """
+
+    sampling: Sampling
+    tokens: "array[int]"
+    prompt_len: int
+
+    @property
+    def history(self) -> History:
+        """A copy: an array that is looked at cannot grow."""
+        return History(np.array(self.tokens, np.int32), self.prompt_len)
+
+
 class HostSampler:
     """The sampler's state per slot, and acceptance by forerun.speculative.
 
@@ -137,9 +128,9 @@ class HostSampler:
         choose_node: ChooseNode | None = None,
         choose_fast: ChooseFast | None = None,
     ) -> None:
-        self._open: list[tuple[Sampling, History] | None] = [None] * slots
+        self._open: list[_Slot | None] = [None] * slots
         self._vocab = vocab
-        self._choose_node, self._choose_fast = choose_node, choose_fast
+        self._choice = HostChoice(choose_node, choose_fast)
         # What every step asks of every row, by slot.
         self.choosing = Choosing(
             temperature=np.full(slots, _MORE, np.float32),
@@ -160,7 +151,8 @@ class HostSampler:
             raise EngineError(f"slot {slot} is already open; close it first")
         if not np.all((slot_init.tokens >= 0) & (slot_init.tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
-        self._open[slot] = (sampling, History(slot_init.tokens, slot_init.prompt_len))
+        tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
+        self._open[slot] = _Slot(sampling, tokens, slot_init.prompt_len)
         self.choosing.temperature[slot] = sampling.temperature if sampling.plain else _MORE
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
@@ -278,13 +270,13 @@ class HostSampler:
         decided = (plan.kv_len + trees.known).tolist()
         counts, emitted = n_tokens.tolist(), tokens.tolist()
         for row, samples in enumerate(plan.samples.tolist()):
-            history = self._slot(plan, row)[1]
-            if samples and decided[row] != len(history):
+            tokens_of = self._slot(plan, row).tokens
+            if samples and decided[row] != len(tokens_of):
                 raise EngineError(
                     f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
-                    f"holds {len(history)}"
+                    f"holds {len(tokens_of)}"
                 )
-            history.append(emitted[row][: counts[row]])
+            tokens_of.extend(emitted[row][: counts[row]])
         return Outcome(
             n_tokens=n_tokens,
             tokens=tokens,
@@ -297,7 +289,7 @@ class HostSampler:
             features=features,
         )
 
-    def _slot(self, plan: Plan, row: int) -> tuple[Sampling, History]:
+    def _slot(self, plan: Plan, row: int) -> _Slot:
         slot = int(plan.slots[row])
         found = self._open[slot]
         if found is None:
@@ -306,10 +298,12 @@ class HostSampler:
 
     def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
         """Reports of the decided tokens that follow the known ones, where they are asked for."""
-        sampling, history = self._slot(plan, row)
-        following = history.tokens[int(plan.kv_len[row]) + 1 :]
+        slot = self._slot(plan, row)
+        if slot.sampling.prompt_logprobs is None:
+            return ()
+        following = slot.tokens[int(plan.kv_len[row]) + 1 :]
         pairs = zip(range(int(trees.start[row]), trees.root(row) + 1), following, strict=False)
-        return _reports(sampling.prompt_logprobs, pairs, logits)
+        return reports_of(slot.sampling.prompt_logprobs, pairs, logits)
 
     def _decide(
         self,
@@ -323,8 +317,8 @@ class HostSampler:
         """Complete `choice` by the specification, unless the row is decided."""
         root = trees.root(row)
         if choice[root] < 0:
-            chooser = self._chooser(*self._slot(plan, row), logits, masks)
-            path = accept_row(trees, row, chooser)
+            slot = self._slot(plan, row)
+            path = self._choice.path(trees, row, slot.sampling, slot.history, logits, masks)
             for node, token in zip((root, *path.nodes), path.tokens, strict=False):
                 choice[node] = token
 
@@ -332,48 +326,9 @@ class HostSampler:
         self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, choice: Ints
     ) -> Reports:
         """Reports of the emitted tokens, where they are asked for."""
-        sampling, _ = self._slot(plan, row)
+        top = self._slot(plan, row).sampling.logprobs
         nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
-        return _reports(sampling.logprobs, zip(nodes, choice[nodes], strict=True), logits)
-
-    def _chooser(
-        self, sampling: Sampling, history: History, logits: Logits, masks: NodeMasks | None
-    ) -> ChooseAt:
-        def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
-            position, allowed = history.output_len + len(ancestors), None
-            if masks is not None and masks.row[node] >= 0:
-                allowed = masks.bits[masks.row[node]]
-            if sampling.plain and allowed is None and self._choose_node is not None:
-                made = self._choose_node(node, sampling, position)
-                if made is not None:
-                    return made
-            raw = logits(node)
-            if sampling.plain:
-                token = self._choose_plain(raw, allowed, sampling, position)
-                if token is not None:
-                    return token
-            if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
-                return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
-            processed = process(raw, sampling, history, ancestors, allowed)
-            return choose(processed, sampling, position)
-
-        return choose_at
-
-    def _choose_plain(
-        self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
-    ) -> int | None:
-        """The choice where the temperature and a mask alone shape it; None = ask the spec."""
-        fast = self._choose_fast
-        if mask is None:
-            return fast(raw, sampling, position) if fast else None
-        if not np.isfinite(raw.max()):
-            return NOTHING
-        allowed = unpack(mask, len(raw))
-        tokens = np.flatnonzero(allowed).astype(np.int32)
-        if sampling.temperature == 0 or len(tokens) <= FEW:
-            return choose_among(raw, tokens, sampling, position)
-        token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
-        return token if token is not None and allowed[token] else None
+        return reports_of(top, zip(nodes, choice[nodes], strict=True), logits)
 
 
 def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
@@ -397,21 +352,3 @@ def _ranges(first: AnyArray, stop: AnyArray) -> Ints:
     ranges = np.arange(ends[-1] if len(ends) else 0) + (stop - ends).repeat(counts)
     found: Ints = ranges.astype(np.int32)
     return found
-
-
-def _reports(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:
-    """Reports of (flat node, token that follows it) pairs, where they are asked for."""
-    if top is None:
-        return ()
-    return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
-
-
-def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
-    """Raw log-probabilities, in nats, of `token` and of the `top` best, ties by lowest id."""
-    normaliser = log_normaliser(logits)
-    best = largest(logits, top) if top else ()
-    return TokenLogprobs(
-        token=token,
-        logprob=float(logits[token]) - normaliser,
-        top=tuple((int(other), float(logits[other]) - normaliser) for other in best),
-    )

@@ -124,6 +124,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+Reports = tuple[TokenLogprobs, ...]
+"""Of tokens that follow each other."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a step decided. The only thing copied from device to host.
@@ -149,8 +153,8 @@ class Outcome:
     tokens: Ints
     n_draft_tokens: Ints
     finite: Bools
-    logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
-    prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = field(default=())
+    logprobs: tuple[Reports, ...] = field(default=())
+    prompt_logprobs: tuple[Reports, ...] = field(default=())
     accepted: Ints = field(default_factory=lambda: _NO_NODES)
     drafts: NextDrafts | None = None
     features: Features | None = None

@@ -12,7 +12,7 @@ from forerun.bench.workload import read_prompts
 from forerun.cli.main import main
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.executors import host_sampler
+from forerun.executors import host_choice
 
 TOY = EngineConfig(model="toy")
 
@@ -37,9 +37,9 @@ def test_every_answer_is_the_one_that_its_request_gets_alone(fuzzer):
 
 def forgetful(monkeypatch):
     """Penalties do not see the draft tokens above a node."""
-    right = host_sampler.process
+    right = host_choice.process
     monkeypatch.setattr(
-        host_sampler,
+        host_choice,
         "process",
         lambda logits, sampling, history, ancestors, mask: right(
             logits, sampling, history, (), mask

@@ -11,7 +11,7 @@ from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Finish
 from forerun.errors import ContextError, RequestError
-from forerun.executors import host_sampler
+from forerun.executors import host_choice
 from forerun.executors.toy import ToyExecutor, ToyScores
 from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
@@ -187,14 +187,14 @@ def test_equal_tokens_are_not_all_that_is_compared():
 
 def test_a_leak_that_only_parameters_show_is_found(monkeypatch):
     """No bias and no penalty below the root: without --mixed nobody would see it."""
-    right = host_sampler.process
+    right = host_choice.process
 
     def forgetful(logits, sampling, history, ancestors, mask):
         if ancestors:
             sampling = Sampling(temperature=sampling.temperature, seed=sampling.seed)
         return right(logits, sampling, history, ancestors, mask)
 
-    monkeypatch.setattr(host_sampler, "process", forgetful)
+    monkeypatch.setattr(host_choice, "process", forgetful)
     with toy_target() as target:
         assert prove(target, target.config, TRIAL).holds
         proof = prove(target, target.config, replace(MIXED, grammar=None))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.step_buffers import StepBuffers
-from forerun.executors.host_sampler import EXCLUDED, HostSampler
+from forerun.executors.host_choice import EXCLUDED
+from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Plan, SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process

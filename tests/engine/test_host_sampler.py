@@ -280,7 +280,7 @@ def test_a_grammar_leaves_the_choice_that_the_specification_makes(
     monkeypatch, few, temperature, native
 ):
     """However it is computed: among few tokens, with an executor's own way, or by the spec."""
-    monkeypatch.setattr("forerun.executors.host_sampler.FEW", few)
+    monkeypatch.setattr("forerun.executors.host_choice.FEW", few)
     random, history = np.random.default_rng(few), History(np.array([1, 2], np.int32), 1)
 
     def fast(logits, sampling, position):

@@ -9,7 +9,6 @@ PRODUCT = sources("forerun")
 LONG_FILES: dict[str, str] = {
     "forerun/config.py": "one job: every option of an engine and a server, declared once",
     "forerun/engine/scheduler.py": "one job: who runs in the next step, on which tokens",
-    "forerun/executors/host_sampler.py": "one job: acceptance on the host, for rows with reports",
     "forerun/executors/torch/executor.py": "two jobs: eager and captured steps; to be parted",
 }
 """path -> its one job, or what is wrong with it."""

@@ -93,11 +93,10 @@ def test_process_is_its_definition(logits, sampling, prompt, output, ancestors, 
 def test_ancestors_count_as_output(logits, sampling, prompt, output, ancestors):
     """The same node, met as a draft token or met later as the root."""
     known = History(np.array(prompt + output, np.int32), len(prompt))
-    later = History(np.array(prompt + output, np.int32), len(prompt))
-    later.append(ancestors)
+    later = History(np.array(prompt + output + ancestors, np.int32), len(prompt))
     tentative = process(logits, sampling, known, ancestors)
     assert tentative.tolist() == process(logits, sampling, later).tolist()
-    assert len(known) == len(prompt + output), "a look must not change the history"
+    assert known.tokens.tolist() == prompt + output, "a look must not change the history"
 
 
 @settings(max_examples=300, deadline=None)
@@ -211,15 +210,3 @@ def test_largest_is_a_stable_sort_cut_short(values, count):
 def test_log_normaliser_is_stable():
     assert log_normaliser(np.full(4, 1e4, np.float32)) == pytest.approx(1e4 + math.log(4))
     assert log_normaliser(np.array([-INF, 0, -INF], np.float32)) == 0.0
-
-
-def test_history_grows_and_keeps_what_it_was_given():
-    given_tokens = np.array([5, 6, 7], np.int32)
-    history = History(given_tokens, 2)
-    for index in range(1000):
-        history.append([index, index + 1])
-    assert len(history) == 2003
-    assert history.output_len == 2001
-    assert history.tokens[:5].tolist() == [5, 6, 7, 0, 1]
-    assert history.tokens[-2:].tolist() == [999, 1000]
-    assert given_tokens.tolist() == [5, 6, 7]
