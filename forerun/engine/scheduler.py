@@ -15,7 +15,8 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import CarriedPlan, Plan
 from forerun.types import Ints
 
-UNWANTED = "off: the request wants no speculation"
+UNWANTED = Budget(0, 0, "off: the request wants no speculation")
+NO_BUDGET = Budget(0, 0, "")
 BOUND = "no more: the request's own bound"
 CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
 
@@ -41,14 +42,13 @@ class _Row:
 
     in_flight  positions by which the running step, not looked at yet, may be further than the
                sequence
+    budget     what it may draft, at first by the policy, then by all that bounds it
     """
 
     sequence: Sequence
     known: int
-    nodes: int = 0
-    depth: int = 0
     in_flight: int = 0
-    min_prob: float = 0.0
+    budget: Budget = NO_BUDGET
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -94,8 +94,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []
-        # Of the last step with decoding rows: the rows, and what the policy allowed each.
-        self._granted: tuple[list[_Row], list[Budget]] = ([], [])
+        # What the decoding rows of the last step that had any were allowed.
+        self._granted: tuple[Budget, ...] = ()
         # Every running row needs a node in every step.
         self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
         self._slot_count = len(self._slots)
@@ -269,7 +269,7 @@ class Scheduler:
             (decoding if sequence.pending == 1 else prefill).append(sequence)
         room = self.limits.max_nodes - len(decoding)
         rows = self._decoding_rows(decoding, opened, room // 2 if prefill else room)
-        room -= sum(row.nodes for row in rows)
+        room -= sum(row.budget.nodes for row in rows)
         for sequence in prefill:
             chunk = min(sequence.pending, room)
             if chunk:
@@ -293,20 +293,18 @@ class Scheduler:
             np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
             any(row.sequence.request.grammar is not None for row in rows),
         )
-        asking: list[_Row] = []
         for row, budget in zip(rows, budgets, strict=True):
-            wanted = row.sequence.request.speculation.enabled
-            row.sequence.tally.reason = budget.reason if wanted else UNWANTED
-            if budget.nodes:
-                row.nodes, row.depth = _draft_request(row, budget.nodes, budget.depth)
-                row.min_prob = budget.min_prob
-                asking.append(row)
-        given = share_out([row.nodes for row in asking], room)
-        for row, nodes in zip(asking, given, strict=True):
-            row.depth = self._reserve_draft_tokens(row, min(row.depth, nodes))
-            row.nodes = nodes if row.depth else 0
+            if not row.sequence.request.speculation.enabled:
+                budget = UNWANTED  # noqa: PLW2901
+            row.sequence.tally.reason = budget.reason
+            row.budget = _within_request(row, budget)
+        given = share_out([row.budget.nodes for row in rows], room)
+        for row, nodes in zip(rows, given, strict=True):
+            if row.budget.nodes:
+                depth = self._reserve_draft_tokens(row, min(row.budget.depth, nodes))
+                row.budget = _bounded(row.budget, nodes, depth, CRAMPED)
         if rows:
-            self._granted = (rows, budgets)
+            self._granted = tuple(row.budget for row in rows)
 
     def _reserve_draft_tokens(self, row: _Row, depth: int) -> int:
         """Pages for paths of up to `depth` draft tokens; how deep they may be. Preempts nobody."""
@@ -327,8 +325,8 @@ class Scheduler:
             (
                 row.sequence.slot,
                 row.sequence.table.length + row.in_flight,
-                row.nodes,
-                row.depth,
+                row.budget.nodes,
+                row.budget.depth,
                 row.known == row.sequence.pending,
                 row.sequence.request.grammar is not None,
             )
@@ -345,7 +343,7 @@ class Scheduler:
             max_depth=depth,
             page_table=page_rows(sequences),
             constrained=constrained.astype(np.bool_),
-            min_prob=min((row.min_prob for row in rows if row.nodes), default=0.0),
+            min_prob=min((row.budget.min_prob for row in rows if row.budget.nodes), default=0.0),
         )
 
     def load(self, entering: int) -> Load:
@@ -356,7 +354,7 @@ class Scheduler:
             pages=self.limits.pages,
             pages_held=self.limits.pages - self.index.available,
             pages_kept=self.index.kept,
-            granted=tuple(map(_granted, *self._granted)),
+            granted=self._granted,
         )
 
     def check(self) -> None:
@@ -396,27 +394,23 @@ def page_rows(sequences: list[Sequence]) -> Ints:
     return rows
 
 
-def _granted(row: _Row, budget: Budget) -> Budget:
-    """What a row was allowed in the end, and why, where that is less than the policy gave it."""
-    speculation = row.sequence.request.speculation
-    if not speculation.enabled:
-        return Budget(0, 0, UNWANTED)
-    if (row.nodes, row.depth) == (budget.nodes, budget.depth) or budget.nodes == 0:
+def _within_request(row: _Row, budget: Budget) -> Budget:
+    """The policy's budget, as far as the request and the end of its answer allow."""
+    if not budget.nodes:
         return budget
-    if row.nodes == speculation.max_nodes or row.depth == speculation.max_depth:
-        return replace(budget, nodes=row.nodes, depth=row.depth, reason=BOUND)
-    return replace(budget, nodes=row.nodes, depth=row.depth, reason=CRAMPED)
-
-
-def _draft_request(row: _Row, nodes: int, depth: int) -> tuple[int, int]:
-    """Draft tokens and levels the policy would spend, within what the request and its end allow."""
-    speculation = row.sequence.request.speculation
-    if not speculation.enabled:
-        return 0, 0
     # The target adds a token of its own, so a path may leave room for one; a running step, too.
-    depth = min(depth, row.sequence.remaining - 1 - (row.in_flight > 0))
-    if speculation.max_nodes is not None:
-        nodes = min(nodes, speculation.max_nodes)
-    if speculation.max_depth is not None:
-        depth = min(depth, speculation.max_depth)
-    return (nodes, depth) if nodes > 0 and depth > 0 else (0, 0)
+    left = row.sequence.remaining - 1 - (row.in_flight > 0)
+    budget = _bounded(budget, budget.nodes, left, CRAMPED)
+    bounds = row.sequence.request.speculation
+    nodes = budget.nodes if bounds.max_nodes is None else bounds.max_nodes
+    return _bounded(budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, BOUND)
+
+
+def _bounded(budget: Budget, nodes: int, depth: int, reason: str) -> Budget:
+    """The budget, with no more than that; where that is less, for this reason."""
+    if budget.nodes <= nodes and budget.depth <= depth:
+        return budget
+    if nodes <= 0 or depth <= 0:
+        return replace(budget, nodes=0, depth=0, reason=reason)
+    nodes, depth = min(budget.nodes, nodes), min(budget.depth, depth)
+    return replace(budget, nodes=nodes, depth=depth, reason=reason)
