@@ -12,9 +12,8 @@ from forerun.build.memory import Needs
 from forerun.config import EngineConfig
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
-from forerun.control.policy import FixedPolicy, Lookahead, Policy
+from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.drafters.combined import CombinedDrafter
-from forerun.drafters.guarded import off
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface

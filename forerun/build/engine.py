@@ -35,7 +35,6 @@ from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.cost_model import StepCosts
-from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
@@ -117,11 +116,9 @@ class Loaded:
 
     context  longest sequence in tokens, prompt and output together
     info     facts for /server_info and `doctor`: plain values only
-    drafter  what proposes draft tokens; its `fault` says why nothing does where it should
     """
 
     engine: Engine
-    drafter: GuardedDrafter
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     name: str
@@ -148,21 +145,12 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     """A new engine on `target`, not started. What concerns drafting and the queue is taken
     from `config`, all else was decided when the target was opened. One engine at a time.
     """
-    return _engine(target, config)[0]
-
-
-def _engine(target: Target, config: EngineConfig) -> tuple[Engine, GuardedDrafter]:
-    """The engine, and the drafter it asks."""
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars)
     policy = policy_for(config, target.costs, drafter, grammars)
     fault = target.fault if not config.speculates else None
-    guarded = GuardedDrafter(drafter, fault, policy.disable)
-    if fault is not None:
-        policy.disable(fault)
     options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
-    engine = Engine(target.executor, guarded, policy, target.tokenizer, grammars, options)
-    return engine, guarded
+    return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
@@ -173,11 +161,10 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     profile = tuned.find(config, target.config)
     if profile is not None:
         target = replace(target, config=profile.on(target.config))
-    engine, drafter = _engine(target, target.config)
+    engine = make_engine(target, target.config)
     engine.start()
     return Loaded(
         engine=engine,
-        drafter=drafter,
         tokenizer=target.tokenizer,
         chat=target.chat,
         name=target.name,

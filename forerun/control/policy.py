@@ -13,6 +13,11 @@ from forerun.types import Ints
 FIXED = "fixed by the configuration"
 
 
+def off(reason: str) -> str:
+    """How every part of the system words that nothing is drafted although it should be."""
+    return f"speculation is off: {reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What one row may draft in the next step, and why, in words for people.

@@ -76,7 +76,7 @@ class EngineCore:
         # None: every step is looked at when it has begun.
         self._overlap: Overlap | None = None
         if carrier is not None:
-            self._overlap = Overlap(carrier, parts.drafter, self.scheduler)
+            self._overlap = Overlap(carrier, parts, self.scheduler)
 
     @property
     def busy(self) -> bool:

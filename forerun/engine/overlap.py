@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Running
+from forerun.engine.step import Parts, Running
 from forerun.engine.timing import StageTimer
-from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
 from forerun.interface.plan import CarriedPlan, Outcome
 from forerun.speculative.tree import TreeBatch
@@ -51,8 +50,8 @@ class Overlap:
     running  the step that has begun and was not looked at; None between other steps
     """
 
-    def __init__(self, executor: OverlapExecutor, drafter: Drafter, scheduler: Scheduler) -> None:
-        self._executor, self._drafter, self._scheduler = executor, drafter, scheduler
+    def __init__(self, executor: OverlapExecutor, parts: Parts, scheduler: Scheduler) -> None:
+        self._executor, self._parts, self._scheduler = executor, parts, scheduler
         self.running: Running | Carried | None = None
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
@@ -117,7 +116,7 @@ class Overlap:
 
     def _begin_after(self, before: Running) -> Carried | None:
         """Begin the step after `before`; None where that must be looked at first."""
-        traits, drafting = self._drafter.traits, self._executor.drafting(before.scores)
+        traits, drafting = self._parts.drafter.traits, self._executor.drafting(before.scores)
         # Mostly the next step draft tokens if this one does, and a policy should be asked once.
         draft_tokens = before.plan.max_nodes.any()
         if (draft_tokens and not (traits.drafts_on_device and len(drafting))) or (
@@ -130,10 +129,11 @@ class Overlap:
         if planned is None:
             return None
         plan, rows = planned
-        if not self._drafter.carry(plan, drafting):
+        if not self._parts.ask_drafter(lambda drafter: drafter.carry(plan, drafting), False):
             return None
         timer.lap("draft")
-        scores = self._executor.carry(plan, self._drafter.draft_request(plan))
+        next_draft = self._parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
+        scores = self._executor.carry(plan, next_draft)
         if scores is None:
             return None
         return Carried(rows, plan, scores, timer)

@@ -19,7 +19,7 @@ class SlotRegistry:
         slot_init = sequence.slot_init()
         self._parts.executor.open(slot_init)
         self.open_slots[slot_init.slot] = sequence
-        self._parts.drafter.begin(slot_init)
+        self._parts.ask_drafter(lambda drafter: drafter.begin(slot_init), None)
         self._parts.policy.open(slot_init.slot)
         grammar = sequence.request.grammar
         if grammar is not None:
@@ -32,7 +32,7 @@ class SlotRegistry:
             return
         if sequence.request.grammar is not None:
             self._parts.grammars.close(slot)
-        self._parts.drafter.end(slot)
+        self._parts.ask_drafter(lambda drafter: drafter.end(slot), None)
         self._parts.executor.close(slot)
 
     def abandon(self) -> None:

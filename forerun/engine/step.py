@@ -9,10 +9,13 @@ So every planned sequence advances by at least one token. The step has two halve
 may be at work between them, with the host free for something else (see engine/overlap.py).
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from forerun.constrain.grammars import Grammars
-from forerun.control.policy import Policy
+from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
@@ -20,6 +23,10 @@ from forerun.interface.executor import Executor, Scores
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
 from forerun.text.tokenizer import Tokenizer
+
+log = logging.getLogger("forerun.engine")
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +45,42 @@ class Running:
     timer: StageTimer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parts:
-    """What an engine is put together from."""
+    """What an engine is put together from.
+
+    fault  why nothing is drafted although it should be, in the words of `off`; None = all is well
+    """
 
     executor: Executor
     drafter: Drafter
     policy: Policy
     tokenizer: Tokenizer
     grammars: Grammars
+    fault: str | None = None
+
+    def ask_drafter(self, question: Callable[[Drafter], Answer], otherwise: Answer) -> Answer:
+        """The drafter's answer, until it raises for the first time: that ends speculation, but no
+        request. From then on it is not asked again, since what it knows of the sequences may be
+        half written; the answer is `otherwise`.
+        """
+        if self.fault is not None:
+            return otherwise
+        try:
+            return question(self.drafter)
+        except Exception as error:
+            name, what = self.drafter.traits.name, f"{type(error).__name__}: {error}"
+            self.fault = off(f"the drafter {name} failed with {what}")
+            log.exception("%s", self.fault)
+            self.policy.disable(self.fault)
+            return otherwise
 
 
 def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Scores]:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
     timer.resume()
     trees = batch(plan.known, draft(plan, parts))
-    next_draft = parts.drafter.draft_request(plan)
+    next_draft = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
     timer.lap("draft")
     scores = parts.executor.verify(plan, trees, next_draft)
     timer.lap("verify")
@@ -62,9 +89,11 @@ def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Score
 
 def draft(plan: Plan, parts: Parts) -> list[Draft]:
     """What the drafter proposes and the grammars know, as far as the policy finds it worth it."""
+    nothing = [NO_DRAFT] * plan.rows
     if not any(plan.max_nodes.tolist()):
-        return [NO_DRAFT] * plan.rows
-    drafts = parts.policy.calibrate(plan, parts.drafter.propose(plan))
+        return nothing
+    proposed = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
+    drafts = parts.policy.calibrate(plan, proposed)
     if plan.some_constrained:
         drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
     return parts.policy.select(plan, drafts)
@@ -81,6 +110,6 @@ def finish(
     timer.lap("accept")
     outcome = parts.executor.commit(plan, trees, scores, accepted)
     timer.lap("commit")
-    parts.drafter.observe(plan, trees, outcome)
+    parts.ask_drafter(lambda drafter: drafter.observe(plan, trees, outcome), None)
     timer.lap("draft")
     return outcome

@@ -54,6 +54,8 @@ class Engine:
     `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
     thread; everything else happens on the engine's own, which `start` begins. Without `start`,
     whoever calls `step_once` is that thread.
+
+    fault  why nothing is drafted from the start although it should be; None = all is well
     """
 
     def __init__(
@@ -64,8 +66,11 @@ class Engine:
         tokenizer: Tokenizer,
         grammars: Grammars,
         options: EngineOptions,
+        fault: str | None = None,
     ) -> None:
-        parts = Parts(executor, drafter, policy, tokenizer, grammars)
+        if fault is not None:
+            policy.disable(fault)
+        parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
         self._parts = parts
         self._options = options
         self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
@@ -88,6 +93,11 @@ class Engine:
         if self._broken is not None or self._stopping:
             return False
         return self._thread is None or self._thread.is_alive()
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing is drafted although it should be, in words for people; None = all is well."""
+        return self._parts.fault
 
     @property
     def context(self) -> int:
@@ -158,7 +168,8 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what drafts, and how much."""
         parts = self._parts
-        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()}
+        drafter = parts.drafter.describe() | {"fault": parts.fault}
+        return {"drafter": drafter, "speculation": parts.policy.describe()}
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError.

@@ -134,7 +134,7 @@ async def tokenizer_info(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
     service = service_of(request)
-    fault = service.enter().loaded.drafter.fault
+    fault = service.enter().loaded.engine.fault
     return Json({"status": service.state, "speculation_fault": fault})
 
 

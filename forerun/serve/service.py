@@ -170,7 +170,7 @@ class Service:
     def _arrived(self, loaded: Loaded) -> None:
         name = self.settings.served_name or loaded.name
         facts = f"{name} {loaded.config} {__version__}".encode()
-        meter = Meter(name, loaded.engine.stats, lambda: loaded.drafter.fault)
+        meter = Meter(name, loaded.engine.stats, lambda: loaded.engine.fault)
         self._served = Served(
             loaded=loaded,
             name=name,

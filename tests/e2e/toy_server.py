@@ -59,7 +59,7 @@ def main(options):
         executor.__class__ = Poisoned
         executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
         if "drafter_calls" in options:
-            failing(loaded.drafter._inner, options["drafter_calls"])
+            failing(loaded.engine._parts.drafter, options["drafter_calls"])
         return loaded
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")

@@ -7,7 +7,6 @@ import pytest
 
 from forerun.control.cost_model import StepCosts
 from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters.guarded import GuardedDrafter
 from forerun.engine.request import Finish
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from tests.control.steps import PolicyOnTable
@@ -206,18 +205,14 @@ def test_the_thread_sleeps_only_when_nothing_runs():
 
 def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
     engine, toy = overlapped("oracle")
-    inner = toy._drafter
-    guarded = GuardedDrafter(inner)
-    object.__setattr__(engine._core._parts, "drafter", guarded)
-    engine._core._overlap._drafter = guarded
 
     def broken(plan):
         raise RuntimeError("no more")
 
-    inner.carry = broken
+    toy._drafter.carry = broken
     request = hot("a", max_tokens=30)
     run(engine, request).expect(request)
-    assert guarded.fault is not None and engine.stats().carried == 0
+    assert engine.fault is not None and engine.stats().carried == 0
 
 
 class Counting(FixedPolicy):

@@ -532,8 +532,8 @@ def test_a_draft_that_cannot_be_used_disables_speculation(folder, dense, tmp_pat
         loaded = load(config)
     try:
         assert loaded.config.speculative_algorithm == "OFF"
-        assert loaded.drafter.fault.startswith("speculation is off: ")
-        assert loaded.engine.describe()["drafter"]["fault"] == loaded.drafter.fault
+        assert loaded.engine.fault.startswith("speculation is off: ")
+        assert loaded.engine.describe()["drafter"]["fault"] == loaded.engine.fault
         request = make_request(np.array([5, 6, 7], np.int32), max_tokens=4, ignore_eos=True)
         assert len(complete(loaded.engine, [request])[0][0].tokens) == 4
     finally:

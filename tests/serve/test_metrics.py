@@ -31,7 +31,7 @@ def samples(page):
 def test_the_page_shows_the_snapshot():
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
         before = samples(meter.page())
         assert before["vllm:generation_tokens_total",] == 0
         assert before["forerun:speculation_fault", ""] == 0
@@ -77,7 +77,7 @@ def test_where_the_time_and_the_tokens_of_requests_went():
     """Queue, prefill and decode of a sequence are all of its time, and nothing is counted twice."""
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
         prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
         asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
         complete(loaded.engine, asked)
@@ -118,7 +118,7 @@ STOCK = [
 def test_both_dashboards_find_what_they_ask_for():
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.drafter.fault)
+        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
         found = samples(meter.page())
     finally:

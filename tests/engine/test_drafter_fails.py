@@ -6,7 +6,6 @@ import pytest
 
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters.guarded import GuardedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors.toy import ToyExecutor
@@ -45,21 +44,23 @@ class Failing(NgramDrafter):
         super().end(slot)
 
 
+def engine(drafter):
+    executor, policy = ToyExecutor(limits()), FixedPolicy(4, 4)
+    return Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
+
+
 @pytest.mark.parametrize("verb", ["begin", "propose", "observe", "end"])
 @pytest.mark.parametrize("calls", [1, 4])
 def test_requests_outlive_the_drafter(verb, calls, caplog):
     inner = Failing(verb, calls)
-    policy = FixedPolicy(4, 4)
-    drafter = GuardedDrafter(inner, failed=policy.disable)
-    executor = ToyExecutor(limits())
-    made = Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
+    made = engine(inner)
     requests = [ask(str(i), f"Prompt {i}", 40) for i in range(6)]
     with caplog.at_level(logging.ERROR, "forerun.engine"):
         ear = run(made, *requests)
     for request in requests:
         ear.expect(request)
     reason = "speculation is off: the drafter ngram failed with RuntimeError: the draft caught fire"
-    assert drafter.fault == reason
+    assert made.fault == reason
     assert [record.message for record in caplog.records] == [reason]
     assert caplog.records[0].exc_info is not None
     assert inner.called_after == 1, "a drafter that failed is not called again"
@@ -71,9 +72,7 @@ def test_requests_outlive_the_drafter(verb, calls, caplog):
 
 
 def test_a_sound_drafter_is_left_alone():
-    policy = FixedPolicy(4, 4)
-    drafter = GuardedDrafter(NgramDrafter(4), failed=policy.disable)
-    made = Engine(ToyExecutor(limits()), drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
+    made = engine(NgramDrafter(4))
     request = ask(max_tokens=80)
     run(made, request).expect(request)
-    assert drafter.fault is None and made.stats().accepted > 20
+    assert made.fault is None and made.stats().accepted > 20
