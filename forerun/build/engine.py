@@ -200,13 +200,11 @@ def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Dr
     return lookup
 
 
-def _costs(
-    config: EngineConfig, executor: Executor, table: NgramTable | None = None
-) -> StepCosts | None:
+def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or not config.speculates:
         return None
-    return measure_costs(executor, ngram_drafter(executor.limits.slots, table))
+    return measure_costs(executor)
 
 
 def _open_toy(config: EngineConfig) -> Target:
@@ -256,7 +254,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block)
     prepare(config, executor, drafts is not None, progress)
-    costs = _costs(config, executor, table)
+    costs = _costs(config, executor)
     if costs is not None and drafts is not None:
         costs = with_draft_model(costs, drafts, executor, config.page_size)
     return Target(

@@ -129,8 +129,7 @@ class AdaptivePolicy:
             cheapest = min(
                 (costs.one(n, seen * n // rows) / plain - 1.0) / (n - rows) for n in counts
             )
-            drafting = costs.measured.draft_ms / plain if self._free else 0.0
-            self._price, self._priced, self._age = rows * (cheapest + drafting), rows, 0
+            self._price, self._priced, self._age = rows * cheapest, rows, 0
         return self._price
 
     def _asked(self, slots: Ints, kv_len: Ints) -> list[Budget]:

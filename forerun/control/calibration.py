@@ -19,7 +19,6 @@ from forerun.control.constants import (
 from forerun.control.cost_model import StepCosts
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
-from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
@@ -28,7 +27,7 @@ from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
 
 
-def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
+def measure_costs(executor: Executor) -> StepCosts:
     """Time steps of several sizes. All slots must be closed, and are closed again afterwards.
 
     The median of a few repeats counts. They are taken in turns, so that a slow moment hits no size
@@ -51,7 +50,6 @@ def measure_costs(executor: Executor, drafter: Drafter) -> StepCosts:
         nodes=tuple(counts),
         verify_ms=tuple(smoothed(counts, steady.tolist())),
         attend_ms=_attention_ms(executor),
-        draft_ms=1000.0 * _time_draft_token(drafter, limits),
     )
 
 
@@ -184,21 +182,6 @@ def _run_step(
     finally:
         for slot in plan.slots:
             executor.close(int(slot))
-
-
-def _time_draft_token(drafter: Drafter, limits: ExecutorLimits) -> float:
-    """Seconds to propose one draft token, on a text that repeats itself."""
-    tokens = np.tile(np.arange(8, dtype=np.int32), 4)
-    drafter.begin(SlotInit(0, tokens, len(tokens), Sampling()))
-    try:
-        plan = _Step(limits, [np.zeros(1, np.int32)], PER_ROW - 1).plan
-        drafter.propose(plan)  # The first one may read from disk.
-        started = perf_counter()
-        for _ in range(REPEATS):
-            drafts = drafter.propose(plan)
-        return (perf_counter() - started) / REPEATS / max(1, len(drafts[0]))
-    finally:
-        drafter.end(0)
 
 
 def with_draft_model(

@@ -18,7 +18,7 @@ class StepCosts:
                beyond them the last slope continues
     verify_ms  time to verify that many nodes with little context
     attend_ms  what a node costs on top for every 1,000 cached tokens it sees
-    draft_ms   what proposing one draft token costs
+    draft_ms   what proposing one draft token costs, where that is no trifle
     follow_ms  what it costs the drafter, in every step, to follow what was decided
     """
 
@@ -102,9 +102,7 @@ class LiveCosts:
 
     def describe(self) -> dict[str, float]:
         """Milliseconds by number of nodes, as believed now, with little context."""
-        nodes = np.array(self.measured.nodes)
-        now = self.many(nodes, np.zeros(len(nodes)))
-        return {str(count): round(ms, 3) for count, ms in zip(nodes, now.tolist(), strict=True)}
+        return {str(count): round(self.one(count, 0), 3) for count in self.measured.nodes}
 
     @property
     def pace(self) -> float:

@@ -9,7 +9,6 @@ from forerun.config import EngineConfig
 from forerun.control import calibration
 from forerun.control.calibration import measure_costs, smoothed, with_draft_model
 from forerun.control.constants import FIRST_CALLS, MIN_REPEATS, NODES, REPEATS
-from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
@@ -48,14 +47,13 @@ class PricedToy(ToyExecutor):
 def test_measured_costs_are_those_of_the_executor():
     limits = ExecutorLimits(16, 200, 8, 256, 1024, 259)
     executor, begun = PricedToy(limits), CLOCK.seconds
-    costs = measure_costs(executor, NgramDrafter(8))
+    costs = measure_costs(executor)
     assert CLOCK.seconds - begun < 1.0
     assert costs.nodes[:3] == (1, 2, 3)
     slope = (costs.verify_ms[5] - costs.verify_ms[0]) / (costs.nodes[5] - costs.nodes[0])
     assert 0.3 < slope < 1.5
     assert np.all(np.diff(costs.verify_ms) >= 0)
     assert 10.0 < costs.attend_ms < 40.0
-    assert 0.0 < costs.draft_ms < 1.0
 
 
 class CapturingToy(ToyExecutor):
@@ -81,7 +79,7 @@ class CapturingToy(ToyExecutor):
 @pytest.mark.parametrize("first", [(1.5, 0.15), (0.4,), ()])
 def test_first_calls_are_no_part_of_the_table(first):
     executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), first)
-    costs = measure_costs(executor, NgramDrafter(8))
+    costs = measure_costs(executor)
     assert set(costs.nodes) == set(NODES)
     expected = [1e3 * executor.replay(nodes) for nodes in costs.nodes]
     np.testing.assert_allclose(costs.verify_ms, expected, rtol=0.05)
@@ -93,7 +91,7 @@ def test_measuring_a_slow_machine_ends(monkeypatch):
     executor = CapturingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259), ())
     begun = CLOCK.seconds
     monkeypatch.setattr(executor, "replay", lambda nodes: 4.0)
-    costs = measure_costs(executor, NgramDrafter(8))
+    costs = measure_costs(executor)
     assert len(costs.nodes) == 2
     # Beside the table: what 1,000 cached tokens cost.
     assert CLOCK.seconds - begun < 4.0 * 1.1 * (2 * (FIRST_CALLS + MIN_REPEATS) + 2 * REPEATS + 4)
@@ -119,7 +117,7 @@ class DraftingToy(PricedToy):
 
 def test_drafting_within_a_step_is_a_part_of_its_cost():
     executor = DraftingToy(ExecutorLimits(16, 200, 8, 256, 1024, 259))
-    alone = measure_costs(executor, NgramDrafter(8))
+    alone = measure_costs(executor)
     costs = with_draft_model(alone, None, executor, 16)
     assert costs.draft_ms == costs.follow_ms == 0.0
     extra = dict(zip(costs.nodes, np.subtract(costs.verify_ms, alone.verify_ms), strict=True))
@@ -139,15 +137,15 @@ def test_drafting_within_a_step_is_a_part_of_its_cost():
 )
 def test_small_executors_can_be_measured(limits):
     executor = ToyExecutor(limits)
-    costs = measure_costs(executor, NgramDrafter(limits.slots))
+    costs = measure_costs(executor)
     assert len(costs.nodes) >= 2 and max(costs.nodes) <= limits.max_nodes
     # Every slot is free again, or opening would be refused.
-    measure_costs(executor, NgramDrafter(limits.slots))
+    measure_costs(executor)
 
 
 def test_an_executor_too_small_to_measure_says_so():
     with pytest.raises(ConfigError, match="max-step-nodes"):
-        measure_costs(ToyExecutor(ExecutorLimits(16, 4, 4, 1, 64, 259)), NgramDrafter(4))
+        measure_costs(ToyExecutor(ExecutorLimits(16, 4, 4, 1, 64, 259)))
 
 
 def test_adaptive_and_fixed_policies_give_the_same_text():
