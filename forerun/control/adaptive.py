@@ -44,6 +44,10 @@ PLAIN = "off for one step, which measures what a step without draft tokens takes
 PAUSED = "off for one step, in which others measure what a draft token costs now"
 ON = "on: draft tokens that save time are verified"
 ON_LEVELS = "on: {} draft tokens save time"
+ABOUT_ON = ON + " (those right in {:.0f} % or more)"
+ABOUT_WRONG = WRONG + " (of 100 it is sure of, {} are right; {} would pay)"
+ABOUT_DEAR = TOO_DEAR + " (as long as {:.1f} tokens)"
+ABOUT_LEVEL = " (the first is right in {} % of steps, {} % would pay)"
 VERIFIED = "draft tokens were verified"
 NOT_WORTH = "draft tokens were found, but would not have saved time"
 NOTHING_FOUND = "the drafter found nothing"
@@ -152,16 +156,17 @@ class AdaptivePolicy:
         if self.guard.speed < 1.0 and self._idle % SPARING:
             return [Budget(0, 0, SELDOM)] * len(slots)
         if price >= 1.0:
-            return [_dear(round(price, 1))] * len(slots)
+            return [_budget(0, 0, 0.0, ABOUT_DEAR, round(price, 1))] * len(slots)
         return [self._ask(slot, price) for slot in slots.tolist()]
 
     def _ask(self, slot: int, price: float) -> Budget:
         """All that the drafter knows, or nothing where even a sure draft token would not pay."""
         trust = self.acceptance.trust(slot)
         if trust > price:
-            return _all(self._nodes, self._depth, round(price, 2))
+            least = round(price, 2)
+            return _budget(self._nodes, self._depth, least, ABOUT_ON, 100 * least)
         if self._step - self._tried[slot] <= LOOK_EVERY:
-            return _wrong(round(100 * trust), round(100 * price))
+            return _budget(0, 0, 0.0, ABOUT_WRONG, round(100 * trust), round(100 * price))
         self._tried[slot] = self._step
         return Budget(1, 1, LOOKING, price)
 
@@ -194,7 +199,9 @@ class AdaptivePolicy:
             self._tried[slot] = self._step if given else self._tried[slot]
             facts = round(100 * float(rate)), round(100 * price * max(1.0, self.guard.speed))
             probe = not given and useful and self._step - self._tried[slot] > price / LOSS_SHARE
-            budgets.append(_level(width, 1 if probe else given, probe, *facts))
+            text = LOOKING if probe else ON_LEVELS.format(width * given) if given else WRONG
+            depth = 1 if probe else given
+            budgets.append(_budget(width * depth, depth, 0.0, text + ABOUT_LEVEL, *facts))
         return budgets
 
     def _levels_ms(self, kv_len: Ints, owners: Ints) -> list[float]:
@@ -324,26 +331,9 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
 
 
-# Text takes long to make: rows of a step, and steps, mostly say the same.
-
-
-@lru_cache(maxsize=1024)
-def _all(nodes: int, depth: int, price: float) -> Budget:
-    return Budget(nodes, depth, f"{ON} (those right in {100 * price:.0f} % or more)", price)
-
-
-@lru_cache(maxsize=1024)
-def _wrong(trust: int, price: int) -> Budget:
-    return Budget(0, 0, f"{WRONG} (of 100 it is sure of, {trust} are right; {price} would pay)")
-
-
-@lru_cache(maxsize=1024)
-def _dear(price: float) -> Budget:
-    return Budget(0, 0, f"{TOO_DEAR} (as long as {price:.1f} tokens)")
-
-
-@lru_cache(maxsize=1024)
-def _level(width: int, levels: int, probe: bool, rate: int, price: int) -> Budget:
-    reason = LOOKING if probe else ON_LEVELS.format(width * levels) if levels else WRONG
-    facts = f"the first is right in {rate} % of steps, {price} % would pay"
-    return Budget(width * levels, levels, f"{reason} ({facts})")
+@lru_cache(maxsize=4096)
+def _budget(nodes: int, depth: int, min_prob: float, text: str, *numbers: float) -> Budget:
+    """With a reason of this text and numbers: text takes long to make, and rows of a step, and
+    steps, mostly say the same.
+    """
+    return Budget(nodes, depth, text.format(*numbers), min_prob)

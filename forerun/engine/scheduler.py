@@ -54,18 +54,13 @@ class _Row:
 def share_out(wanted: list[int], room: int) -> list[int]:
     """Serve `wanted` as evenly as `room` allows: all below one level in full, the rest up to it.
 
-    The result sums to min(sum(wanted), room); what does not divide goes to the first.
+    The result sums to min(sum(wanted), room); what does not divide goes to those who want most,
+    of equals to the first.
     """
     given = [0] * len(wanted)
-    left = min(room, sum(wanted))
-    hungry = [i for i, want in enumerate(wanted) if want]
-    while left:
-        portion = max(left // len(hungry), 1)
-        for i in hungry[:left]:
-            amount = min(portion, wanted[i] - given[i], left)
-            given[i] += amount
-            left -= amount
-        hungry = [i for i in hungry if given[i] < wanted[i]]
+    for served, row in enumerate(sorted(range(len(wanted)), key=lambda row: (wanted[row], -row))):
+        given[row] = min(wanted[row], room // (len(wanted) - served))
+        room -= given[row]
     return given
 
 
@@ -97,8 +92,7 @@ class Scheduler:
         # What the decoding rows of the last step that had any were allowed.
         self._granted: tuple[Budget, ...] = ()
         # Every running row needs a node in every step.
-        self._slots = list(range(min(limits.slots, limits.max_nodes) - 1, -1, -1))
-        self._slot_count = len(self._slots)
+        self._slots = list(range(min(limits.slots, limits.max_nodes)))[::-1]
 
     @property
     def context(self) -> int:
@@ -150,12 +144,8 @@ class Scheduler:
         rows = self._rows(opened)
         if not (rows or opened or closed):
             return None
-        return Schedule(
-            plan=self._plan(rows),
-            rows=tuple(row.sequence for row in rows),
-            opened=opened,
-            closed=closed,
-        )
+        sequences = tuple(row.sequence for row in rows)
+        return Schedule(self._plan(rows), sequences, opened=opened, closed=closed)
 
     def plan_next(
         self, running: tuple[Sequence, ...], before: Plan
@@ -190,9 +180,7 @@ class Scheduler:
         closed: list[int] = []
         for sequence in tuple(self.running):
             while sequence.slot is not None and not sequence.table.reserve(1):
-                victim = self.running.pop()
-                closed.append(self._vacate(victim))
-                insort(self.waiting, victim, key=lambda s: s.order)
+                closed.append(self.preempt(self.running[-1]))
         return tuple(closed)
 
     def _admit(self) -> tuple[Sequence, ...]:
@@ -263,28 +251,21 @@ class Scheduler:
               one node each     | at most half of the | prefill chunks,
                                 | rest if any prefill | oldest first
         """
-        decoding: list[Sequence] = []
-        prefill: list[Sequence] = []
-        for sequence in filter(self._ready, self.running):
-            (decoding if sequence.pending == 1 else prefill).append(sequence)
+        ready = list(filter(self._ready, self.running))
+        decoding = [sequence for sequence in ready if sequence.pending == 1]
+        prefill = [sequence for sequence in ready if sequence.pending > 1]
         room = self.limits.max_nodes - len(decoding)
-        rows = self._decoding_rows(decoding, opened, room // 2 if prefill else room)
+        fresh = [s for s in decoding if s in opened]  # Nobody knows anything of them yet.
+        rows = [_Row(sequence, 1) for sequence in decoding if sequence not in fresh]
+        self._grant(rows, room // 2 if prefill else room)
         room -= sum(row.budget.nodes for row in rows)
+        rows += [_Row(sequence, 1) for sequence in fresh]
         for sequence in prefill:
             chunk = min(sequence.pending, room)
             if chunk:
                 rows.append(_Row(sequence, chunk))
                 room -= chunk
         return rows
-
-    def _decoding_rows(
-        self, decoding: list[Sequence], opened: tuple[Sequence, ...], room: int
-    ) -> list[_Row]:
-        """Rows of one known token each, with draft tokens for at most `room` nodes in all."""
-        fresh = {sequence.slot for sequence in opened}
-        rows = [_Row(sequence, 1) for sequence in decoding if sequence.slot not in fresh]
-        self._grant(rows, room)
-        return rows + [_Row(s, 1) for s in decoding if s.slot in fresh]
 
     def _grant(self, rows: list[_Row], room: int) -> None:
         """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
@@ -370,7 +351,8 @@ class Scheduler:
             assert pool.references(page) == count, f"page {page} has a holder too many"
         assert pool.held == len(held), "a page leaked: it is held, but in no table"
         open_slots = [s.slot for s in self.running + self.leaving if s.slot is not None]
-        assert sorted(self._slots + open_slots) == list(range(self._slot_count)), "a slot leaked"
+        slots = range(min(self.limits.slots, self.limits.max_nodes))
+        assert sorted(self._slots + open_slots) == [*slots], "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
         for queue in (self.waiting, self.running):
             orders = [s.order for s in queue]
