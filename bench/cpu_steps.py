@@ -27,13 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from forerun.executors.cpu import CpuExecutor
+from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import open_model
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, SlotInit
 from forerun.models.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
+from forerun.types import Floats
 
 VENVS = Path(__file__).parent / "out" / "venvs"
 PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
@@ -83,6 +84,15 @@ def measure(work: dict[int, Callable[[], object]], rounds: int) -> Times:
             call()
             open_slots[key].append((time.perf_counter() - start) * 1e3)
     return open_slots
+
+
+def multiply(executor: CpuExecutor, rows: int, scratch: Floats) -> None:
+    """The matrix products of a step of `rows` rows alone, on meaningless numbers; `scratch`
+    float32[rows or more,V].
+    """
+    library = native.load()
+    if library.forerun_products(executor.native_model(), rows, scratch.ctypes.data):
+        raise RuntimeError(library.forerun_error().decode())
 
 
 def add(open_slots: dict[str, Times], name: str, more: Times) -> None:
@@ -180,7 +190,8 @@ def main() -> None:
     fill(executor, tokens[: options.context])
     steps = {k: chain(tokens[:k], options.context, k - 1) for k in ROWS}
     whole = {k: lambda step=step: executor.verify(*step) for k, step in steps.items()}
-    products = {k: lambda k=k: executor.products(k) for k in ROWS}
+    scratch = np.empty((max(ROWS), vocab), np.float32)
+    products = {k: lambda k=k: multiply(executor, k, scratch) for k in ROWS}
     report: dict[str, Any] = {
         "command": sys.argv,
         "machine": machine(),

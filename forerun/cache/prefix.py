@@ -123,11 +123,6 @@ class PrefixIndex:
         else:
             self._idle[page] = entry
 
-    def clear(self) -> None:
-        """Forget every kept page."""
-        while self._idle:
-            self._evict()
-
     def _hold(self, entry: Entry) -> None:
         self.pool.hold(entry.page)
         self._idle.pop(entry.page, None)

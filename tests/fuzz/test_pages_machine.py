@@ -89,7 +89,8 @@ class PagesMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.index.kept)
     def forget(self):
-        self.index.clear()
+        for page in self.index.take(self.index.available):
+            self.index.release(page)
         assert self.index.kept == 0
 
     @invariant()

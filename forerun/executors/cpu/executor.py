@@ -181,16 +181,6 @@ class CpuExecutor:
         )
         return token if token >= 0 else None
 
-    def products(self, rows: int) -> None:
-        """The matrix products of a step of `rows` rows alone, on meaningless numbers.
-
-        What bench/cpu_steps.py measures the rest of a step against. Spoils a step in progress.
-        """
-        self._reserve(rows)
-        code = self._library.forerun_products(self._alive(), rows, self._logits.ctypes.data)
-        if code:
-            raise EngineError(self._library.forerun_error().decode())
-
     def _reserve(self, scored: int) -> None:
         if scored > len(self._logits):
             self._logits = np.empty((scored, self.limits.vocab), np.float32)
@@ -253,7 +243,7 @@ class CpuExecutor:
             self.shutdown()
 
     def native_model(self) -> int:
-        """The compiled core's handle, for a draft head beside it (head.py)."""
+        """The compiled core's handle, for a draft head beside it and for bench/cpu_steps.py."""
         return self._alive()
 
     def adopt(self, draft: int | None, features_width: int) -> None:
