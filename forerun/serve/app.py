@@ -20,11 +20,13 @@ from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
 from forerun.serve.errors import ApiError
 from forerun.serve.middleware import RequestMiddleware
+from forerun.serve.openapi import openapi_route
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
 from forerun.serve.static_files import ui_routes
 
-_API = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *REFUSED_ROUTES)
+_TOLD = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *REFUSED_ROUTES)
+_API = (*_TOLD, openapi_route(_TOLD))
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:

@@ -20,11 +20,57 @@ from forerun.errors import RequestError
 Reader = Callable[[Any, str], Any]
 """(JSON value, where it stands) -> what the field holds. Raises RequestError."""
 
+Schema = dict[str, Any]
+"""A JSON schema. It may let pass what a reader refuses, but never forbid what it takes."""
+
 Body = TypeVar("Body")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 NOTHING: Mapping[str, str] = {}
+
+
+class Described:
+    """A reader that says what it takes."""
+
+    def __init__(self, reader: Reader, schema: Schema) -> None:
+        self._reader = reader
+        self.schema = schema
+        self.__doc__ = reader.__doc__
+
+    def __call__(self, value: Any, where: str) -> Any:
+        """See Reader."""
+        return self._reader(value, where)
+
+
+def takes(schema: Schema) -> Callable[[Reader], Described]:
+    """Describe a reader, for /openapi.json."""
+    return lambda reader: Described(reader, schema)
+
+
+def schema_of(reader: Reader) -> Schema:
+    """What a reader takes; anything, where it does not say."""
+    return reader.schema if isinstance(reader, Described) else {}
+
+
+def body_schema(kind: type[Any]) -> Schema:
+    """What `read` takes for a body. Absent and null are the same, but where a field is needed."""
+    properties, needed = {}, []
+    for item in dataclasses.fields(kind):
+        found = schema_of(item.metadata["reader"])
+        if item.default is dataclasses.MISSING:
+            needed.append(item.name)
+        elif found:
+            found = {"anyOf": [found, {"type": "null"}]}
+        if item.metadata.get("ignored"):
+            found = {**found, "description": "Ignored: it changes nothing here."}
+        properties[item.name] = found
+    for name, why in getattr(kind, "refused", {}).items():
+        properties[name] = {"type": "null", "description": f"Not supported: {why}."}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    if kind.__doc__:
+        schema["description"] = " ".join(kind.__doc__.split())
+    return schema | ({"required": needed} if needed else {})
 
 
 def accept(reader: Reader, default: Any = None) -> Any:
@@ -94,6 +140,7 @@ def shown(value: Any) -> str:
     return {True: "true", False: "false", None: "null"}[value] if _constant(value) else str(value)
 
 
+@takes({"type": "boolean"})
 def boolean(value: Any, where: str) -> bool:
     """True or false."""
     if not isinstance(value, bool):
@@ -101,9 +148,10 @@ def boolean(value: Any, where: str) -> bool:
     return value
 
 
-def integer(low: int, high: int) -> Reader:
+def integer(low: int, high: int) -> Described:
     """A whole number from `low` to `high`."""
 
+    @takes({"type": "integer", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise RequestError(
@@ -114,10 +162,12 @@ def integer(low: int, high: int) -> Reader:
     return reader
 
 
-def number(low: float, high: float, above_low: bool = False) -> Reader:
+def number(low: float, high: float, above_low: bool = False) -> Described:
     """A finite number from `low` to `high`; with `above_low`, `low` itself is too low."""
     span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
+    least = "exclusiveMinimum" if above_low else "minimum"
 
+    @takes({"type": "number", least: low, "maximum": high})
     def reader(value: Any, where: str) -> float:
         fine = isinstance(value, int | float) and not isinstance(value, bool)
         fine = fine and math.isfinite(value) if isinstance(value, float) else fine
@@ -128,9 +178,10 @@ def number(low: float, high: float, above_low: bool = False) -> Reader:
     return reader
 
 
-def text(longest: int, shortest: int = 0) -> Reader:
+def text(longest: int, shortest: int = 0) -> Described:
     """A string of valid Unicode with a length in characters."""
 
+    @takes({"type": "string", "minLength": shortest, "maxLength": longest})
     def reader(value: Any, where: str) -> str:
         if not isinstance(value, str):
             raise RequestError(f"{where} must be a string, not {shown(value)}.", where)
@@ -151,9 +202,11 @@ def text(longest: int, shortest: int = 0) -> Reader:
     return reader
 
 
-def items(each: Reader, longest: int, shortest: int = 0) -> Reader:
+def items(each: Reader, longest: int, shortest: int = 0) -> Described:
     """A list, as a tuple."""
+    bounds = {"minItems": shortest, "maxItems": longest}
 
+    @takes({"type": "array", "items": schema_of(each), **bounds})
     def reader(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
@@ -166,10 +219,11 @@ def items(each: Reader, longest: int, shortest: int = 0) -> Reader:
     return reader
 
 
-def one_or_more(each: Reader, longest: int) -> Reader:
+def one_or_more(each: Reader, longest: int) -> Described:
     """One value or a list of them, as a tuple."""
     several = items(each, longest)
 
+    @takes({"anyOf": [schema_of(each), several.schema]})
     def reader(value: Any, where: str) -> tuple[Any, ...]:
         found: tuple[Any, ...] = several(value, where) if isinstance(value, list) else ()
         return found if isinstance(value, list) else (each(value, where),)
@@ -177,9 +231,10 @@ def one_or_more(each: Reader, longest: int) -> Reader:
     return reader
 
 
-def only(*allowed: Any, why: str) -> Reader:
+def only(*allowed: Any, why: str) -> Described:
     """A field that is accepted only where it asks for what happens anyway."""
 
+    @takes({"enum": list(allowed)})
     def reader(value: Any, where: str) -> Any:
         if not any(value == one and type(value) is type(one) for one in allowed):
             raise RequestError(f"{where}: {shown(value)} is not supported: {why}.", where)
@@ -188,21 +243,23 @@ def only(*allowed: Any, why: str) -> Reader:
     return reader
 
 
-def part(kind: type[Any]) -> Reader:
+def part(kind: type[Any]) -> Described:
     """An object that is itself a declared body."""
 
+    @takes(body_schema(kind))
     def reader(value: Any, where: str) -> Any:
         return read(kind, value, where)
 
     return reader
 
 
-def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> Reader:
+def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> Described:
     """An object whose `type` says which declared body it is.
 
     refused  types that are known and not supported, and why
     """
 
+    @takes({"anyOf": [_of_type(kind, name) for name, kind in kinds.items()]})
     def reader(value: Any, where: str) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         place = f"{where}.type" if isinstance(value, dict) else where
@@ -216,6 +273,14 @@ def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING)
     return reader
 
 
+def _of_type(kind: type[Any], name: str) -> Schema:
+    found = body_schema(kind)
+    needed = sorted({*found.get("required", ()), "type"})
+    properties = {**found["properties"], "type": {"const": name}}
+    return {**found, "properties": properties, "required": needed}
+
+
+@takes({"type": "object"})
 def mapping(value: Any, where: str) -> dict[str, Any]:
     """A JSON object with whatever keys."""
     if not isinstance(value, dict):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,
+    body_schema,
     boolean,
     ignore,
     integer,
@@ -23,6 +24,7 @@ from forerun.serve.fields import (
     part,
     read,
     shown,
+    takes,
     text,
 )
 from forerun.serve.structure import ConstrainedBody
@@ -73,6 +75,7 @@ class SpeculativeOptions:
     trace: bool = accept(boolean, False)
 
 
+@takes({"type": "object", "maxProperties": MAX_LOGIT_BIAS})
 def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     """`logit_bias`: {"token id": bias}. Whether the ids exist is checked by the engine."""
     if not isinstance(value, dict):
@@ -89,6 +92,7 @@ def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
+@takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _truncation(value: Any, where: str) -> int:
     """`truncate_prompt_tokens`: how many of a prompt's last tokens are kept; -1: as many as fit."""
     found: int = integer(-1, MAX_TOKENS)(value, where)
@@ -97,6 +101,7 @@ def _truncation(value: Any, where: str) -> int:
     return found
 
 
+@takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
 def _answer_length(value: Any, where: str) -> int | None:
     """`max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
     if type(value) is int and value == UNLIMITED:
@@ -105,6 +110,7 @@ def _answer_length(value: Any, where: str) -> int | None:
     return found
 
 
+@takes(body_schema(SpeculativeOptions))
 def untraced(value: Any, where: str) -> SpeculativeOptions:
     """`speculative` of routes whose answers have no place for a trace."""
     found = read(SpeculativeOptions, value, where)
@@ -161,6 +167,7 @@ class SampledBody(ConstrainedBody):
 plain_text = text(MAX_TEXT)
 
 
+@takes({"type": "object", "required": ["type", "text"]})
 def _text_part(value: Any, where: str) -> str:
     """A content part: {"type": "text", "text": "..."}."""
     kind = value.get("type") if isinstance(value, dict) else None
@@ -172,6 +179,7 @@ def _text_part(value: Any, where: str) -> str:
     return str(plain_text(value.get("text"), f"{where}.text"))
 
 
+@takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
 def _content(value: Any, where: str) -> str:
     """A message's text: a string, or parts, which are joined by line breaks."""
     if isinstance(value, list):
@@ -203,6 +211,7 @@ class Message:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
+@takes(body_schema(Message))
 def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
     message = read(Message, value, where)
@@ -222,6 +231,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     return {"role": role, "content": message.content, **given}
 
 
+@takes({"type": "object", "maxProperties": 64})
 def _template_options(value: Any, where: str) -> dict[str, Any]:
     """`chat_template_kwargs`: names for the template, which checks their depth."""
     if not isinstance(value, dict) or len(value) > 64:
@@ -285,6 +295,27 @@ class ChatBody(SampledBody):
 Prompt = str | tuple[int, ...]
 
 
+@takes({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}})
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """A prompt as token ids; whether they exist is checked in `prepare`."""
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
+    for index, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
+            place = f"{where}[{index}]"
+            raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
+    return tuple(value)
+
+
+_PROMPTS = [
+    plain_text.schema,
+    token_ids.schema,
+    items(plain_text, MAX_PROMPTS, 1).schema,
+    items(token_ids, MAX_PROMPTS, 1).schema,
+]
+
+
+@takes({"anyOf": _PROMPTS})
 def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
     """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(value, str):
@@ -302,17 +333,6 @@ def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
         texts: tuple[Prompt, ...] = items(plain_text, MAX_PROMPTS)(value, where)
         return texts
     return (token_ids(value, where),)
-
-
-def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A prompt as token ids; whether they exist is checked in `prepare`."""
-    if not isinstance(value, list) or not value:
-        raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
-    for index, token in enumerate(value):
-        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
-            place = f"{where}[{index}]"
-            raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
-    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

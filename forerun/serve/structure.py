@@ -15,7 +15,17 @@ from forerun.constrain.calls import Rules, Tag, tag_rules
 from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar, closed_rules
-from forerun.serve.fields import accept, boolean, items, need, only, read, shown, text
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    items,
+    need,
+    only,
+    read,
+    shown,
+    takes,
+    text,
+)
 
 MAX_PARTS = 1 << 16
 """Choices, tags or triggers; their size in bytes is bounded by the grammar's."""
@@ -23,32 +33,38 @@ MAX_PARTS = 1 << 16
 _text = text(2**31 - 1)
 
 
+@takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
     """A JSON schema: an object, or JSON text of one."""
     return Rules(Grammar.json_schema(_parsed(value, where), field=where))
 
 
+@takes({"type": "string"})
 def regex_rules(value: Any, where: str) -> Rules:
     """A regular expression for the whole text."""
     return Rules(Grammar.regex(_text(value, where), where))
 
 
+@takes(items(_text, MAX_PARTS, 1).schema)
 def choice_rules(value: Any, where: str) -> Rules:
     """A list of texts."""
     return Rules(Grammar.choice(items(_text, MAX_PARTS, 1)(value, where), where))
 
 
+@takes({"type": "string"})
 def grammar_rules(value: Any, where: str) -> Rules:
     """A grammar in GBNF or Lark."""
     return Rules(Grammar.grammar(_text(value, where), where))
 
 
+@takes({"type": ["object", "string"]})
 def structural_rules(value: Any, where: str) -> Rules:
     """Tags in free text: an object with structures and triggers, or JSON text of one."""
     given = read(_StructuralTag, _parsed(value, where), where)
     return tag_rules(given.structures, given.triggers, where)
 
 
+@takes({"type": "object", "required": ["type"]})
 def response_rules(value: Any, where: str) -> Rules | None:
     """OpenAI's field; the type decides which others there may be."""
     kinds: dict[str, type[Any]] = {
@@ -72,6 +88,7 @@ def response_rules(value: Any, where: str) -> Rules | None:
     return None
 
 
+@takes({"type": "object", "minProperties": 1})
 def structured_rules(value: Any, where: str) -> Rules:
     """VLLM's field: an object with exactly one kind."""
     given = read(_StructuredOutputs, value, where)

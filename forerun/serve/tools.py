@@ -18,6 +18,7 @@ from forerun.serve.fields import (
     part,
     read,
     shown,
+    takes,
     text,
 )
 
@@ -42,6 +43,7 @@ class ToolChoice:
     name: str | None = None
 
 
+@takes({"type": "object", "required": ["type", "function"]})
 def tool(value: Any, where: str) -> Tool:
     """A function with its parameters; without any it takes none."""
     given = read(_Tool, value, where)
@@ -86,11 +88,13 @@ def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") ->
     return tools
 
 
+@takes(items(tool, MAX_TOOLS).schema)
 def tools(value: Any, where: str) -> tuple[Tool, ...]:
     """Functions with different names."""
     return different(items(tool, MAX_TOOLS)(value, where), "function.name", where)
 
 
+@takes({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
 def tool_choice(value: Any, where: str) -> ToolChoice:
     """none, auto, required, or {"type": "function", "function": {"name": ...}}."""
     if isinstance(value, dict):
@@ -102,6 +106,7 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
     return ToolChoice(value)
 
 
+@takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"})
 def function_name(value: Any, where: str) -> str:
     """A name that every way of writing calls can hold."""
     if not isinstance(value, str) or not _NAME.fullmatch(value):
@@ -154,6 +159,7 @@ class _Call:
     index: Any = accept(lambda value, where: value)
 
 
+@takes({"type": "object", "required": ["function"]})
 def call(value: Any, where: str) -> dict[str, Any]:
     """A call of an earlier answer, as chat templates take it."""
     given = read(_Call, value, where)

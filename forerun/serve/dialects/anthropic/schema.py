@@ -7,6 +7,7 @@ from forerun.constrain.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,
+    body_schema,
     boolean,
     ignore,
     integer,
@@ -18,6 +19,7 @@ from forerun.serve.fields import (
     part,
     read,
     tagged,
+    takes,
     text,
 )
 from forerun.serve.schema import (
@@ -73,6 +75,7 @@ _text_block = tagged({"text": Text}, _MEDIA)
 _text_blocks = items(_text_block, MAX_MESSAGES)
 
 
+@takes({"anyOf": [plain_text.schema, _text_blocks.schema]})
 def told(value: Any, where: str) -> str:
     """A text or blocks of text, which are joined by line breaks."""
     if isinstance(value, list):
@@ -99,6 +102,7 @@ _block = tagged(
 _blocks = items(_block, MAX_MESSAGES)
 
 
+@takes({"anyOf": [plain_text.schema, _blocks.schema]})
 def _content(value: Any, where: str) -> tuple[Block, ...]:
     if isinstance(value, str):
         return (Text(type="text", text=str(plain_text(value, where))),)
@@ -117,6 +121,7 @@ class Message:
     content: tuple[Block, ...] = need(_content)
 
 
+@takes(body_schema(Message))
 def _message(value: Any, where: str) -> Message:
     """A message whose blocks are such as its role has."""
     found = read(Message, value, where)
@@ -143,6 +148,7 @@ class _Function:
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
 
 
+@takes({"type": "object", "required": ["name", "input_schema"]})
 def _tool(value: Any, where: str) -> Tool:
     # Tools that the service itself would run come first: their other fields are of no interest.
     kind = value.get("type") if isinstance(value, dict) else None

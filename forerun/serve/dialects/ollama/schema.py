@@ -8,6 +8,7 @@ from forerun.constrain.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,
+    body_schema,
     boolean,
     ignore,
     integer,
@@ -20,6 +21,7 @@ from forerun.serve.fields import (
     part,
     read,
     shown,
+    takes,
     text,
 )
 from forerun.serve.schema import (
@@ -76,6 +78,7 @@ class Options:
     embedding_only: bool | None = accept(only(False, why="this model writes text"))
 
 
+@takes({"type": ["object", "string", "boolean"]})
 def _format(value: Any, where: str) -> Rules | None:
     """`json`, or a JSON schema; "" is none."""
     if value == "":
@@ -86,6 +89,7 @@ def _format(value: Any, where: str) -> Rules | None:
 _LEVELS = only("low", "medium", "high", why="it is one of these, or true or false")
 
 
+@takes({"anyOf": [{"type": "boolean"}, _LEVELS.schema]})
 def _think(value: Any, where: str) -> str:
     """How much to think, as reasoning_effort has it."""
     if isinstance(value, bool):
@@ -96,6 +100,7 @@ def _think(value: Any, where: str) -> str:
 _seconds, _duration = number(-1e12, 1e12), text(32, 1)
 
 
+@takes({"anyOf": [_seconds.schema, _duration.schema]})
 def _alive(value: Any, where: str) -> Any:
     """`keep_alive`: seconds, or a duration such as 5m."""
     return _duration(value, where) if isinstance(value, str) else _seconds(value, where)
@@ -146,6 +151,7 @@ class Message:
     tool_call_id: str | None = accept(text(256))
 
 
+@takes(body_schema(Message))
 def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as templates take it."""
     message = read(Message, value, where)
@@ -183,6 +189,7 @@ class _Tool:
     function: _Function = need(part(_Function))
 
 
+@takes(body_schema(_Tool))
 def _tool(value: Any, where: str) -> Tool:
     found = read(_Tool, value, where).function
     place = f"{where}.function.parameters"
@@ -197,6 +204,7 @@ class OllamaChatBody(OllamaBody):
     tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
 
 
+@takes({"type": "array", "maxItems": 0})
 def _no_context(value: Any, where: str) -> Any:
     if value != []:
         raise RequestError(

@@ -7,6 +7,7 @@ from forerun.constrain.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,
+    body_schema,
     boolean,
     ignore,
     integer,
@@ -19,6 +20,7 @@ from forerun.serve.fields import (
     read,
     shown,
     tagged,
+    takes,
     text,
 )
 from forerun.serve.schema import (
@@ -63,6 +65,7 @@ _part = tagged(
 _parts = items(_part, MAX_MESSAGES)
 
 
+@takes({"anyOf": [plain_text.schema, _parts.schema]})
 def told(value: Any, where: str) -> str:
     """A text or parts of it, which are joined by line breaks."""
     if isinstance(value, list):
@@ -132,17 +135,22 @@ _KNOWN: dict[str, type[Any]] = {
 _item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
 
 
+@takes({"anyOf": [body_schema(Message), _item.schema]})
+def _one(value: Any, where: str) -> Item:
+    plain = isinstance(value, dict) and value.get("type") is None and "role" in value
+    found: Item = read(Message, value, where) if plain else _item(value, where)
+    return found
+
+
+_items = items(_one, MAX_MESSAGES)
+
+
+@takes({"anyOf": [plain_text.schema, _items.schema]})
 def _input(value: Any, where: str) -> tuple[Item, ...]:
     """`input`: a text of the user's, or items."""
     if isinstance(value, str):
         return (Message(role="user", content=str(plain_text(value, where))),)
-    found: tuple[Item, ...] = items(_one, MAX_MESSAGES)(value, where)
-    return found
-
-
-def _one(value: Any, where: str) -> Item:
-    plain = isinstance(value, dict) and value.get("type") is None and "role" in value
-    found: Item = read(Message, value, where) if plain else _item(value, where)
+    found: tuple[Item, ...] = _items(value, where)
     return found
 
 
@@ -158,6 +166,7 @@ class _Function:
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
 
 
+@takes(body_schema(_Function))
 def _tool(value: Any, where: str) -> Tool:
     # Tools that the service itself would run come first: their other fields are of no interest.
     kind = value.get("type") if isinstance(value, dict) else None
@@ -173,6 +182,7 @@ class _Named:
     name: str = need(function_name)
 
 
+@takes({"anyOf": [{"enum": ["none", "auto", "required"]}, body_schema(_Named)]})
 def _tool_choice(value: Any, where: str) -> ToolChoice:
     if isinstance(value, dict):
         return ToolChoice("named", read(_Named, value, where).name)
@@ -196,6 +206,7 @@ class _Schema:
     strict: bool = accept(boolean, False)
 
 
+@takes({"type": "object", "required": ["type"]})
 def _format(value: Any, where: str) -> Rules | None:
     found = tagged({"text": _Text, "json_object": _Text, "json_schema": _Schema})(value, where)
     if isinstance(found, _Schema):

@@ -17,6 +17,7 @@ from forerun.serve.fields import (
     only,
     part,
     shown,
+    takes,
     text,
 )
 from forerun.serve.schema import (
@@ -84,6 +85,7 @@ class Prompts:
     several: bool
 
 
+@takes(one_or_more(plain_text, MAX_PROMPTS).schema)
 def _texts(value: Any, where: str) -> Prompts:
     found = one_or_more(plain_text, MAX_PROMPTS)(value, where)
     if not found:
@@ -91,6 +93,7 @@ def _texts(value: Any, where: str) -> Prompts:
     return Prompts(found, isinstance(value, list))
 
 
+@takes({"anyOf": [token_ids.schema, items(token_ids, MAX_PROMPTS, 1).schema]})
 def _ids(value: Any, where: str) -> Prompts:
     if isinstance(value, list) and value and isinstance(value[0], list):
         return Prompts(items(token_ids, MAX_PROMPTS)(value, where), True)

@@ -1,0 +1,117 @@
+"""GET /openapi.json: the routes with what their bodies take, from the declarations themselves.
+
+Where a body is written down here, whatever it forbids is refused with a 4xx. What it allows may
+still be refused, where fields contradict each other or the model.
+"""
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forerun import __version__
+from forerun.serve.answering import Json
+from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
+from forerun.serve.dialects.ollama.models import ShowBody
+from forerun.serve.dialects.ollama.routes import kept
+from forerun.serve.dialects.ollama.schema import GenerateBody as OllamaGenerateBody
+from forerun.serve.dialects.ollama.schema import OllamaChatBody
+from forerun.serve.dialects.refused import embeddings
+from forerun.serve.dialects.responses.schema import ResponsesBody
+from forerun.serve.dialects.sglang.schema import GenerateBody
+from forerun.serve.fields import body_schema
+from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, type[Any]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
+    "/api/chat": OllamaChatBody,
+    "/api/generate": OllamaGenerateBody,
+    "/api/show": ShowBody,
+    "/generate": GenerateBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+ANSWERS = {"/metrics": "text/plain"}
+"""Routes whose answer is no JSON."""
+STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
+
+_REFUSED = {
+    "400": "The request cannot be honoured; the message names the field.",
+    "401": "A key is wanted.",
+    "404": "There is no such model or answer.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+    "429": "Too many requests wait.",
+    "503": "The model is loading, or the server ends.",
+}
+
+
+def openapi_route(routes: Sequence[Route]) -> Route:
+    """The route that tells of `routes`."""
+
+    @cache
+    def written() -> dict[str, Any]:
+        return document(routes)
+
+    async def openapi(request: Request) -> Response:
+        """The routes of this server."""
+        return Json(written())
+
+    return Route("/openapi.json", openapi)
+
+
+def document(routes: Sequence[Route]) -> dict[str, Any]:
+    """OpenAPI 3.1 of some routes."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        path = re.sub(r":\w+}", "}", route.path)
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            paths.setdefault(path, {})[method.lower()] = _operation(route, path, method)
+    schemes = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Forerun", "version": __version__},
+        "paths": paths,
+        "components": {"securitySchemes": schemes},
+        "security": [{}, {"key": []}, {"x-api-key": []}],
+    }
+
+
+def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
+    about = " ".join((route.endpoint.__doc__ or "").split())
+    names = re.findall(r"{(\w+)}", path)
+    kinds = [ANSWERS.get(path, "application/json")]
+    body = BODIES.get(path) if method == "POST" else None
+    found: dict[str, Any] = {
+        "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
+        "summary": about,
+    }
+    if names:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if body is not None:
+        schema = body_schema(body)
+        if "stream" in schema["properties"]:
+            kinds.append(STREAMS.get(path, "text/event-stream"))
+        content = {"application/json": {"schema": schema}}
+        found["requestBody"] = {"required": True, "content": content}
+    error = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
+    refused = {code: {"description": why, "content": error} for code, why in _REFUSED.items()}
+    answers = {"description": "The answer.", "content": {kind: {} for kind in kinds}}
+    found["responses"] = {"200": answers, **refused}
+    if route.endpoint in (embeddings, kept):
+        found["responses"] = {"501": {"description": about, "content": error}, **refused}
+    return found

@@ -1,0 +1,48 @@
+"""/openapi.json says what the routes are and what their bodies take."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.errors import RequestError
+from forerun.serve.app import _TOLD, create_app
+from forerun.serve.fields import body_schema, integer, items, mapping, number, read, text
+from forerun.serve.openapi import BODIES, document
+from tests.cli.toys import toy_loaded
+
+
+def test_every_route_is_told():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        told = client.get("/openapi.json").json()
+    assert told == document(_TOLD)
+    paths = {route.path.replace(":path}", "}") for route in _TOLD}
+    assert set(told["paths"]) == paths
+    ids = [one["operationId"] for path in told["paths"].values() for one in path.values()]
+    assert len(set(ids)) == len(ids)
+    posts = {path for path, one in told["paths"].items() if "requestBody" in one.get("post", {})}
+    assert posts == BODIES.keys()
+
+
+@pytest.mark.parametrize("kind", BODIES.values(), ids=BODIES)
+def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
+    schema = body_schema(kind)
+    assert schema["additionalProperties"] is False
+    for name in schema.get("required", ()):
+        with pytest.raises(RequestError) as caught:
+            read(kind, {other: None for other in schema["required"] if other != name})
+        assert caught.value.field in schema["required"]
+    for name, found in schema["properties"].items():
+        if found.get("type") == "null":
+            with pytest.raises(RequestError) as caught:
+                read(kind, {name: 1})
+            assert caught.value.field == name
+
+
+def test_readers_say_their_bounds():
+    assert integer(1, 9).schema == {"type": "integer", "minimum": 1, "maximum": 9}
+    above = {"type": "number", "exclusiveMinimum": 0.0, "maximum": 2.0}
+    assert number(0.0, 2.0, above_low=True).schema == above
+    several = items(text(5, 1), 3)
+    assert several.schema["items"] == {"type": "string", "minLength": 1, "maxLength": 5}
+    assert (several.schema["minItems"], several.schema["maxItems"]) == (0, 3)
+    assert mapping.schema == {"type": "object"}
