@@ -218,6 +218,17 @@ def test_other_errors(server, client, guarded):
     assert with_key.list().models
 
 
+def test_a_body_without_its_type_is_taken_but_not_from_a_web_page(server):
+    body = json.dumps({"messages": ASKED, "stream": False, "options": {"num_predict": 3}})
+    assert server.http.post("/api/chat", content=body).status_code == 200
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.http.post("/api/chat", content=body, headers=form).status_code == 200
+    for page in ({"origin": "http://a"}, {"sec-fetch-site": "cross-site"}):
+        answer = server.http.post("/api/chat", content=body, headers=page)
+        assert answer.status_code == 415 and answer.json().keys() == {"error"}
+    assert server.http.post("/v1/chat/completions", content=body).status_code == 415
+
+
 def test_a_client_that_leaves_is_noticed(server):
     body = {"messages": ASKED, "options": {**SAMPLED, "num_predict": 4000}}
     with server.connect() as sock:
