@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
-from forerun.constrain.limits import json_options
 from forerun.constrain.matcher import Compiled
 from forerun.errors import BusyError, RequestError
 from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
@@ -201,9 +200,9 @@ def _content(answer: Grammar) -> str:
 
 
 def _json(grammar: Grammar) -> str:
-    """Texts of a schema."""
-    options = json_options(grammar.lenient, grammar.one_line)
-    return f"%json {_plain({**json.loads(grammar.source), 'x-guidance': options})}"
+    """Texts of a schema, which the compiling process rewrites (see with_schemas)."""
+    asked = [grammar.field, grammar.lenient, grammar.one_line]
+    return f"%json {_plain({'x-forerun': asked, 'schema': json.loads(grammar.source)})}"
 
 
 def _literal(text: str) -> str:

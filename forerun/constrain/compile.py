@@ -4,10 +4,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from forerun.constrain.automaton import Automaton, Backend
 from forerun.constrain.fair_queue import FairQueue
-from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.limits import SECONDS
 from forerun.constrain.llguidance_backend import Guidance
 from forerun.constrain.matcher import Compiled, Translated
@@ -84,6 +85,7 @@ class Compiler:
             ends=self._tokenizer.eos_ids,
             translated=found,
             remote=partial(RemoteMatcher, self._matchers, grammar, found.text),
+            unenforced=tuple(_named(grammar, path) for path in found.unenforced),
         )
 
     def close(self) -> None:
@@ -117,7 +119,7 @@ class Compiler:
         finally:
             self._waiting.release()
 
-    def _ask(self, worker: SandboxProcess, grammar: Grammar) -> dict[str, str | bool] | None:
+    def _ask(self, worker: SandboxProcess, grammar: Grammar) -> dict[str, Any] | None:
         names = ("kind", "source", "lenient", "one_line")
         return worker.ask({name: getattr(grammar, name) for name in names})
 
@@ -125,7 +127,7 @@ class Compiler:
         self,
         key: _Key,
         grammar: Grammar,
-        answer: dict[str, str | bool] | None,
+        answer: dict[str, Any] | None,
         worker: SandboxProcess,
     ) -> Translated | str:
         """What came of it, kept where it will be the same the next time."""
@@ -144,7 +146,8 @@ class Compiler:
             if isinstance(prepared, str):
                 found = prepared
             else:
-                found = Translated(text, prepared, bool(answer.get("expensive")))
+                left_out = tuple(answer.get("unenforced", ()))
+                found = Translated(text, prepared, bool(answer.get("expensive")), left_out)
         size = found.prepared.size if isinstance(found, Translated) else len(found)
         with self._lock:
             self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
@@ -171,6 +174,11 @@ class _Lane:
 
     worker: SandboxProcess
     queue: FairQueue
+
+
+def _named(grammar: Grammar, path: str) -> str:
+    """A path in a schema as one in the request; those of other grammars are so already."""
+    return f"{grammar.field}.{path}" if grammar.kind is Kind.JSON_SCHEMA else path
 
 
 class _Cache:

@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from math import inf
+from math import copysign, inf, isinf
 from typing import Any, Self
 
 from forerun.constrain.schema import schemas
@@ -14,7 +15,7 @@ from forerun.errors import RequestError
 MAX_SOURCE = 256 * 1024
 """Bytes of a grammar's source."""
 
-MAX_NESTING = 100
+MAX_NESTING = 250
 """Brackets, or levels of a schema, inside one another."""
 
 MAX_FORCED = 10_000
@@ -60,9 +61,10 @@ class Grammar:
             raise RequestError(f"{field} must be a JSON schema: an object", field)
         _check_depth(schema, field)
         schema = {} if schema is True else schema
-        _check_patterns(schema, field)
+        if not lenient:
+            _check_patterns(schema, field)
         try:
-            source = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+            source = json.dumps(_finite(schema), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise RequestError(f"{field} is not JSON: {error}", field) from error
         return cls(Kind.JSON_SCHEMA, source, lenient, field=field)._checked()
@@ -135,7 +137,7 @@ def portable(pattern: str, field: str) -> str:
     stray: int | None = None
     index = 0
     while index < len(pattern):
-        end = _unit_end(pattern, index, field)
+        end = unit_end(pattern, index, field)
         unit = pattern[index:end]
         if unit == ")" and not lengths.opened:
             raise _at(pattern, index, field, "')' closes nothing")
@@ -146,7 +148,7 @@ def portable(pattern: str, field: str) -> str:
             raise _at(pattern, index, field, f"every text has more than {MAX_FORCED} characters")
         if unit in ("}", "]") and stray is None and lengths.opened:
             stray = index
-        out.append(_portable_class(unit) if unit[0] == "[" else unit)
+        out.append(portable_class(unit) if unit[0] == "[" else unit)
         index = end
     if lengths.opened and stray is not None and stray > lengths.opened[-1]:
         raise _at(pattern, stray, field, f"{pattern[stray]!r} where ')' was expected")
@@ -197,7 +199,7 @@ _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*,?\d*\}")
 
 
-def _unit_end(pattern: str, start: int, field: str) -> int:
+def unit_end(pattern: str, start: int, field: str) -> int:
     """Where the escape, class, repetition or single character at `start` ends."""
     if pattern[start] == "\\":
         if start + 1 == len(pattern):
@@ -212,7 +214,7 @@ def _unit_end(pattern: str, start: int, field: str) -> int:
     return match.end() if match else start + 1
 
 
-def _portable_class(text: str) -> str:
+def portable_class(text: str) -> str:
     """A character class in which no character means a set operation."""
     head = "[^" if text.startswith("[^") else "["
     atoms = re.findall(r"\\.|\[:\w+:\]|.", text[len(head) : -1], re.DOTALL)
@@ -250,6 +252,20 @@ def _check_patterns(schema: Any, field: str) -> None:
                 portable(inner["pattern"], f"{path}.pattern" if path else "pattern")
             except RequestError as error:
                 raise RequestError(f"{field}: {error}", field) from error
+
+
+def _finite(value: Any, bound: bool = False) -> Any:
+    """The same with bounds that no 64-bit float can be (`1.8e308`) as the largest that can."""
+    if isinstance(value, dict):
+        return {key: _finite(inner, key in _BOUNDS) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    if bound and isinstance(value, float) and isinf(value):
+        return copysign(sys.float_info.max, value)
+    return value
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def _check_depth(value: Any, field: str) -> None:

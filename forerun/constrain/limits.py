@@ -13,13 +13,11 @@ WHITESPACE = r"( {0,2}|\r?\n[ \t]{0,40})"
 a model may write spaces until max_tokens."""
 
 
-def json_options(lenient: bool, one_line: bool) -> dict[str, Any]:
+def json_options(one_line: bool) -> dict[str, Any]:
     """How llguidance is to read a JSON schema."""
-    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": lenient}
     if one_line:
-        separators = {"item_separator": ", ", "key_separator": ": "}
-        return options | separators | {"whitespace_flexible": False}
-    return options | {"whitespace_pattern": WHITESPACE}
+        return {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    return {"whitespace_pattern": WHITESPACE}
 
 
 LIMITS = llguidance.LLParserLimits(
@@ -49,6 +47,9 @@ it takes 400 and with 12,000 four seconds. 1,000 are enough for 200 optional pro
 
 SLOW = 0.02
 """Seconds of processor time that a matcher may take of one step on the engine's thread."""
+
+RECURSION = 20_000
+"""Python frames inside one another in a process that rewrites schemas."""
 
 MEMORY = 2 << 30
 """Address space of a compiling or matching process, in bytes."""

@@ -111,6 +111,8 @@ class Guidance:
         lines = [line.rstrip() for line in message.splitlines() if line.strip()]
         lines = [line for line in lines if "<non-verbose/>" not in line]
         if grammar.kind is Kind.JSON_SCHEMA:
+            if " cannot be honoured: " in message:
+                return f"{grammar.field}: {message}"
             text, path = " ".join(map(str.strip, lines)), locate(grammar.source, message)
             return f"{grammar.field}: {f'{path} cannot be honoured: ' if path else ''}{text}"
         if grammar.kind is Kind.REGEX and "regex parse error" in message:

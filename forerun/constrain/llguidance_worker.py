@@ -1,37 +1,97 @@
 """The process that compiles strangers' grammars first, so that a hostile one can be killed.
 
 Reads one JSON request per line, the arguments of `translate`, and answers each with one
-line: `{"grammar": ..., "expensive": ...}`, in llguidance's form and whether it should be followed
-in a process of its own, or `{"error": ...}`.
+line: `{"grammar": ..., "expensive": ..., "unenforced": [...]}`, in llguidance's form, whether it
+should be followed in a process of its own, and what of a schema it leaves out, or
+`{"error": ...}`.
 """
 
+import json
 import re
 import resource
+import sys
 from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, SLOW, json_options
+from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, RECURSION, SLOW, json_options
 from forerun.constrain.llguidance_backend import GuidanceAutomaton
 from forerun.constrain.probe import expensive
+from forerun.constrain.rewrite import rewritten
+from forerun.constrain.schema import without
 from forerun.sandbox import serve
 
 
-def translate(kind: str, source: str, lenient: bool, one_line: bool) -> str:
-    """The grammar in llguidance's form. Raises ValueError where the source cannot be read."""
+def translate(
+    kind: str, source: str, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
+) -> tuple[str, list[str]]:
+    """The grammar in llguidance's form, and the paths of what it leaves out of a lenient schema.
+
+    Raises ValueError where the source cannot be read, or a strict schema not be honoured.
+    """
     matcher = llguidance.LLMatcher
     if kind == "regex":
-        return str(matcher.grammar_from_regex(source))
+        return str(matcher.grammar_from_regex(source)), []
     if kind == "json_schema":
-        options: Any = json_options(lenient, one_line)
-        return str(matcher.grammar_from_json_schema(source, overrides=options))
+        schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary)
+        options: Any = json_options(one_line)
+        return str(
+            matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        ), left_out
     if "::=" not in source:
-        return str(matcher.grammar_from_lark(source))
+        source, left_out = with_schemas(source, vocabulary)
+        return str(matcher.grammar_from_lark(source)), left_out
     try:
-        return str(matcher.grammar_from_lark(any_to_lark(source)))
+        return str(matcher.grammar_from_lark(any_to_lark(source))), []
     except Exception as error:  # the converter raises bare Exception
         raise ValueError(str(error)) from error
+
+
+def fitted(
+    schema: Any, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
+) -> tuple[Any, list[str]]:
+    """A schema that llguidance honours, and the paths of what is left out of a lenient one.
+
+    Raises ValueError naming the path where a strict one asks for more.
+    """
+    found = rewritten(schema, plain=not lenient)
+    if found.unenforced and not lenient:
+        raise ValueError(str(found.unenforced[0]))
+    if found.schema is False:
+        raise ValueError("no text satisfies it")
+    left_out = [fault.path for fault in found.unenforced]
+    options: Any = json_options(one_line)
+    for _ in range(MAX_LEFT_OUT if lenient else 0):
+        text = llguidance.LLMatcher.grammar_from_json_schema(
+            json.dumps(found.schema), overrides=options
+        )
+        matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
+        path = matcher.is_error() and without(found.schema, matcher.get_error())
+        if not path:
+            break
+        left_out.append(found.original(path))
+    return found.schema, left_out
+
+
+_SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
+
+
+def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
+    """A Lark grammar with its schemas (see calls.py) as llguidance honours them, and the paths of
+    what is left out of them.
+    """
+    out, left_out, at = "", [], 0
+    while match := _SCHEMA.search(source, at):
+        part, end = json.JSONDecoder().raw_decode(source, match.end())
+        place, lenient, one_line = part["x-forerun"]
+        schema, paths = fitted(part["schema"], lenient, one_line, vocabulary)
+        options = {"x-guidance": json_options(one_line)}
+        whole = {**schema, **options} if isinstance(schema, dict) else schema
+        out += source[at : match.end()] + json.dumps(whole)
+        left_out += [f"{place}.{path}" for path in paths]
+        at = end
+    return out + source[at:], left_out
 
 
 class Bytes:
@@ -51,6 +111,9 @@ class Bytes:
 _TOKEN = re.compile(r"<\[\d+\]>")
 
 
+MAX_LEFT_OUT = 64
+"""Keywords that are left out because llguidance says so."""
+
 _BYTES_OF_TOKEN = 8
 """A long token is several bytes: one of them may take no more than its share."""
 
@@ -58,7 +121,7 @@ _BYTES_OF_TOKEN = 8
 def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
     """Translate one grammar, compile it, ask for its first mask and try a few steps."""
     try:
-        grammar = translate(**request)
+        grammar, left_out = translate(**request, vocabulary=vocabulary)
     except (ValueError, RecursionError, MemoryError) as error:
         return {"error": str(error) or type(error).__name__}
     # Ids of the model's control tokens mean nothing here: the one there is stands for all.
@@ -69,12 +132,14 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
         return {"error": matcher.get_error()}
     matcher = llguidance.LLMatcher(vocabulary, probe, limits=CALL_LIMITS, log_level=0)
     ends, slow = frozenset({Bytes.eos_token_id}), SLOW / _BYTES_OF_TOKEN
-    return {"grammar": grammar, "expensive": expensive(GuidanceAutomaton(matcher), ends, slow)}
+    dear = expensive(GuidanceAutomaton(matcher), ends, slow)
+    return {"grammar": grammar, "expensive": dear, "unenforced": left_out}
 
 
 def main() -> None:
     """Answer with llguidance."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    sys.setrecursionlimit(RECURSION)
     like_a_tokenizer: Any = Bytes()
     vocabulary = llguidance.LLTokenizer(like_a_tokenizer)
     serve(lambda request: answer(request, vocabulary))

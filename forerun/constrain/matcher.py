@@ -26,12 +26,14 @@ class Translated:
     text       in the library's own form
     prepared   by the library, for this process
     expensive  to be followed in a process of its own
+    unenforced paths of the keywords of a schema that it leaves out
     slow       matchers that took too long on the engine's thread
     """
 
     text: str
     prepared: Prepared
     expensive: bool
+    unenforced: tuple[str, ...] = ()
     slow: int = 0
 
     def moved(self, limit: bool) -> None:
@@ -50,6 +52,7 @@ class Compiled:
     vocab       ids below this are known to the automaton
     ends        end-of-text ids
     remote      opens a matcher in a process of its own; it is given what to call when that answers
+    unenforced  keywords of schemas that are not enforced, as paths from the request's body
     """
 
     prototype: Automaton | None
@@ -58,6 +61,7 @@ class Compiled:
     ends: tuple[int, ...]
     translated: Translated
     remote: Callable[[Callable[[], None]], RemoteMatcher]
+    unenforced: tuple[str, ...] = ()
 
     @property
     def expensive(self) -> bool:

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
-_IN_MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_IN_MAP = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)
 _SINGLE = (
     "items",
     "additionalItems",
@@ -26,30 +33,63 @@ def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
     if not isinstance(schema, dict):
         return
     yield path, schema
+    for here, inner in children(schema, path):
+        yield from schemas(inner, here)
+
+
+def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The schemas right below one, each with its path."""
     for key, value in schema.items():
         here = f"{path}.{key}" if path else key
         if key in _IN_LIST or (key == "items" and isinstance(value, list)):
             for index, inner in enumerate(value if isinstance(value, list) else []):
-                yield from schemas(inner, f"{here}[{index}]")
+                yield f"{here}[{index}]", inner
         elif key in _IN_MAP and isinstance(value, dict):
             for name, inner in value.items():
-                yield from schemas(inner, f"{here}.{name}")
+                yield f"{here}.{name}", inner
         elif key in _SINGLE:
-            yield from schemas(value, here)
+            yield here, value
 
 
 def locate(source: str, message: str) -> str | None:
     """Path of the first keyword, reference or value that a compiler's message quotes."""
-    found = list(schemas(json.loads(source)))
-    quoted = _quoted(message)
-    for path, schema in found:
-        for key in schema:
+    found = _located(json.loads(source), message)
+    return None if found is None else _path(found[0], found[2])
+
+
+def without(schema: Any, message: str) -> str | None:
+    """Take out of a schema the keyword that a compiler's message quotes, and say where it stood;
+    None where none is found.
+    """
+    found = _located(schema, message)
+    if found is None:
+        return None
+    path, inner, key = found
+    del inner[key]
+    return _path(path, key)
+
+
+def _path(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
+    """The keyword that a message is about: path of its schema, the schema, the keyword."""
+    found, quoted = list(schemas(schema)), _quoted(message)
+    if "not disjoint" in message:
+        for path, inner in found:
+            patterns = inner.get("patternProperties") or {}
+            for name in reversed(patterns):
+                if f"/{name}/" in message:
+                    return _path(path, "patternProperties"), patterns, name
+    for path, inner in found:
+        for key in inner:
             if key in quoted:
-                return f"{path}.{key}" if path else key
-    for path, schema in found:
-        for key, value in schema.items():
+                return path, inner, key
+    for path, inner in found:
+        for key, value in inner.items():
             if isinstance(value, str) and value.lstrip("#") and value.lstrip("#") in message:
-                return f"{path}.{key}" if path else key
+                return path, inner, key
     return None
 
 

@@ -118,7 +118,7 @@ def test_other_grammars_do_not_mix_with_tools():
 
 
 def test_an_error_names_the_tool():
-    bad = {"type": "object", "properties": {"a": {"not": {}}}}
+    bad = {"type": "object", "properties": {"a": {"not": {"minimum": 3}}}}
     field = "tools[1].function.parameters"
     tools = [TOOLS[0], Signature("bad", Grammar.json_schema(bad, field=field))]
     made = tool_rules(HERMES, tools, Calling(True, True))

@@ -1,0 +1,75 @@
+"""Bounds and values of numbers, as far as a library can count."""
+
+import math
+from typing import Any
+
+EXACT = 2**53
+"""llguidance reads numbers as 64-bit floats: larger integers are rounded."""
+
+_INTEGERS = 2**63 - 1024
+"""The largest integer below 2**63 that a float can be."""
+
+_DIGITS = 10**18
+"""What llguidance makes a pattern for, of numbers with fractions."""
+
+
+def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
+    """The bounds of draft 4, where `exclusiveMinimum` is true or false, as they are now."""
+    out = dict(schema)
+    for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(out.get(name), bool) and out.pop(name) and bound in out:
+            out[name] = out.pop(bound)
+    return out
+
+
+def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same bounds or narrower ones that llguidance does not round, and those that it cannot
+    have.
+    """
+    out, faults = dict(schema), []
+    whole = schema.get("type") == "integer"
+    for name, sign in (
+        ("minimum", 1),
+        ("exclusiveMinimum", 1),
+        ("maximum", -1),
+        ("exclusiveMaximum", -1),
+    ):
+        value = out.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if abs(value) <= EXACT:
+            continue
+        del out[name]
+        inside = _inside(value, sign, name.startswith("exclusive"), whole)
+        if inside is None:
+            faults.append(name)
+            continue
+        plain = "minimum" if sign > 0 else "maximum"
+        out[plain] = max(out.get(plain, inside) * sign, inside * sign) * sign
+    return out, faults
+
+
+def _inside(value: float, sign: int, exclusive: bool, whole: bool) -> int | None:
+    """A bound at or beyond `value` in the direction of `sign` that is told exactly."""
+    limit = _INTEGERS if whole else _DIGITS
+    at = sign * (math.ceil(value * sign) if isinstance(value, float) else value * sign)
+    at += sign if exclusive else 0
+    if at * sign > limit:
+        return None
+    if at * sign < -limit:
+        return -limit * sign
+    rounded = float(at)
+    if int(rounded) * sign < at * sign:
+        rounded = math.nextafter(rounded, math.inf * sign)
+    return int(rounded)
+
+
+def exact(value: Any) -> bool:
+    """Whether llguidance writes this constant as it is."""
+    if isinstance(value, dict):
+        return all(map(exact, value.values()))
+    if isinstance(value, list):
+        return all(map(exact, value))
+    if isinstance(value, int) and abs(value) > EXACT:
+        return abs(value) < 2**1000 and int(float(value)) == value
+    return True

@@ -1,0 +1,153 @@
+"""Keywords that no library has, in words that they have: nothing invalid passes, something does."""
+
+import json
+
+import pytest
+
+from forerun.constrain.calls import Calling, Signature, tool_rules
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher import Matcher
+from forerun.constrain.rewrite import rewritten
+from forerun.errors import RequestError
+from forerun.text.tools import HERMES
+from tests.constrain.tools import compiled, fits
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "n": {"type": "integer"}}}
+DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}}
+PETS = {
+    "$defs": {"Cat": {**CAT, "required": ["kind"]}, "Dog": {**DOG, "required": ["kind"]}},
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "additionalProperties": False,
+}
+COUNTRY = {
+    "type": "object",
+    "properties": {"in": {"enum": ["US", "NL"]}, "zip": {"type": "string"}},
+    "required": ["in", "zip"],
+    "additionalProperties": False,
+    "if": {"properties": {"in": {"const": "US"}}},
+    "then": {"properties": {"zip": {"pattern": "^[0-9]{5}$"}}},
+    "else": {"properties": {"zip": {"pattern": "^[0-9]{4}[A-Z]{2}$"}}},
+}
+TEXT = {"type": "string"}
+TAKEN = [
+    (PETS, [{"kind": "cat", "n": 1}, {"kind": "wolf"}],
+     [{"kind": "cow"}, {"kind": "cat", "n": ""}]),
+    ({**PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+     [{"a": 1}], [{"a": 1, "b": 1}, {}]),
+    ({"oneOf": [{"type": ["string", "null"]}, {"type": ["integer", "null"]}]},
+     ["", 1], [None, 1.5]),
+    ({**PAIR, "dependentRequired": {"a": ["b"]}}, [{}, {"b": 1}, {"a": 1, "b": 2}], [{"a": 1}]),
+    ({**PAIR, "dependencies": {"a": ["b"]}}, [{"b": 1}, {"a": 1, "b": 2}], [{"a": 1}]),
+    ({**PAIR, "dependentSchemas": {"a": {"required": ["b"]}}}, [{"a": 1, "b": 2}], [{"a": 1}]),
+    (COUNTRY, [{"in": "US", "zip": "12345"}, {"in": "NL", "zip": "1234AB"}],
+     [{"in": "US", "zip": "1234AB"}, {"in": "NL", "zip": "12345"}]),
+    ({**PAIR, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
+    ({**PAIR, "maxProperties": 1}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
+    ({"type": "array", "uniqueItems": True, "items": {"enum": ["x", "y"]}},
+     [[], ["x"], ["y", "x"]], [["x", "x"], ["z"]]),
+    ({"type": "array", "contains": {"const": 3}, "items": {"type": "integer"}},
+     [[3], [3, 1]], [[], [1], [3, ""]]),
+    ({**TEXT, "not": {"const": "no"}}, ["", "n", "nox", "yes"], ["no"]),
+    ({"enum": ["a", "b", "c"], "not": {"enum": ["b", "c"]}}, ["a"], ["b", "c"]),
+    ({"type": ["string", "null"], "not": {"type": "null"}}, ["a"], [None]),
+    ({**PAIR, "not": {"required": ["a"]}}, [{}, {"b": 1}], [{"a": 1}]),
+    ({"type": "object", "propertyNames": {"pattern": "^x-"}}, [{}, {"x-a": 1}], [{"a": 1}]),
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}}, [{"a": 1}, {"b": 2}], [{"c": 1}]),
+    ({**TEXT, "pattern": '^[^"]{1,9}$'}, ["ab"], ['a"b', "", "a" * 10]),
+    ({**TEXT, "pattern": r"^[^\\]+$"}, ["ab"], ["a\\b"]),
+    ({**TEXT, "pattern": '^[^<>"]+$'}, ["ab"], ['"', "<"]),
+    ({**TEXT, "pattern": "^[^[]*$"}, ["", "ab"], ["a["]),
+    ({**TEXT, "pattern": "^[~~a]$"}, ["~", "a"], ["b"]),
+    ({**TEXT, "pattern": "^(?=.*[0-9])[a-z0-9]{2}$"}, ["a1", "12"], ["ab", "1"]),
+    ({**TEXT, "format": "uri-reference"}, ["a/b?c#d", "https://a.b/c"], ["a b"]),
+    ({**TEXT, "format": "json-pointer"}, ["", "/a/~0b"], ["a", "/~"]),
+    ({**TEXT, "format": "regex"}, ["^[a-z]+$", "(a|b)*"], ["(", "["]),
+    ({"type": "integer", "minimum": 175928847299117063}, [175928847299117088],
+     [175928847299117062]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 7], [2**64, -(2**64)]),
+    ({"type": "number", "minimum": -1.8e308, "maximum": 1.8e308}, [-3, 1.5], ["x"]),
+    ({"type": "number", "minimum": -1.7e308, "maximum": 1.7e308}, [-3, 1.5], ["x"]),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://x/y", "type": "integer",
+      "minimum": 3, "exclusiveMinimum": True}, [4], [3]),
+    ({"$id": "http://x/y", "definitions": {"p": {"$id": "p", **TEXT}}, "items": {"$ref": "p"},
+      "type": "array"}, [["a"]], [[1]]),
+    ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
+      "items": [{"const": 1}, TEXT], "additionalItems": False}, [[1, "a"]], [[1, "a", 2], ["a"]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "valid", "invalid"), TAKEN, ids=lambda value: str(value)[:50])
+def test_what_is_written_otherwise_means_the_same(schema, valid, invalid):
+    grammar = Grammar.json_schema(schema)
+    for values, wanted in ((valid, True), (invalid, False)):
+        for value in values:
+            assert fits(grammar, json.dumps(value)) is wanted, value
+
+
+LEFT = [
+    ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, "uniqueItems", [1, 1]),
+    ({"properties": {"a": {"not": {"minimum": 3}}}}, "properties.a.not", {"a": 5}),
+    ({**TEXT, "format": "martian"}, "format", "x"),
+    ({**TEXT, "pattern": "(?!a)b"}, "pattern", "x"),
+    ({"const": 175928847299117063}, "const", 5),
+    ({"items": {"$ref": "http://other/schema"}}, "items.$ref", [1]),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf", 1),
+    ({"$defs": {"x": {"if": {"minimum": 3}, "then": False}}, "items": {"$ref": "#/$defs/x"}},
+     "$defs.x.if", [4]),
+    ({"type": "object", "minProperties": 2}, "minProperties", {"x": 1}),
+    ({"patternProperties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+     "patternProperties.b", {"b": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "path", "value"), LEFT, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, value):
+    field = "response_format.json_schema.schema"
+    if path != "patternProperties.b":
+        with pytest.raises(RequestError, match="cannot be honoured") as error:
+            compiled(Grammar.json_schema(schema, field=field))
+        assert f"{field}: {path} cannot" in str(error.value) and error.value.field == field
+    loose = Grammar.json_schema(schema, lenient=True, field=field)
+    assert compiled(loose).unenforced == (f"{field}.{path}",)
+    assert fits(loose, json.dumps(value))
+
+
+def test_a_listed_key_has_one_spelling():
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    for further in ({}, {"additionalProperties": TEXT}):
+        grammar = Grammar.json_schema({**schema, **further})
+        assert fits(grammar, '{"x": 1, "y": "z"}') and fits(grammar, '{"xx": "z"}')
+        for text in ('{"\\u0078": "s"}', '{"x": 1, "x": "s"}', '{"y": "s", "x": "s"}'):
+            assert not fits(grammar, text), text
+
+
+def test_deep_schemas():
+    schema = {"type": "integer"}
+    for _ in range(120):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    assert fits(Grammar.json_schema(schema), '{"a": ' * 120 + "1" + "}" * 120)
+
+
+def test_what_says_the_same_stays_as_it_is():
+    schema = {"type": "object", "properties": {"a": TEXT}, "additionalProperties": False}
+    assert rewritten({**schema, "title": "t", "examples": [1]}).schema == schema
+
+
+def test_a_schema_without_a_value_is_refused_either_way():
+    for lenient in (False, True):
+        with pytest.raises(RequestError, match="no text satisfies it"):
+            compiled(Grammar.json_schema({"not": {}}, lenient=lenient))
+
+
+def test_a_tool_names_what_it_leaves_out():
+    place = "tools[0].function.parameters"
+    parameters = {"type": "object", "properties": {"a": {"not": {"minimum": 3}}}}
+    tools = [Signature("f", Grammar.json_schema(parameters, True, place))]
+    found = compiled(tool_rules(HERMES, tools, Calling(True, True)).grammar)
+    assert found.unenforced == (f"{place}.properties.a.not",)
+    assert Matcher(found).advance(ord("<"))
