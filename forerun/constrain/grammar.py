@@ -15,8 +15,11 @@ from forerun.errors import RequestError
 MAX_SOURCE = 256 * 1024
 """Bytes of a grammar's source."""
 
-MAX_NESTING = 250
-"""Brackets, or levels of a schema, inside one another."""
+MAX_NESTING = 100
+"""Brackets inside one another."""
+
+MAX_LEVELS = 250
+"""Of a JSON schema."""
 
 MAX_FORCED = 10_000
 """Characters of the shortest text that a pattern matches."""
@@ -271,14 +274,14 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 def _check_depth(value: Any, field: str) -> None:
     """Raise RequestError where data is nested too deep; iterative, for it may be very deep."""
     level = [value]
-    for _ in range(MAX_NESTING):
+    for _ in range(MAX_LEVELS):
         parts = [part for part in level if isinstance(part, dict | list)]
         if not parts:
             return
         level = [
             inner for part in parts for inner in (part.values() if isinstance(part, dict) else part)
         ]
-    raise RequestError(f"{field} is nested deeper than {MAX_NESTING} levels", field)
+    raise RequestError(f"{field} is nested deeper than {MAX_LEVELS} levels", field)
 
 
 def _depths(source: str) -> Sequence[int]:

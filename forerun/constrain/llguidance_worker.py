@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import llguidance
-from llguidance.gbnf_to_lark import any_to_lark
 
+from forerun.constrain.gbnf import lark
 from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, RECURSION, SLOW, json_options
 from forerun.constrain.llguidance_backend import GuidanceAutomaton
 from forerun.constrain.probe import expensive
@@ -42,10 +42,7 @@ def translate(
     if "::=" not in source:
         source, left_out = with_schemas(source, vocabulary)
         return str(matcher.grammar_from_lark(source)), left_out
-    try:
-        return str(matcher.grammar_from_lark(any_to_lark(source))), []
-    except Exception as error:  # the converter raises bare Exception
-        raise ValueError(str(error)) from error
+    return str(matcher.grammar_from_lark(lark(source))), []
 
 
 def fitted(

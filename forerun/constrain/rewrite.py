@@ -20,6 +20,7 @@ from forerun.constrain.rewrite_object import counted, dependencies, depending, n
 from forerun.constrain.rewrite_string import (
     FORMATS,
     NATIVE,
+    NO_LEAP_SECOND,
     NUMBERS,
     SAME,
     Unenforceable,
@@ -242,6 +243,9 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     name = SAME.get(name, name) if isinstance(name, str) else None
     if name in NATIVE:
         out["format"] = name
+        if name in ("date-time", "time"):
+            whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}
+            out = also(out, whole) if "pattern" in out else out | whole
     elif name in FORMATS:
         pattern = {"pattern": FORMATS[name]}
         out = also(out, pattern) if "pattern" in out else out | pattern

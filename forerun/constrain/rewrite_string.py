@@ -39,6 +39,9 @@ FORMATS = {
 """Texts of formats that libraries do not know: some of them, for a schema only promises that no
 others come."""
 
+NO_LEAP_SECOND = ":[0-5][0-9]:[0-5][0-9]"
+"""In a time: libraries allow second 60 at any, JSON Schema only at some."""
+
 SAME = {"idn-email": "email", "idn-hostname": "hostname"}
 NUMBERS = frozenset("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float double".split())  # noqa: SIM905
 """Names of OpenAPI's for numbers; JSON Schema has formats of strings only."""

@@ -124,7 +124,7 @@ def test_balanced_patterns_pass(pattern):
     ("make", "tokens"),
     [
         (lambda: Grammar.json_schema(3), "must be a JSON schema"),
-        (lambda: Grammar.json_schema(deep(5000)), "nested deeper than 100"),
+        (lambda: Grammar.json_schema(deep(5000)), "nested deeper than 250"),
         (lambda: Grammar.json_schema({"const": float("nan")}), "is not JSON"),
         (lambda: Grammar.json_schema({"const": {1, 2}}), "is not JSON"),
         (lambda: Grammar.regex("a" * (MAX_SOURCE + 1)), f"at most {MAX_SOURCE}"),

@@ -67,6 +67,8 @@ TAKEN = [
     ({**TEXT, "format": "uri-reference"}, ["a/b?c#d", "https://a.b/c"], ["a b"]),
     ({**TEXT, "format": "json-pointer"}, ["", "/a/~0b"], ["a", "/~"]),
     ({**TEXT, "format": "regex"}, ["^[a-z]+$", "(a|b)*"], ["(", "["]),
+    ({**TEXT, "format": "date-time"}, ["2004-09-22T01:56:59.5+02:00"], ["2004-09-22T01:56:60Z"]),
+    ({**TEXT, "format": "time"}, ["01:56:06Z"], ["01:56:60Z", "1:2:3Z"]),
     ({"type": "integer", "minimum": 175928847299117063}, [175928847299117088],
      [175928847299117062]),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 7], [2**64, -(2**64)]),
