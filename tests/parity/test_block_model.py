@@ -247,7 +247,7 @@ def test_a_folder_is_served(folder, target, tmp_path, executor, algorithm):
         assert loaded.engine.describe()["drafter"]["block_size"] == 5
         requests = [make_request(PROMPTS[1].astype(np.int32), max_tokens=8, ignore_eos=True)]
         (item,) = complete(loaded.engine, requests)[0]
-        assert item.stats.draft_tokens > 0 and loaded.drafter.fault is None
+        assert item.stats.draft_tokens > 0 and loaded.engine.fault is None
         assert loaded.target.memory.weights > target.memory.weights * (executor == "torch")
     finally:
         loaded.close()
