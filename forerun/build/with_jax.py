@@ -7,9 +7,11 @@ from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.hub.cache_dir import cache_dir
+from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
 
 LEAST = (0, 10)
 """The oldest jax whose public names are used here."""
@@ -59,6 +61,13 @@ def _free_memory(config: EngineConfig) -> int:
     return free_bytes(config.device, config.tp_size)
 
 
+def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
+    from forerun.executors.jax import JaxEagleModel, JaxExecutor
+
+    assert isinstance(executor, JaxExecutor)
+    return JaxEagleModel(executor, checkpoint, draft)
+
+
 ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
@@ -68,6 +77,6 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,
-    draft_models={},
+    draft_models={DraftFile.kind: _eagle},
     shards=True,
 )

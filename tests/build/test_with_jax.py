@@ -1,5 +1,6 @@
 """--executor jax: what it takes to choose it, what it refuses, and a whole engine on it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from forerun.bench.workload import Prompt
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
 from forerun.build.engine import open_target
-from forerun.build.registry import choose_executor, draft_model
+from forerun.build.registry import EXECUTORS, choose_executor, draft_model
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError, ModelError
@@ -124,7 +125,8 @@ def test_speculation_changes_no_text(target):
     assert target.executor.describe()["compiled_late"] == 0
 
 
-def test_draft_heads_are_refused_in_words():
+def test_a_kind_of_draft_that_is_not_offered_is_refused_in_words(monkeypatch):
     head = DraftFile(Path(), None, None, (), {})
+    monkeypatch.setitem(EXECUTORS, "jax", replace(EXECUTORS["jax"], draft_models={}))
     with pytest.raises(ModelError, match=r"jax executor has no .*\(EAGLE head\).*cpu or torch"):
         draft_model(EngineConfig(executor="jax"), None, None, head)

@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -54,5 +56,20 @@ def random():
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """A folder of compiled JAX programs: executors of one shape share them."""
-    return str(tmp_path_factory.mktemp("compiled"))
+    """A folder of compiled JAX programs: executors of one shape share them; jax's own variable
+    names one that stays from run to run.
+    """
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return kept or str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module")
+def quickly():
+    """XLA compiles with fewer optimisations, which takes half the time."""
+    import jax.stages
+
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    compile_ = jax.stages.Lowered.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_(self, options))
+        yield

@@ -171,9 +171,9 @@ def test_extensions_and_trees_are_the_unrolled_forward(dense, checkpoint, tmp_pa
     compare(Twin(dense, tmp_path, changes), TorchExecutor(checkpoint, limits(tiny.VOCAB)), 1e-5)
 
 
-def compare(twin, executor, error):
+def compare(twin, executor, error, model=TorchEagleModel):
     """Two rows of different length, across blocks and pages, in chunks; then a tree each."""
-    device = TorchEagleModel(executor, twin.dense.checkpoint, twin.draft)
+    device = model(executor, twin.dense.checkpoint, twin.draft)
 
     def close(found, wanted):
         assert np.abs(found - wanted).max() < error * np.abs(wanted).max()

@@ -52,21 +52,24 @@ def ancestors(intervals: Array) -> Array:
 
 
 class Tree(NamedTuple):
-    """The rows' own nodes: seen bool[R,N,N] from `ancestors`, position int32[R,N]."""
+    """The rows' own nodes: position int32[R,N], and seen bool[R,N,T] whom of the T fresh keys each
+    sees; where only the nodes themselves are fresh that is `ancestors`, and a window may cut it.
+    """
 
     seen: Array
     position: Array
 
 
 def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
-    """Context [R,N,A,E] of queries [R,N,A,E], rotated. fresh: keys and values [R,N,G,E] of the same
-    nodes.
+    """Context [R,N,A,E] of queries [R,N,A,E], rotated. fresh: keys and values [R,T,G,E] that are
+    not in pages, those of the same nodes among them.
     """
     rows, nodes, heads, size = queries.shape
     groups, spec = fresh[0].shape[2], how.spec
     grouped = (queries * spec.scale).reshape(rows, nodes, groups, heads // groups, size)
-    near = tree.position[:, :, None] - tree.position[:, None]
-    seen = tree.seen if spec.window is None else tree.seen & (near < spec.window)
+    seen = tree.seen
+    if spec.window is not None:
+        seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
     running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), fresh[1])
 
     def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

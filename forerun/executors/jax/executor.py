@@ -10,22 +10,26 @@ import numpy as np
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
-from forerun.executors.jax.batches import Batch, Buckets, batches, regrouped
+from forerun.executors.jax.batches import Batch, Buckets, Size, batches, regrouped
 from forerun.executors.jax.decoder import Decoder
-from forerun.executors.jax.inputs import packed, padded_masks
-from forerun.executors.jax.kv import StateShape, first_without_page
+from forerun.executors.jax.draft_passes import FEW, NOWHERE
+from forerun.executors.jax.eagle import EagleHead
+from forerun.executors.jax.features import JaxFeatures
+from forerun.executors.jax.inputs import Rows, packed, padded_masks
+from forerun.executors.jax.kv import DraftArrays, StateShape, first_without_page
 from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
 from forerun.executors.jax.sharding import devices_of, make_sharding
-from forerun.executors.jax.weights import can_stack, load_params
+from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import DraftRequest, NextDrafts
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import cores, memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Bools, Floats, Ints
+from forerun.types import AnyArray, Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
@@ -61,12 +65,43 @@ class Scores:
     records  what each gives, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
     decided  bool[B] rows whose path the programs find
+    drafted  rows whose next drafts they make, and what these look like; None = of no row
     """
 
     batches: list[Batch]
     records: list[Any]
     place: Ints
     decided: Bools
+    drafted: "Drafted | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a step drafts for the next one, completed as its records arrive: see NextDrafts."""
+
+    rows: Bools
+    width: int
+    levels: int
+    tokens: Ints
+    parents: Ints
+    value: Ints
+
+    @classmethod
+    def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
+        """Nothing yet."""
+        made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
+        return cls(rows, width, levels, *made)
+
+    def fill(self, batch: Batch, grown: Ints) -> None:
+        """A record's trees: tokens, parents and values' bits of its rows."""
+        lines = grown.reshape(3, batch.size.rows, -1)[:, : len(batch.rows)]
+        for into, found in zip((self.tokens, self.parents, self.value), lines, strict=True):
+            into[list(batch.rows)] = found
+
+    def next_drafts(self) -> NextDrafts:
+        """As it goes out."""
+        value = self.value.view(np.float32)
+        return NextDrafts(self.rows, self.width, self.levels, self.tokens, self.parents, value)
 
 
 class JaxExecutor:
@@ -108,16 +143,91 @@ class JaxExecutor:
         self._stacked = stacked
         params = load_params(checkpoint, dtype, sharding, stacked)
         self._width = -(-limits.context // limits.page_size)
-        functions = Functions(Decoder(arch, sharding), self._shape, limits.page_size, self._width)
+        self.decoder, self.dtype = Decoder(arch, sharding), dtype
+        functions = Functions(self.decoder, self._shape, limits.page_size, self._width)
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
+        self._head: EagleHead | None = None
+        self._grown = DraftShape()
 
     def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
         """Compile every program that steps with such drafts can need."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
-        self._buckets = Buckets.of(self.limits, nodes)
-        self.programs.warm_up(self._buckets, cores(), progress)
+        self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
+        self.programs.warm_up(self._buckets, draft, cores(), progress)
+
+    # --- beside a draft head -----------------------------------------------------------------
+
+    @property
+    def buckets(self) -> Buckets:
+        """Sizes that programs are compiled for."""
+        return self._buckets
+
+    @property
+    def width(self) -> int:
+        """Places of a page table's row."""
+        return self._width
+
+    @property
+    def place(self) -> tuple[Any, int]:
+        """A device, and how many like it there are."""
+        return self._device, self._options.shards
+
+    @property
+    def level_nodes(self) -> int:
+        """Draft tokens of a row that one pass of the host runs."""
+        return self._grown.width or FEW
+
+    def draft_bytes(self, head: EagleHead) -> dict[str, int]:
+        """Bytes that `attach` takes, by purpose."""
+        shape = self._shape.drafting(head.about, self.limits, self._buckets.chunks[-1])
+        size = self.dtype.itemsize
+        arrays = size * sum(int(np.prod(part)) for part in shape)
+        return {"draft_weight": head.about.parameters * size, "draft_cache": arrays}
+
+    def attach(self, head: EagleHead, weights: Params) -> None:
+        """Keep what a draft head reads from the next step on, and let rounds follow and draft."""
+        shape = self._shape.drafting(head.about, self.limits, self._buckets.chunks[-1])
+        sharding = self.decoder.sharding
+        cache = sharding.cache if head.by_heads else sharding.whole
+        where = sharding.whole, cache, cache, sharding.whole, sharding.whole
+        held = DraftArrays(*(
+            jnp.zeros(part, self.dtype, device=there)
+            for part, there in zip(shape, where, strict=True)
+        ))  # fmt: skip
+        self._head = head
+        self.programs.attach(head, weights, held)
+
+    def load(self, values: AnyArray) -> Ints:
+        """int32[n] rows of the streams that hold features [n,F*H] from the host, from now until
+        the next such call.
+        """
+        begin, most = self._shape.hidden, self._buckets.chunks[-1]
+        for first in range(0, len(values), most):
+            part = values[first : first + most]
+            rows = np.full(most, NOWHERE, np.int32)
+            rows[: len(part)] = begin + first + np.arange(len(part))
+            streams = np.zeros((most, values.shape[1]), np.float32)
+            streams[: len(part)] = part
+            self.programs.run(Key("load", Size(1, most)), (rows, streams))
+        found: Ints = (begin + np.arange(len(values))).astype(np.int32)
+        return found
+
+    def _drafting(self, plan: Plan, decided: Bools, request: DraftRequest | None) -> Drafted | None:
+        """What this step drafts: rows that a round decides and follows from their only known token.
+
+        Where trees of a shape were foreseen at start-up, these are grown: who wants less cuts.
+        """
+        if request is None or self._head is None or request.width > self._head.about.vocab:
+            return None
+        single = np.array([len(known) == 1 for known in plan.known], np.bool_)
+        rows = decided & single & np.isin(plan.slots, request.slots)
+        shape, known = self._grown, self._grown.levels >= request.levels
+        width, levels = (shape.width, shape.levels) if known else (request.width, request.levels)
+        return Drafted.of(rows, width, levels) if rows.any() else None
+
+    # --- steps ---------------------------------------------------------------------------------
 
     def padded_nodes(self, rows: int, nodes: int) -> int:
         """Nodes that the round runs whose size holds so many rows of so many nodes."""
@@ -142,7 +252,7 @@ class JaxExecutor:
         self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
     ) -> Scores:
         """Begin the step; waits for nothing. Rows whose choice hangs on the temperature alone are
-        decided and committed by the same program. Nothing is drafted.
+        decided and committed by the same program, which also drafts for them what is requested.
 
         Raises EngineError, and has begun nothing, where the plan is too large or a position has no
         page.
@@ -154,17 +264,19 @@ class JaxExecutor:
         self._check_pages(plan, trees)
         choosing = self._sampler.choosing
         decided = (choosing.temperature[plan.slots] >= 0) & plan.samples & ~plan.constrained
+        drafted = self._drafting(plan, decided, draft_request)
+        asked = _asked(plan, decided, drafted)
         cut = batches(plan, trees, self._buckets, self._shape)
         place = np.full(count, -1, np.int32)
         records = []
         for batch in cut:
-            whole = packed(batch, plan, trees, choosing, decided, self._width)
-            record = programs.run(Key("chunk" if batch.chunk else "round", batch.size), whole)
+            whole = packed(batch, plan, trees, choosing, asked, self._width)
+            record = programs.run(_key(batch, drafted), whole)
             records.append(None if batch.chunk else record)
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
         self._steps += 1
-        return Scores(cut, records, place, decided)
+        return Scores(cut, records, place, decided, drafted)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
@@ -181,7 +293,10 @@ class JaxExecutor:
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
         for batch, record in zip(scores.batches, scores.records, strict=True):
             if record is not None:
-                _spread(choice, batch, jax.device_get(record))
+                found = jax.device_get(record)
+                _spread(choice, batch, found[: batch.size.total])
+                if scores.drafted is not None and len(found) > batch.size.total:
+                    scores.drafted.fill(batch, found[batch.size.total :])
         if masks is not None:
             self._decide(plan, trees, scores, masks, choice)
         return self._sampler.accept(plan, trees, self._logits(scores), masks, choice)
@@ -193,7 +308,7 @@ class JaxExecutor:
         choosing = self._sampler.choosing
         held = (choosing.temperature[plan.slots] >= 0) & plan.samples & plan.constrained
         for batch in regrouped(scores.batches, held, self._buckets.widest):
-            given = packed(batch, plan, trees, choosing, held, self._width)
+            given = packed(batch, plan, trees, choosing, _asked(plan, held), self._width)
             padded = padded_masks(batch, masks)
             record = self.programs.run(Key("decide", batch.size), given, padded)
             _spread(choice, batch, jax.device_get(record))
@@ -229,7 +344,12 @@ class JaxExecutor:
             target.append(plan.page_table[row, positions // size] * size + positions % size)
         if source:
             self._move(np.concatenate(source), np.concatenate(target))
-        return self._sampler.outcome(plan, trees, accepted)
+        features, drafts = None, None
+        if self._head is not None:
+            features = JaxFeatures(self.programs, scores.place)
+        if scores.drafted is not None:
+            drafts = scores.drafted.next_drafts()
+        return self._sampler.outcome(plan, trees, accepted, features, drafts)
 
     def _move(self, source: Ints, target: Ints) -> None:
         for begin in range(0, len(source), MOVED):
@@ -259,6 +379,21 @@ class JaxExecutor:
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
         self._programs = None
+
+
+def _asked(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
+    """What a step's programs do for its rows."""
+    follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
+    return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32))
+
+
+def _key(batch: Batch, drafted: Drafted | None) -> Key:
+    """The program that runs a batch; a round that follows nobody does not draft."""
+    if batch.chunk:
+        return Key("chunk", batch.size)
+    if drafted is None or not drafted.rows[list(batch.rows)].any():
+        return Key("round", batch.size)
+    return Key("round", batch.size, drafted.width, drafted.levels)
 
 
 def _spread(choice: Ints, batch: Batch, record: Ints) -> None:

@@ -1,9 +1,10 @@
 """What the host tells a program: one int32 vector per dispatch, written in NumPy, read in jnp.
 
 Of rows, [R]: kv_len; count of nodes; position (the output position that the root decides); decided;
-low and high halves of the seed; temperature (its bits). Of nodes, [R*N]: tokens; parents and depth
-within the row; intervals [2,R*N] (forerun.speculative.verify); place, the row of State.hidden that
-a node's stream is kept in. Of pages: table [R,W].
+low and high halves of the seed; temperature (its bits); draft_slot, the slot whose draft shall
+follow, or -1. Of nodes, [R*N]: tokens; parents and depth within the row; intervals [2,R*N]
+(forerun.speculative.verify); place, the row of State.hidden that a node's stream is kept in. Of
+pages: table [R,W].
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +21,12 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import Bools, Ints
 
+Shapes = dict[str, tuple[int, ...]]
+"""Of a vector's parts, by name, in their order."""
 
-def _shapes(size: Size, width: int) -> dict[str, tuple[int, ...]]:
-    rows = ("kv_len", "count", "position", "decided", "low", "high", "temperature")
+
+def _shapes(size: Size, width: int) -> Shapes:
+    rows = ("kv_len", "count", "position", "decided", "draft_slot", "low", "high", "temperature")
     nodes = ("tokens", "parents", "depth", "place")
     return {
         **dict.fromkeys(rows, (size.rows,)),
@@ -34,28 +38,44 @@ def _shapes(size: Size, width: int) -> dict[str, tuple[int, ...]]:
 
 def packed_size(size: Size, width: int) -> int:
     """Numbers in the vector, for page tables of `width` places."""
-    return sum(int(np.prod(shape)) for shape in _shapes(size, width).values())
+    return total(_shapes(size, width))
 
 
-def _views(whole: Any, size: Size, width: int) -> dict[str, Any]:
-    """Views of a NumPy or a jnp vector."""
+def total(shapes: Shapes) -> int:
+    """Numbers in a vector of parts of these shapes."""
+    return sum(int(np.prod(shape)) for shape in shapes.values())
+
+
+def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
+    """Views of a NumPy or a jnp vector, part after part."""
     views, begin = {}, 0
-    for name, shape in _shapes(size, width).items():
+    for name, shape in shapes.items():
         end = begin + int(np.prod(shape))
         views[name] = whole[begin:end].reshape(shape)
         begin = end
     return views
 
 
-def packed(
-    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, decided: Bools, width: int
-) -> Ints:
-    """A batch as a program reads it. decided bool[B]: rows whose path it is to find; of a chunk,
-    whose nodes all stay, nobody asks.
+class Rows(NamedTuple):
+    """What is asked of a plan's rows.
+
+    decided     bool[B] a program is to find their paths; of a chunk, whose nodes all stay, nobody
+                asks
+    draft_slot  int32[B] the slot whose draft shall follow; -1 = none shall
     """
+
+    decided: Bools
+    draft_slot: Ints
+
+
+def packed(
+    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
+) -> Ints:
+    """A batch as a program reads it."""
     size = batch.size
     whole = np.zeros(packed_size(size, width), np.int32)
-    views = _views(whole, size, width)
+    views = views_of(whole, _shapes(size, width))
+    views["draft_slot"][:] = -1
     views["parents"][:] = -1
     # What is no node sees itself alone.
     views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
@@ -67,7 +87,9 @@ def packed(
         parents = trees.parents[nodes] - first
         parents[0] = -1
         views["kv_len"][line] = plan.kv_len[row] + depth
-        views["count"][line], views["decided"][line] = count, batch.chunk or decided[row]
+        views["count"][line] = count
+        views["decided"][line] = batch.chunk or asked.decided[row]
+        views["draft_slot"][line] = asked.draft_slot[row]
         seed, prompt = int(choosing.seed[slot]), int(choosing.prompt_len[slot])
         halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
         views["low"][line], views["high"][line] = halves
@@ -90,13 +112,14 @@ class Inputs(NamedTuple):
     table: Array
     depth: Array
     place: Array
+    draft_slot: Array
     trees: Trees
     rules: Rules
 
     @classmethod
     def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
         """Views and what follows from them."""
-        views = _views(whole, size, width)
+        views = views_of(whole, _shapes(size, width))
         depth = views["depth"]
         real = jnp.arange(size.nodes) < views["count"][:, None]
 
@@ -110,6 +133,7 @@ class Inputs(NamedTuple):
             table=views["table"],
             depth=depth,
             place=views["place"].reshape(-1),
+            draft_slot=views["draft_slot"],
             trees=Trees(
                 tokens=views["tokens"],
                 parents=views["parents"],

@@ -20,6 +20,30 @@ from forerun.executors.jax.sharding import Sharding
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.models.arch import Architecture
+from forerun.models.draft_config import DraftHead
+
+
+class DraftArrays(NamedTuple):
+    """What a draft head needs from step to step.
+
+    streams       [Xh + more, F*H] residual streams that it reads of the step's nodes, where
+                  `State.hidden` has theirs; then room for what the host has kept
+    keys, values  [layers,slots + nodes,G,E] under the target's page ids, then of draft nodes
+    outputs       [nodes + S,H] what a next draft step receives: of draft nodes, then of each
+                  slot's root
+    reads         [nodes,H] what the output head reads of the last pass's nodes
+    """
+
+    streams: Array
+    keys: Array
+    values: Array
+    outputs: Array
+    reads: Array
+
+    @property
+    def roots(self) -> int:
+        """Where the roots begin in `outputs`."""
+        return int(self.reads.shape[0])
 
 
 class State(NamedTuple):
@@ -27,11 +51,13 @@ class State(NamedTuple):
 
     keys, values  [L,slots,G,E]
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
+    draft         of the draft head, if there is one
     """
 
     keys: Array
     values: Array
     hidden: Array
+    draft: DraftArrays | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +86,25 @@ class StateShape:
         """Bytes of keys and values."""
         per_slot = 2 * arch.layers * arch.kv_heads * arch.head_size * itemsize
         return (self.slots + self.scratch) * per_slot
+
+    def drafting(
+        self, head: DraftHead, limits: ExecutorLimits, largest_chunk: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes of DraftArrays. The host keeps no more features than fit into a step."""
+        room = self.hidden + limits.max_nodes + largest_chunk
+        cache = (
+            len(head.cache),
+            self.slots + limits.max_nodes,
+            head.kv_heads,
+            head.head_size,
+        )
+        return (
+            (room, head.target_hidden * len(head.features)),
+            cache,
+            cache,
+            (limits.max_nodes + limits.slots, head.hidden),
+            (limits.max_nodes, head.hidden),
+        )
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """All zeros, on the device."""

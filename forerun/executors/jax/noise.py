@@ -10,6 +10,7 @@ Fixed point: four uint32 arrays, most significant word first, 120 bits behind th
 
 from decimal import Decimal, localcontext
 from functools import lru_cache
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -47,20 +48,28 @@ def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
     return high * top + (cross >> 16) + (middle >> 16), word * np.uint32(constant)
 
 
-def philox(counter: tuple[Array, Array], key: tuple[Array, Array]) -> tuple[Array, ...]:
-    """The four words of Philox-4x32-10 for counters (c0, c1, 0, 0), all uint32 of one shape."""
-    nothing = jnp.zeros_like(counter[0])
-    words = (counter[0], counter[1], nothing, nothing)
-    for index in range(ROUNDS):
-        steps = [np.uint32(index * step & 0xFFFFFFFF) for step in KEY_STEPS]
+def philox(
+    counter: tuple[Array, Array], key: tuple[Array, Array], looped: bool = False
+) -> tuple[Array, ...]:
+    """The four words of Philox-4x32-10 for counters (c0, c1, 0, 0), all uint32 of one shape.
+
+    looped  as a loop, which compiles sooner, and runs slower on large arrays
+    """
+
+    def step(index: Any, words: tuple[Array, ...]) -> tuple[Array, ...]:
+        one, other = (k + np.uint32(s) * index for k, s in zip(key, KEY_STEPS, strict=True))
         high, low = _multiply(words[0], MULTIPLIERS[0])
         other_high, other_low = _multiply(words[2], MULTIPLIERS[1])
-        words = (
-            other_high ^ words[1] ^ (key[0] + steps[0]),
-            other_low,
-            high ^ words[3] ^ (key[1] + steps[1]),
-            low,
-        )
+        return other_high ^ words[1] ^ one, other_low, high ^ words[3] ^ other, low
+
+    nothing = jnp.zeros_like(counter[0])
+    words: tuple[Array, ...] = (counter[0], counter[1], nothing, nothing)
+    if looped:
+        words = lax.fori_loop(np.uint32(0), np.uint32(ROUNDS), step, words)
+        return words
+    for index in range(ROUNDS):
+        with np.errstate(over="ignore"):
+            words = step(np.uint32(index), words)
     return words
 
 
@@ -80,7 +89,8 @@ def words_of_all(seeds: Array, positions: Array, vocab: int) -> Array:
 def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
     """uint32[...] words of single tokens int32[...]; seeds uint32[2,...] and positions likewise."""
     block = (tokens // 4).astype(jnp.uint32)
-    words = jnp.stack(philox((block, positions.astype(jnp.uint32)), (seeds[0], seeds[1])))
+    place = positions.astype(jnp.uint32)
+    words = jnp.stack(philox((block, place), (seeds[0], seeds[1]), looped=True))
     return jnp.take_along_axis(words, (tokens % 4)[None], 0)[0]
 
 

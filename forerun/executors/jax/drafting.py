@@ -1,0 +1,276 @@
+"""What a draft head does at the end of a round: follow the target, grow the next trees.
+
+    round   forward -> choose -> walk -> commit -> extend -> level 1 -> level 2 -> ... -> record
+
+The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree in fixed
+shapes: what the host decides by looking is sorted, gathered or masked here.
+
+The extension runs the head over all nodes of the step, in the target's own tree: node n pairs its
+features with the target's choice there, so along the accepted path stand exactly the tokens that
+follow (EAGLE, arXiv 2401.15077, section 4.1). Only that path goes into pages. The nodes of a level
+see the cached prefix, the accepted path and their ancestors, whose keys and values stay in the
+program: nothing that was drafted is ever written.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.attention import Layer, Past, Tree, ancestors
+from forerun.executors.jax.eagle import Attend, EagleHead, Ran
+from forerun.executors.jax.inputs import Inputs
+from forerun.executors.jax.kv import DraftArrays, slots_of
+from forerun.executors.jax.noise import approximate, words_of
+from forerun.executors.jax.weights import Params
+from forerun.interface.draft_model import CANDIDATES
+
+
+class Decided(NamedTuple):
+    """What a round knows when it has committed.
+
+    choices   int32[R,N] of all nodes
+    kept      bool[R,N] nodes on an accepted path
+    streams   [R,N,F*H] features of the nodes
+    """
+
+    given: Inputs
+    choices: Array
+    kept: Array
+    streams: Array
+
+
+class _Roots(NamedTuple):
+    """Where trees begin: of every row, the end of what was extended.
+
+    read, hidden  [R,H] what the output head reads there, and what a next step receives
+    kv_len        int32[R] cached draft positions
+    accepted      int32[R] how many of them are of this step
+    path          what the extension gave, and bool[R,N] which of it was accepted
+    """
+
+    read: Array
+    hidden: Array
+    kv_len: Array
+    accepted: Array
+    path: tuple[Ran, Array]
+
+
+class _Growing(NamedTuple):
+    """Trees between two levels; T = N of the accepted path, then `width` for every level that runs.
+
+    tokens, values  [R,width**2] of the newest level; the first one's are padded by -inf
+    hidden   [R,width,H] what a next step receives, of those that ran last
+    seen     bool[R,width,T] whom these see
+    keys     keys and values [layers,R,T,G,E]
+    """
+
+    tokens: Array
+    values: Array
+    hidden: Array
+    seen: Array
+    keys: tuple[Array, Array]
+
+    @classmethod
+    def of(
+        cls, first: tuple[Array, Array, Array], roots: _Roots, shape: tuple[int, int]
+    ) -> "_Growing":
+        """Roots and the level below them."""
+        (width, levels), (path, kept) = shape, roots.path
+        more, wide = (levels - 1) * width, width * width - width
+        seen = jnp.pad(kept, ((0, 0), (0, more)))[:, None]
+        room = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
+        return cls(
+            jnp.pad(first[0], ((0, 0), (0, wide))),
+            jnp.pad(first[2], ((0, 0), (0, wide)), constant_values=-jnp.inf),
+            jnp.repeat(roots.hidden[:, None], width, 1),
+            jnp.broadcast_to(seen, (len(kept), width, seen.shape[-1])),
+            (jnp.pad(path.keys, room), jnp.pad(path.values, room)),
+        )
+
+
+class Noise(NamedTuple):
+    """Of n nodes: seeds uint32[2,n], output position int32[n] that a child of each takes, and
+    temperature float32[n].
+    """
+
+    seeds: Array
+    positions: Array
+    temperature: Array
+
+
+class Drafting(NamedTuple):
+    """The head's part of a round."""
+
+    head: EagleHead
+    page_size: int
+    attend: Callable[..., Array]
+
+    def work(
+        self, params: Params, held: DraftArrays, decided: Decided, width: int, levels: int
+    ) -> tuple[DraftArrays, Array]:
+        """What is held now, and int32[3*R*K]: tokens, parents and values' bits of full trees."""
+        held, roots, past = self._extend(params, held, decided)
+        grown = self._grow(params, decided.given, roots, past, (width, levels))
+        whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
+        whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
+        return held, jnp.concatenate([part.reshape(-1) for part in whole])
+
+    def attention(
+        self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
+    ) -> Attend:
+        """A layer's attention: cached prefix and own nodes; with `held`, keys and values
+        [layers,R,T,G,E] of other nodes, among which the own ones are put from `begin` on.
+        """
+
+        def of_layer(layer: int, queries: Array, keys: Array, values: Array) -> Array:
+            if held is not None:
+                place = (0, begin, 0, 0)
+                keys = lax.dynamic_update_slice(held[0][layer], keys, place)
+                values = lax.dynamic_update_slice(held[1][layer], values, place)
+            # Turned by float32 angles, whatever the dtype.
+            how = Layer(layer, self.head.spec, self.page_size)
+            return self.attend(queries, (keys, values), past, tree, how)
+
+        return of_layer
+
+    def _extend(
+        self, params: Params, held: DraftArrays, decided: Decided
+    ) -> tuple[DraftArrays, _Roots, Past]:
+        """Run every node; make accepted ones permanent in rows that are followed."""
+        given = decided.given
+        past = Past(held.keys, held.values, given.table, given.kv_len)
+        position = given.kv_len[:, None] + given.depth
+        tree = Tree(ancestors(given.trees.intervals), position)
+        hidden = self.head.enter(params, decided.streams)
+        tokens = jnp.maximum(decided.choices, 0)
+        ran = self.head.run(params, tokens, hidden, position, self.attention(past, tree))
+        kept = decided.kept & (given.draft_slot >= 0)[:, None]
+        slots = slots_of(given.table, position, self.page_size)
+        held = committed(held, ran, jnp.where(kept, slots, held.keys.shape[1]))
+        last = jnp.where(kept, given.depth + 1, 0).argmax(1)[:, None, None]
+        read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
+        place = jnp.where(given.draft_slot >= 0, held.roots + given.draft_slot, len(held.outputs))
+        held = held._replace(outputs=held.outputs.at[place].set(output, mode="drop"))
+        count = kept.sum(1, dtype=jnp.int32)
+        return held, _Roots(read, output, given.kv_len + count, count, (ran, kept)), past
+
+    def _grow(
+        self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]
+    ) -> list[tuple[Array, Array, Array]]:
+        """Tokens, parents and values, [R,.] each: of the first level, then of all others."""
+        width, levels = shape
+        noise = _of_rows(given, roots.path[1], roots.accepted)
+        tokens, values = self._children(params, roots.read, noise, width)
+        first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
+        if levels == 1:
+            return [first]
+        noise = Noise(*(jnp.repeat(part, width, -1) for part in noise))
+
+        def level(growing: _Growing, number: Array) -> tuple[_Growing, tuple[Array, ...]]:
+            """Run the best nodes of the level above; gives the level below them."""
+            chosen = jnp.sort(lax.top_k(growing.values, width)[1], -1)
+            seen = jnp.take_along_axis(growing.seen, (chosen // width)[..., None], 1)
+            growing, ran = self._run(params, growing, (chosen, seen), (roots, past), number)
+            read = ran.read.reshape(-1, ran.read.shape[-1])
+            below = noise._replace(positions=noise.positions + number)
+            tokens, values = self._children(params, read, below, width)
+            tokens, values = (part.reshape(-1, width * width) for part in (tokens, values))
+            base = jnp.take_along_axis(growing.values, chosen, 1)
+            values = jnp.repeat(base, width, 1) + jnp.minimum(values, 0.0)
+            begin = jnp.where(number == 1, 0, width + (number - 2) * width * width)
+            parents = (begin + jnp.repeat(chosen, width, 1)).astype(jnp.int32)
+            growing = growing._replace(tokens=tokens, values=values)
+            return growing, (tokens, parents, values)
+
+        start = _Growing.of(first, roots, shape)
+        _, grown = lax.scan(level, start, jnp.arange(1, levels))
+        rest = [jnp.moveaxis(part, 0, 1).reshape(part.shape[1], -1) for part in grown]
+        return [first, (rest[0], rest[1], rest[2])]
+
+    def _run(
+        self,
+        params: Params,
+        growing: "_Growing",
+        which: tuple[Array, Array],
+        below: tuple[_Roots, Past],
+        number: Array,
+    ) -> tuple["_Growing", Ran]:
+        """Run nodes chosen int32[R,width] of the newest level, whose ancestors are seen."""
+        (chosen, seen), (roots, past) = which, below
+        rows, width = chosen.shape
+        path = roots.path[1].shape[1]
+        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))
+        begin = path + (number - 1) * width
+        seen = lax.dynamic_update_slice(seen, own, (0, 0, begin))
+        hidden = jnp.take_along_axis(growing.hidden, (chosen // width)[..., None], 1)
+        token = jnp.take_along_axis(growing.tokens, chosen, 1)
+        position = jnp.broadcast_to((roots.kv_len + (number - 1))[:, None], token.shape)
+        attend = self.attention(past, Tree(seen, position), growing.keys, begin)
+        ran = self.head.run(params, token, hidden, position, attend)
+        keys = tuple(
+            lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))
+            for held, new in zip(growing.keys, (ran.keys, ran.values), strict=True)
+        )
+        return growing._replace(hidden=ran.output, seen=seen, keys=(keys[0], keys[1])), ran
+
+    def _children(
+        self, params: Params, read: Array, noise: Noise, width: int
+    ) -> tuple[Array, Array]:
+        logits = self.head.logits(params, read)
+        return children(logits, params["draft"]["ids"], noise, width)
+
+
+def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
+    """Target ids and values [n,width] of the best children of n nodes, best first; logits
+    float32[n,Vd], ids int32[Vd] target id of each.
+
+    At T > 0 the noise of the position that a child takes, which the target will use too, reorders
+    the likeliest; it need not be exact here.
+    """
+    normaliser = log_normaliser(logits)[:, None]
+    hot = noise.temperature > 0
+
+    def greedy() -> tuple[Array, Array]:
+        best, which = lax.top_k(logits, width)
+        return ids[which], best - normaliser
+
+    def sampled() -> tuple[Array, Array]:
+        best, which = lax.top_k(logits, min(max(CANDIDATES, width), logits.shape[1]))
+        tokens, values = ids[which], best - normaliser
+        seeds = jnp.broadcast_to(noise.seeds[..., None], (2, *tokens.shape))
+        words = words_of(seeds, jnp.broadcast_to(noise.positions[:, None], tokens.shape), tokens)
+        scores = values / jnp.where(hot, noise.temperature, 1.0)[:, None] + approximate(words)
+        values = jnp.where(hot[:, None], scores - log_normaliser(scores)[:, None], values)
+        best, order = lax.top_k(jnp.where(jnp.isnan(values), -jnp.inf, values), width)
+        return jnp.take_along_axis(tokens, order, 1), best
+
+    tokens, values = lax.cond(hot.any(), sampled, greedy)
+    return tokens, jnp.where(jnp.isnan(values), -jnp.inf, values)
+
+
+def log_normaliser(logits: Array) -> Array:
+    """float32[n]: log of the sum of exp, of logits [n,V]."""
+    most = logits.max(-1)
+    total: Array = most + jnp.log(jnp.exp(logits - most[:, None]).sum(-1))
+    return total
+
+
+def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
+    """What is held with a pass's keys and values at slots int32[R,N]; beyond the last: nowhere."""
+    keys, values = (
+        into.at[:, target.reshape(-1)].set(
+            new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop"
+        )
+        for into, new in ((held.keys, ran.keys), (held.values, ran.values))
+    )
+    return held._replace(keys=keys, values=values)
+
+
+def _of_rows(given: Inputs, kept: Array, accepted: Array) -> Noise:
+    """Of every row: noise for a child of the end of what became permanent."""
+    seeds, positions, temperature = (
+        part.reshape(*part.shape[:-1], *kept.shape)[..., 0] for part in given.rules
+    )
+    return Noise(seeds, positions + accepted, temperature)

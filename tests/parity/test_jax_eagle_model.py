@@ -1,0 +1,234 @@
+"""A draft head in JAX, pass by pass and inside of rounds, against torch's."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import forerun.executors.jax as on_jax
+from forerun.build import drafting, with_jax
+from forerun.build.engine import make_engine
+from forerun.client.completion import make_request
+from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
+from forerun.executors.jax import executor as jax_executor
+from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.draft_tree import full_size
+from tests.models import tiny
+from tests.parity.driver import limits
+from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
+from tests.parity.test_torch_drafting import Uneven, answered, mixed, same, seen  # noqa: F401 - a fixture
+from tests.parity.test_torch_eagle_model import (
+    SWITCHES,
+    Target,
+    Twin,
+    compare,
+    counted,
+    learn,
+    opened,
+    serve,
+    simulated,
+)
+
+SMALL = {"max_sequences": 2, "max_step_nodes": 64, "context": 128, "kv_tokens": 1024}
+SHAPES = [(3, 3, 1), (7, 3, 2)]
+"""Draft tokens, depth, width."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def dense(folder):
+    return Target(FolderCheckpoint(folder))
+
+
+@pytest.fixture(scope="module")
+def learned(dense, tmp_path_factory):
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
+def on_xla(folder, twin, compiled, warm=False, **changes):
+    """The target and head on the JAX executor, its layers in a scan, which compiles sooner."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
+        patch.setattr(on_jax, "JaxOptions", partial(JaxOptions, stacked=True))
+        if not warm:
+            patch.setattr(JaxExecutor, "warm_up", lambda *_: None)
+        return opened(folder, twin, executor="jax", **SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def target(folder, learned, compiled, quickly):
+    made = on_xla(folder, learned[0], compiled)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def judge(folder, learned):
+    """The same on the torch executor, pass by pass."""
+    made = opened(folder, learned[0], **SMALL)
+    yield made
+    made.close()
+
+
+def slow(values):
+    """The first of them; the others with the slow tests."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
+
+
+@pytest.mark.parametrize("changes", slow(SWITCHES))
+def test_extensions_and_trees_are_the_unrolled_forward(dense, tmp_path, compiled, quickly, changes):
+    small = limits(tiny.VOCAB, context=192, pages=24)
+    options = JaxOptions(draft_nodes=3, stacked=True, cache_dir=compiled)
+    made = JaxExecutor(dense.checkpoint, small, options)
+    compare(Twin(dense, tmp_path, changes), made, 2e-5, JaxEagleModel)
+
+
+def test_served_is_what_the_unrolled_forward_says(target, judge, learned):
+    """Text and every step's acceptance, so both are those of the other executors."""
+    twin, texts = learned
+    prompts = list(texts[:6, :12])
+    plain = serve(judge, prompts, "OFF")
+    served = serve(target, prompts)
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+    assert expected.min() > 0, expected
+
+
+@pytest.mark.parametrize(
+    ("temperature", "shape"),
+    slow([(0.8, (7, 3, 2)), *((t, shape) for t in (0.0, 0.8, 1.0) for shape in SHAPES)]),
+)
+def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, temperature, shape):  # noqa: F811
+    nodes, depth, width = shape
+    prompts = list(learned[1][:3, :12])
+    found = []
+    for which in (target, judge):
+        seen["drafts"] = []
+        done = serve(
+            which, prompts, "EAGLE", 30, temperature,
+            speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+            speculative_eagle_topk=width,
+        )  # fmt: skip
+        found.append((done, seen["drafts"]))
+    (mine, drafts), (others, expected) = found
+    assert [item.tokens for item in mine] == [item.tokens for item in others]
+    assert sum(item.stats.accepted for item in mine) > 0
+    assert counted(mine, depth) == counted(others, depth)
+    same(drafts, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
+def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
+    """Prompts between rounds, rows that the host decides, steps without draft tokens."""
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
+    requests = mixed(learned[1])
+    found = answered(target, requests, speculative_eagle_topk=width)
+    monkeypatch.undo()
+    assert found == answered(judge, requests, speculative_algorithm="OFF")
+
+
+# --- a target that the last token alone moves ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def markov(tmp_path_factory):
+    """Its folder, and how to make an EAGLE-1 head that says what it says, times a sign."""
+    hf = tiny.model("llama", max_position_embeddings=512)
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        hf.model.norm.weight.fill_(1.0)
+    folder = tiny.save_folder(hf, tmp_path_factory.mktemp("markov"))
+    dense = Target(FolderCheckpoint(folder))
+
+    def head(sign):
+        twin = Twin(dense, tmp_path_factory.mktemp("head"), {"algorithm": "eagle1"})
+        with torch.no_grad():
+            twin.head.layer.self_attn.o_proj.weight.zero_()
+            twin.head.layer.mlp.down_proj.weight.zero_()
+            eye = sign * torch.eye(dense.arch.hidden)
+            twin.head.fc.weight.copy_(torch.cat([eye, torch.zeros_like(eye)], 1))
+        twin.export()
+        return twin
+
+    return folder, head
+
+
+PROMPTS = [np.arange(9, 30, dtype=np.int32), np.arange(60, 65, dtype=np.int32)]
+TOKENS, DEPTH = 33, 3
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_head_that_is_always_right_or_always_wrong(markov, compiled, quickly, sign):
+    """Every draft token accepted, or none; the text is the same."""
+    folder, head = markov
+    target = on_xla(folder, head(sign), compiled)
+    try:
+        plain = serve(target, PROMPTS, "OFF", TOKENS)
+        served = serve(target, PROMPTS, "EAGLE", TOKENS)
+    finally:
+        target.close()
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    assert len(set(plain[0].tokens)) > 3
+    whole = 1 + -(-(TOKENS - 1) // (DEPTH + 1))
+    for item in served:
+        assert item.stats.steps == (whole if sign > 0 else TOKENS)
+        assert item.stats.accepted == TOKENS - item.stats.steps
+
+
+@pytest.mark.slow
+def test_a_drafting_step_is_one_dispatch_and_one_copy(
+    markov,
+    compiled,
+    quickly,
+    compilations,  # noqa: F811
+    monkeypatch,
+):
+    """After start-up nothing compiles, and nothing is transferred in secret; trees, sampled and
+    greedy in one batch.
+    """
+    monkeypatch.setattr(jax_executor, "TIMED_NODES", 0)
+    folder, head = markov
+    shape = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+    target = on_xla(
+        folder, head(1), compiled, warm=True, speculative_algorithm="EAGLE",
+        speculative_num_steps=DEPTH, **shape,
+    )  # fmt: skip
+    copied, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
+    programs = target.executor.programs
+    requests = [
+        make_request(prompt, max_tokens=TOKENS, ignore_eos=True, temperature=t, seed=4)
+        for prompt, t in zip(PROMPTS, (0.0, 0.8), strict=True)
+    ]
+    engine = make_engine(target, target.config)
+    compilations.clear()
+    dispatches, news = [], []
+    with jax.transfer_guard("disallow"):
+        for request in requests:
+            engine.submit(request, news.append)
+        while True:
+            before = programs.dispatches, len(copied)
+            if not engine.step_once():
+                break
+            dispatches.append((programs.dispatches - before[0], len(copied) - before[1]))
+    engine.check()
+    target.close()
+    assert compilations == [] and target.executor.describe()["compiled_late"] == 0
+    assert len(dispatches) > 8
+    # The prompts are extended, and the first trees grown, by passes that the host asks for.
+    assert dispatches[2:] == [(1, 1)] * (len(dispatches) - 2), dispatches
+    assert max(copied) == 4 * 2 * (8 + 3 * full_size(2, DEPTH))
