@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -32,8 +33,6 @@ from tests.parity.test_torch_eagle_model import (
 )
 
 SMALL = {"max_sequences": 2, "max_step_nodes": 64, "context": 128, "kv_tokens": 1024}
-SHAPES = [(3, 3, 1), (7, 3, 2)]
-"""Draft tokens, depth, width."""
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +104,13 @@ def test_served_is_what_the_unrolled_forward_says(target, judge, learned):
     assert expected.min() > 0, expected
 
 
-@pytest.mark.parametrize(
-    ("temperature", "shape"),
-    slow([(0.8, (7, 3, 2)), *((t, shape) for t in (0.0, 0.8, 1.0) for shape in SHAPES)]),
-)
-def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, temperature, shape):  # noqa: F811
-    nodes, depth, width = shape
+SHAPES = [(0.8, 7, 3, 2)] + [(t, n, 3, w) for t in (0.0, 0.8, 1.0) for n, w in ((3, 1), (7, 2))]
+"""Temperature, draft tokens, depth, width."""
+
+
+@pytest.mark.parametrize("shape", slow(SHAPES))
+def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, shape):  # noqa: F811
+    temperature, nodes, depth, width = shape
     prompts = list(learned[1][:3, :12])
     found = []
     for which in (target, judge):
@@ -145,7 +145,7 @@ def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
 @pytest.fixture(scope="module")
 def markov(tmp_path_factory):
     """Its folder, and how to make an EAGLE-1 head that says what it says, times a sign."""
-    hf = tiny.model("llama", max_position_embeddings=512)
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
     with torch.no_grad():
         for layer in hf.model.layers:
             layer.self_attn.o_proj.weight.zero_()

@@ -8,26 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.jax.batches import Batch, Buckets, Size, batches, regrouped
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.draft_passes import FEW, NOWHERE
+from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.eagle import EagleHead
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.inputs import Rows, packed, padded_masks
 from forerun.executors.jax.kv import DraftArrays, StateShape, first_without_page
+from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
-from forerun.executors.jax.sharding import devices_of, make_sharding
+from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest, NextDrafts
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
-from forerun.machine import cores, memory_available
+from forerun.machine import cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
 
@@ -72,36 +73,7 @@ class Scores:
     records: list[Any]
     place: Ints
     decided: Bools
-    drafted: "Drafted | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """What a step drafts for the next one, completed as its records arrive: see NextDrafts."""
-
-    rows: Bools
-    width: int
-    levels: int
-    tokens: Ints
-    parents: Ints
-    value: Ints
-
-    @classmethod
-    def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
-        """Nothing yet."""
-        made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
-        return cls(rows, width, levels, *made)
-
-    def fill(self, batch: Batch, grown: Ints) -> None:
-        """A record's trees: tokens, parents and values' bits of its rows."""
-        lines = grown.reshape(3, batch.size.rows, -1)[:, : len(batch.rows)]
-        for into, found in zip((self.tokens, self.parents, self.value), lines, strict=True):
-            into[list(batch.rows)] = found
-
-    def next_drafts(self) -> NextDrafts:
-        """As it goes out."""
-        value = self.value.view(np.float32)
-        return NextDrafts(self.rows, self.width, self.levels, self.tokens, self.parents, value)
+    drafted: Drafted | None = None
 
 
 class JaxExecutor:
@@ -410,44 +382,6 @@ def _check(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> N
         raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
     if limits.context > arch.context:
         raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
-
-
-def planned_bytes(
-    arch: Architecture, shape: StateShape, buckets: Buckets, itemsize: int
-) -> dict[str, int]:
-    """Bytes by purpose, all shards together. A round's logits and noise are its largest part."""
-    nodes = max(size.total for size in buckets.rounds)
-    widest = max(buckets.chunks[-1], nodes)
-    streams = widest * (4 * arch.hidden + 3 * arch.ffn) * 4
-    return {
-        "weight": arch.parameters * itemsize,
-        "cache": shape.cache_bytes(arch, itemsize),
-        "round": nodes * arch.vocab * 4 * 4 + streams + shape.hidden * arch.hidden * itemsize,
-    }
-
-
-def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
-    """Raise MemoryPlanError where the parts exceed what is free now."""
-    free = free_on(device, shards)
-    if sum(parts.values()) > free:
-        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
-        raise MemoryPlanError(
-            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; lower "
-            "kv-tokens (cache), or max-sequences, draft-nodes or max-step-nodes (the largest round)"
-        )
-
-
-def free_on(device: Any, shards: int) -> int:
-    """Bytes that are free on so many devices like this one; the machine's where it does not say."""
-    known = device.memory_stats() or {}
-    if "bytes_limit" not in known:
-        return memory_available()
-    return int(shards * (known["bytes_limit"] - known.get("bytes_in_use", 0)))
-
-
-def free_bytes(platform: str | None, shards: int) -> int:
-    """The same for a platform's devices. Raises ConfigError where it has none."""
-    return free_on(devices_of(platform)[0], shards)
 
 
 def keep_compiled(folder: str) -> None:

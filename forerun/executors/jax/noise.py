@@ -66,8 +66,7 @@ def philox(
     words: tuple[Array, ...] = (counter[0], counter[1], nothing, nothing)
     if looped:
         words = lax.fori_loop(np.uint32(0), np.uint32(ROUNDS), step, words)
-        return words
-    for index in range(ROUNDS):
+    for index in () if looped else range(ROUNDS):
         with np.errstate(over="ignore"):
             words = step(np.uint32(index), words)
     return words

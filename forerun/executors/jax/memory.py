@@ -1,0 +1,48 @@
+"""What an executor takes, and what is free where it would be: before anything is allocated."""
+
+from typing import Any
+
+from forerun.errors import MemoryPlanError
+from forerun.executors.jax.batches import Buckets
+from forerun.executors.jax.kv import StateShape
+from forerun.executors.jax.sharding import devices_of
+from forerun.machine import memory_available
+from forerun.models.arch import Architecture
+
+
+def planned_bytes(
+    arch: Architecture, shape: StateShape, buckets: Buckets, itemsize: int
+) -> dict[str, int]:
+    """Bytes by purpose, all shards together. A round's logits and noise are its largest part."""
+    nodes = max(size.total for size in buckets.rounds)
+    widest = max(buckets.chunks[-1], nodes)
+    streams = widest * (4 * arch.hidden + 3 * arch.ffn) * 4
+    return {
+        "weight": arch.parameters * itemsize,
+        "cache": shape.cache_bytes(arch, itemsize),
+        "round": nodes * arch.vocab * 4 * 4 + streams + shape.hidden * arch.hidden * itemsize,
+    }
+
+
+def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
+    """Raise MemoryPlanError where the parts exceed what is free now."""
+    free = free_on(device, shards)
+    if sum(parts.values()) > free:
+        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
+        raise MemoryPlanError(
+            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; lower "
+            "kv-tokens (cache), or max-sequences, draft-nodes or max-step-nodes (the largest round)"
+        )
+
+
+def free_on(device: Any, shards: int) -> int:
+    """Bytes that are free on so many devices like this one; the machine's where it does not say."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" not in known:
+        return memory_available()
+    return int(shards * (known["bytes_limit"] - known.get("bytes_in_use", 0)))
+
+
+def free_bytes(platform: str | None, shards: int) -> int:
+    """The same for a platform's devices. Raises ConfigError where it has none."""
+    return free_on(devices_of(platform)[0], shards)
