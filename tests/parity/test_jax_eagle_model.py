@@ -224,11 +224,12 @@ def test_a_drafting_step_is_one_dispatch_and_one_copy(
             before = programs.dispatches, len(copied)
             if not engine.step_once():
                 break
-            dispatches.append((programs.dispatches - before[0], len(copied) - before[1]))
+            dispatches.append((programs.dispatches - before[0], copied[before[1] :]))
     engine.check()
     target.close()
     assert compilations == [] and target.executor.describe()["compiled_late"] == 0
     assert len(dispatches) > 8
     # The prompts are extended, and the first trees grown, by passes that the host asks for.
-    assert dispatches[2:] == [(1, 1)] * (len(dispatches) - 2), dispatches
-    assert max(copied) == 4 * 2 * (8 + 3 * full_size(2, DEPTH))
+    for count, sizes in dispatches[2:]:
+        assert (count, len(sizes)) == (1, 1)
+        assert sizes[0] <= 4 * 2 * (5 + 3 * full_size(2, DEPTH))  # Choices and trees of two rows.

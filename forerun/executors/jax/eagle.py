@@ -133,7 +133,7 @@ class EagleHead(NamedTuple):
 
     def _feed_forward(self, weights: Params, x: Array) -> Array:
         wide = swiglu(product(x, weights["gate_proj"]), product(x, weights["up_proj"]))
-        fed = product(wide, weights["down_proj"])
+        fed: Array = product(wide, weights["down_proj"])
         return self.target.sharding.put(fed, None, None, None)
 
 
@@ -144,7 +144,8 @@ def load_head(head: EagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: 
     about, sharding = head.about, head.target.sharding
 
     def put(name: str, values: Any) -> Array:
-        return jax.device_put(np.array(values), _where(head, name, np.ndim(values)))
+        made: Array = jax.device_put(np.array(values), _where(head, name, np.ndim(values)))
+        return made
 
     params: Params = {
         "ids": put("ids", draft.target_ids.astype(np.int32)),
