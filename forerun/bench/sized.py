@@ -24,9 +24,14 @@ import numpy as np
 import torch
 
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import TorchEagleModel, TorchExecutor
+from forerun.executors.torch import (
+    CapturedExecutor,
+    TorchExecutor,
+    eagle_model,
+    with_captures,
+)
 from forerun.interface.draft_model import DraftLevel
-from forerun.interface.executor import ExecutorLimits, Scores
+from forerun.interface.executor import Executor, ExecutorLimits, Scores
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Plan, SlotInit
 from forerun.models.checkpoint import Checkpoint
@@ -119,10 +124,9 @@ class Steps:
             context=min(arch.context, self._pages * PAGE),
             vocab=arch.vocab,
         )
-        self.executor = TorchExecutor(checkpoint, limits, device, dtype)
-        self._head = (
-            TorchEagleModel(self.executor, checkpoint, draft) if draft is not None else None
-        )
+        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype))
+        self.executor: Executor = made
+        self._head = eagle_model(made, checkpoint, draft) if draft is not None else None
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]
@@ -152,7 +156,9 @@ class Steps:
             self.executor.accept(plan, trees, scores, None)
             return scores
 
-        return run if len(self.executor.drafting(run())) else None
+        scores, executor = run(), self.executor
+        drafts = isinstance(executor, CapturedExecutor) and len(executor.drafting(scores))
+        return run if drafts else None
 
     def draft_pass(self, rows: int) -> Callable[[], object]:
         """A pass of the head for one draft token in each of `rows` sequences."""
@@ -254,8 +260,8 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
     for rows in sweep.batches:
         report["batches"][rows] = _batch(steps, rows, there, sweep)
     facts = steps.executor.describe()
-    report["captured"] = facts["captured"]
-    report["capture_seconds"] = facts["capture_seconds"]
+    report["captured"] = facts.get("captured", [])
+    report["capture_seconds"] = facts.get("capture_seconds", 0.0)
     steps.executor.shutdown()
     return report
 
@@ -281,8 +287,10 @@ def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[
     }
 
 
-def host_share(executor: TorchExecutor, work: Callable[[], object], times: int = 1) -> float | None:
+def host_share(executor: Executor, work: Callable[[], object], times: int = 1) -> float | None:
     """Share of the time of `work` that passes outside of captured rounds; None without any."""
+    if not isinstance(executor, CapturedExecutor):
+        return None
     before, begun = executor.describe(), time.perf_counter()
     for _ in range(times):
         work()

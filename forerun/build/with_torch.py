@@ -24,7 +24,7 @@ def _free_memory(config: EngineConfig) -> int:
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
     try:
-        from forerun.executors.torch import TorchExecutor
+        from forerun.executors.torch import TorchExecutor, with_captures
     except ImportError as error:
         raise ConfigError(
             f"The torch executor needs torch, which cannot be imported ({error}). "
@@ -34,21 +34,22 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         import torch
 
         torch.set_num_threads(config.threads)
-    how = (config.device, config.dtype, not config.disable_cuda_graph, config.enable_torch_compile)
-    return TorchExecutor(checkpoint, limits, *how, config.kv_dtype)
+    how = (config.device, config.dtype, config.enable_torch_compile, config.kv_dtype)
+    eager = TorchExecutor(checkpoint, limits, *how)
+    return eager if config.disable_cuda_graph else with_captures(eager)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.torch import TorchEagleModel, TorchExecutor
+    from forerun.executors.torch import CapturedExecutor, TorchExecutor, eagle_model
 
-    assert isinstance(executor, TorchExecutor)
-    return TorchEagleModel(executor, checkpoint, draft)
+    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    return eagle_model(executor, checkpoint, draft)
 
 
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.torch import TorchBlockModel, TorchExecutor
+    from forerun.executors.torch import CapturedExecutor, TorchBlockModel, TorchExecutor
 
-    assert isinstance(executor, TorchExecutor)
+    assert isinstance(executor, TorchExecutor | CapturedExecutor)
     return TorchBlockModel(executor, draft)
 
 

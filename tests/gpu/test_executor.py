@@ -8,7 +8,7 @@ from forerun.bench.prove import Trial, prove
 from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
 from forerun.config import EngineConfig
-from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import choices, gumbel
 from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling
@@ -92,7 +92,7 @@ def test_speculation_changes_no_token_in_float32(folder, device, temperature):
 
 
 def test_many_rounds_leave_no_memory_behind(checkpoint, device):
-    executor = TorchExecutor(checkpoint(), limits(tiny.VOCAB), device)
+    executor = with_captures(TorchExecutor(checkpoint(), limits(tiny.VOCAB), device))
     used = []
     for _ in range(6):
         with Driver(executor) as driver:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import Likely, NodeNoise, choose, pick
 from forerun.executors.torch.geometry import Geometry, attend_dense, tiles_of
 from forerun.executors.torch.kernels import kernels_for
@@ -203,7 +203,9 @@ def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family):
     """Windows, caps and sandwich norms in rounds; experts eagerly. In float32, as below."""
     found = []
     for where in (device, "cpu"):
-        made = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), where, "float32")
+        made = with_captures(
+            TorchExecutor(checkpoint(family), limits(tiny.VOCAB), where, "float32")
+        )
         with Driver(made) as driver:
             for slot in range(3):
                 driver.open(slot, np.arange(20, 60 + slot), Sampling(temperature=0.0))
@@ -220,8 +222,9 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
     """In float32; the numbers differ in their last bits, so one near-tie is forgiven."""
     found = []
     for graphs in (True, False):
-        how = ("float32", graphs, compiled and graphs and device == "cuda")
-        made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how, kv_dtype)
+        how = ("float32", compiled and graphs and device == "cuda", kv_dtype)
+        made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how)
+        made = with_captures(made) if graphs else made
         with Driver(made) as driver:
             for slot, temperature in enumerate((0.0, 0.8, 1.0)):
                 prompt = np.arange(20 + slot, 40 + 3 * slot)

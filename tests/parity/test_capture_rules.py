@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, executor, kernels
+from forerun.executors.torch import TorchExecutor, executor, kernels, with_captures
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.graphs import Programs
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
@@ -144,8 +145,9 @@ def test_a_launch_outside_of_the_capture_is_seen():
 def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeypatch):
     """Loading a head asks for features: what start-up captured is forgotten, then captured anew."""
     monkeypatch.setattr(executor, "kernels_for", twins)
-    monkeypatch.setattr(executor, "recorder", lambda device: recorder())
-    made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB, context=128, pages=40, slots=1))
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: recorder())
+    small = limits(tiny.VOCAB, context=128, pages=40, slots=1)
+    made = with_captures(TorchExecutor(checkpoint("qwen3"), small))
 
     def decode():
         with Driver(made) as driver:

@@ -10,8 +10,9 @@ from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor
+from forerun.executors.torch import CapturedExecutor, TorchEagleModel, executor
 from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
@@ -46,8 +47,8 @@ def taped(folder, twin, tape=None, **changes):
     tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "kernels_for", lambda device: KERNELS)
-        patch.setattr(executor, "recorder", lambda device: tape)
-        patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
+        patch.setattr(captured_executor, "recorder", lambda device: tape)
+        patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
         return opened(folder, twin, **changes)
 
 
@@ -246,7 +247,7 @@ def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
 
 
 def test_a_size_that_needs_too_much_scratch_is_not_drafted_for(pair):
-    fits = pair[0].executor._graphs.drafting.fits
+    fits = pair[0].executor.runner.drafting.fits
     assert fits(Size(4, 16, levels=5, width=4))
     assert not fits(Size(16, 4, levels=5, width=4))
     assert not fits(Size(1, 4, levels=1, width=10**4))

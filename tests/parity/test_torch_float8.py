@@ -8,8 +8,9 @@ from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, executor
+from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.accept import choose, pick
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
@@ -111,9 +112,9 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
     if taped:
         kernels = Kernels(attend_dense, choose, pick, write, PLAIN)
         monkeypatch.setattr(executor, "kernels_for", lambda device: kernels)
-        monkeypatch.setattr(executor, "recorder", lambda device: Tape())
+        monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
-    made = TorchExecutor(checkpoint(), small, kv_dtype="float8")
+    made = with_captures(TorchExecutor(checkpoint(), small, kv_dtype="float8"))
     plain, _ = texts(made, no_draft)
     random = np.random.default_rng(0)
 
@@ -121,7 +122,7 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
         return half_true_draft(random, plain[slot][len(tokens) :], tiny.VOCAB, 3)[0]
 
     assert texts(made, draft_tokens)[0] == plain
-    assert bool(made.describe()["captured"]) == taped
+    assert bool(made.describe().get("captured")) == taped
 
 
 def test_the_memory_plan_knows_float8_pages(tmp_path):

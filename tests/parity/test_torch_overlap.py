@@ -16,6 +16,7 @@ from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
@@ -164,13 +165,13 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     monkeypatch.setattr(future_map, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
-    slow[0].executor._graphs._future = None  # Room is made anew.
+    slow[0].executor.runner.future = None  # Room is made anew.
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     found, stats = answered(
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
     )
     assert tokens(found) == tokens(expected)
-    assert slow[0].executor._graphs._future.levels == 5
+    assert slow[0].executor.runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
 
@@ -231,7 +232,7 @@ def test_stop_tokens_end_where_they_should(slow, eager, learned):
 def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     """Its logits are gone when that is noticed: the next round has run over them."""
     target, _ = slow
-    rounds_of = target.executor._graphs
+    rounds_of = target.executor.runner
     choose = rounds_of._kernels.choose
     requests = asked(learned[1], 0.0, (30, 30, 30))
     expected = tokens(answered(target, requests, True, **OFF)[0])
@@ -258,7 +259,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     """The head and overlap come before the captures: neither voids them afterwards."""
     tape, told = Tape(), []
     monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
-    monkeypatch.setattr(executor, "recorder", lambda device: tape)
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
     shape = {
         "speculative_algorithm": "EAGLE",
         "speculative_num_draft_tokens": 3,

@@ -8,7 +8,6 @@ PRODUCT = sources("forerun")
 
 LONG_FILES: dict[str, str] = {
     "forerun/config.py": "one job: every option of an engine and a server, declared once",
-    "forerun/executors/torch/executor.py": "two jobs: eager and captured steps; to be parted",
 }
 """path -> its one job, or what is wrong with it."""
 

@@ -1,7 +1,21 @@
 """The torch executor: reference on CPU, and CUDA."""
 
 from forerun.executors.torch.block_model import TorchBlockModel
+from forerun.executors.torch.captured.executor import (
+    CapturedExecutor,
+    eagle_model,
+    with_captures,
+)
 from forerun.executors.torch.eagle_model import TorchEagleModel
 from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.target import TorchTarget
 
-__all__ = ["TorchBlockModel", "TorchEagleModel", "TorchExecutor"]
+__all__ = [
+    "CapturedExecutor",
+    "TorchBlockModel",
+    "TorchEagleModel",
+    "TorchExecutor",
+    "TorchTarget",
+    "eagle_model",
+    "with_captures",
+]

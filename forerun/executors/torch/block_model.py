@@ -15,9 +15,10 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.torch.block import BlockDrafter, Rotary
 from forerun.executors.torch.draft_cache import DraftCache, check_block, check_extension
-from forerun.executors.torch.executor import TorchExecutor, check_fits
+from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.target import TorchTarget
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -39,7 +40,7 @@ class TorchBlockModel:
     Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
     """
 
-    def __init__(self, executor: TorchExecutor, draft: BlockFile) -> None:
+    def __init__(self, executor: TorchTarget, draft: BlockFile) -> None:
         head, limits = draft.head, executor.limits
         self.traits = DraftModelTraits(
             name=head.algorithm,
@@ -153,7 +154,7 @@ class TorchBlockModel:
         }
 
 
-def _loaded(executor: TorchExecutor, draft: BlockFile) -> BlockDrafter:
+def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
     """The trained class with the file's weights."""
     with torch.device("meta"):
         drafter = BlockDrafter(draft.head)

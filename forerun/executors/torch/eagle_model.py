@@ -8,6 +8,8 @@ Nothing here asks for the same bits in any batch: a draft that differs in its la
 most an acceptance, never the text.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.errors import EngineError, ModelError
-from forerun.executors.torch.captured.drafting import Drafting, HeadArrays
 from forerun.executors.torch.draft_cache import (
     DraftCache,
     DraftPass,
@@ -25,9 +26,11 @@ from forerun.executors.torch.draft_cache import (
     check_level,
 )
 from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.executor import TorchExecutor, check_fits
+from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
+from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.target import TorchTarget
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -43,6 +46,29 @@ from forerun.models.draft_folder import DraftFile
 from forerun.types import AnyArray, Ints
 
 
+@dataclass(frozen=True, slots=True)
+class HeadArrays:
+    """A draft head as it lies on its device.
+
+    module    the trained class; `head` in it says what it is
+    cache     its pages, which are the target's, and as much scratch
+    outputs   [max_nodes + slots + 1, H] what a next draft step receives: of draft nodes, of each
+              slot's last extension, and of nobody
+    turning   float32[E/2] frequencies of its rotary positions
+    ids       int32[Vd] target id of every draft id
+    embed     target ids int64[n] -> [n,H]
+    enter     what it reads [n,H] of the target's features [n,F*H]
+    """
+
+    module: EagleHead
+    cache: PagedCache
+    outputs: Tensor
+    turning: Tensor
+    ids: Tensor
+    embed: Callable[[Tensor], Tensor]
+    enter: Callable[[Tensor], Tensor]
+
+
 class TorchEagleModel:
     """DraftModel in torch, on the device and in the dtype of its target.
 
@@ -50,7 +76,7 @@ class TorchEagleModel:
     not fit.
     """
 
-    def __init__(self, executor: TorchExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:
+    def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> None:
         head, limits = draft.head, executor.limits
         last = head.algorithm == "eagle1"
         self.traits = DraftModelTraits(
@@ -77,17 +103,16 @@ class TorchEagleModel:
             limits.max_nodes + limits.slots + 1, head.hidden, device=device, dtype=dtype
         )
         executor.request_aux_hidden_states(head.features)
-        if executor.kernels is not None:
-            arrays = self._arrays(draft)
-            executor.draft_extend(Drafting(arrays, executor.kernels, limits.max_nodes))
 
-    def _arrays(self, draft: DraftFile) -> HeadArrays:
+    def arrays(self) -> HeadArrays:
+        """What it works on, for who drafts without asking pass by pass."""
+        target_ids = self.traits.target_ids.astype(np.int32)
         return HeadArrays(
             module=self._head,
             cache=self._cache.parts[0],
             outputs=self._outputs,
             turning=self._frequencies,
-            ids=torch.from_numpy(draft.target_ids.astype(np.int32)).to(self._executor.device),
+            ids=torch.from_numpy(target_ids).to(self._executor.device),
             embed=self._embed,
             enter=self._enter,
         )
@@ -173,7 +198,7 @@ class TorchEagleModel:
         }
 
 
-def _loaded(executor: TorchExecutor, checkpoint: Checkpoint, draft: DraftFile) -> EagleHead:
+def _loaded(executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> EagleHead:
     """The trained class with the file's weights; the output head is the target's if not its own."""
     with torch.device("meta"):
         head = EagleHead(draft.head)

@@ -18,51 +18,28 @@ any node are neighbours; that makes `enter` and `leave` (geometry.py) two counts
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.executors.torch.accept import Likely, NodeNoise
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.eagle_model import HeadArrays
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import rotation
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.draft_tree import full_size
-from forerun.types import Ints
-
-
-@dataclass(frozen=True, slots=True)
-class HeadArrays:
-    """A draft head as it lies on its device.
-
-    module    the trained class; `head` in it says what it is
-    cache     its pages, which are the target's, and as much scratch
-    outputs   [max_nodes + slots + 1, H] what a next draft step receives: of draft nodes, of each
-              slot's last extension, and of nobody
-    turning   float32[E/2] frequencies of its rotary positions
-    ids       int32[Vd] target id of every draft id
-    embed     target ids int64[n] -> [n,H]
-    enter     what it reads [n,H] of the target's features [n,F*H]
-    """
-
-    module: EagleHead
-    cache: PagedCache
-    outputs: Tensor
-    turning: Tensor
-    ids: Tensor
-    embed: Callable[[Tensor], Tensor]
-    enter: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
     """What a round knows when it has committed.
 
-    buffers   facts.py
+    buffers   buffers.py
     geometry  of the step
     noise     of every row's root, [R]
     choices   int32[R*N] of all nodes
@@ -171,7 +148,7 @@ class Drafting:
                 token.flatten().long(),
                 hidden.reshape(len(position), -1),
                 position,
-                lambda q, k, v, level=level: self._attend_level(q, k, v, forest, level - 1),
+                partial(self._attend_level, forest=forest, level=level - 1),
             )
             hidden = outputs.view(size.rows, width, -1)
             noise = below.noise.at(forest.rows.repeat_interleave(width), level)
@@ -181,7 +158,8 @@ class Drafting:
             values = base.repeat_interleave(width, 1) + values.clamp_max(0.0)
             parents = full_size(width, level - 1) + chosen.repeat_interleave(width, 1)
             grown.append((tokens, parents, values))
-        return tuple(torch.cat(each, 1) for each in zip(*grown, strict=True))
+        tokens, parents, values = (torch.cat(each, 1) for each in zip(*grown, strict=True))
+        return tokens, parents, values
 
     def _pass(
         self,
@@ -192,7 +170,8 @@ class Drafting:
     ) -> tuple[Tensor, Tensor]:
         arrays = self._arrays
         cos, sin = rotation(position.long(), arrays.turning, self._head.rope.attention_factor)
-        return arrays.module(arrays.embed(tokens), hidden, cos, sin, attend)
+        read, outputs = arrays.module(arrays.embed(tokens), hidden, cos, sin, attend)
+        return read, outputs
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, geometry: Geometry) -> Tensor:
         # Turned by float32 angles, whatever the dtype.
@@ -206,7 +185,7 @@ class Drafting:
     ) -> Tensor:
         """As if all levels asked, but only this one's tiles do."""
         whole = forest.put(level, queries.to(values.dtype), keys.to(values.dtype), values)
-        context = self._attend(*whole, forest.geometry(level))
+        context = self._attend(whole[0], whole[1], whole[2], forest.geometry(level))
         return context.view(*forest.shape, *context.shape[1:])[:, level].flatten(0, 1)
 
     def _children(self, read: Tensor, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
@@ -231,10 +210,10 @@ class _Forest:
         self.size, levels, width = size, max(size.levels - 1, 1), size.width
         self.shape = size.rows, levels, width
 
-        def there(array: Ints) -> Tensor:
+        def there(array: ArrayLike) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
-        start = np.arange(size.rows + 1) * size.nodes
+        start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(size.nodes)
         self.tile = tile_nodes(size.nodes, gqa_group)
         self.tiles = there(tiles_of(start, self.tile))
         self.nodes = torch.arange(size.total, device=device)

@@ -1,0 +1,323 @@
+"""CapturedExecutor: the executor contract in captured rounds, around the eager executor.
+
+A step of which every row begins with exactly one known token and samples runs as one round
+(runner.py), padded to one of a few sizes (sizes.py); nothing waits until its record is wanted
+(in_flight.py). Every other step, which is a prompt's or too large, is an eager one. Rows of a round
+that the device cannot decide are decided and committed from its logits, as in an eager step.
+
+Another round may begin before the record of this one is read (`carry`): it takes up on the device
+what this one leaves there (future_map.py).
+"""
+
+import logging
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.errors import EngineError
+from forerun.executors.host_sampler import HostAccepted
+from forerun.executors.torch.captured.buffers import Size, StagingBuffer
+from forerun.executors.torch.captured.drafting import Drafting
+from forerun.executors.torch.captured.graphs import Recorder, recorder
+from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.captured.prepare_inputs import (
+    check_pages,
+    check_pages_carried,
+    prepare_inputs,
+    prepare_inputs_carried,
+)
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.sizes import declared, padded_size
+from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.eagle_model import TorchEagleModel
+from forerun.executors.torch.executor import Scores, TorchExecutor
+from forerun.executors.torch.kernels import Kernels
+from forerun.interface.executor import DraftShape
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_folder import DraftFile
+from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.types import Bools, Floats, Ints
+
+log = logging.getLogger("forerun.executors.torch")
+
+CAPTURE_SECONDS = 60.0
+"""No further size is captured before the first request after this long."""
+
+_NOBODY: Ints = np.zeros(0, np.int32)
+
+
+class CapturedExecutor:
+    """Rounds where a step can be one; else whatever `eager` does.
+
+    eager  the executor whose weights, cache and slots these are
+    """
+
+    name = TorchExecutor.name
+
+    def __init__(self, eager: TorchExecutor, kernels: Kernels, records: Recorder) -> None:
+        self.eager, self.kernels = eager, kernels
+        self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
+        self._sampler = eager.sampler
+        self._runner: CudaGraphRunner | None = CudaGraphRunner(
+            eager.decoder, eager.cache, eager.limits, kernels, records
+        )
+        self._last: InFlightStep | None = None
+        # Rounds so far, and the seconds from their launches to their results: what a step takes
+        # longer than that is the host's.
+        self._rounds, self._seconds, self._read = 0, 0.0, 0.0
+
+    def open(self, slot_init: SlotInit) -> None:
+        """Bind a sequence to its slot."""
+        self.eager.open(slot_init)
+
+    def close(self, slot: int) -> None:
+        """Forget a slot's sequence."""
+        self.eager.close(slot)
+
+    @property
+    def runner(self) -> CudaGraphRunner:
+        """Raises EngineError after `shutdown`."""
+        if self._runner is None:
+            raise EngineError("the executor was shut down")
+        return self._runner
+
+    # --- what is asked for before the first request ------------------------------------------
+
+    @property
+    def decoder(self) -> Decoder:
+        """The target's weights."""
+        return self.eager.decoder
+
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """As TorchExecutor does, of every step; what was captured is forgotten."""
+        self.eager.request_aux_hidden_states(layers)
+        self.runner.request_aux_hidden_states(layers, self.dtype)
+
+    def draft_with(self, model: TorchEagleModel) -> None:
+        """Let rounds that a draft request comes with do this head's work at their end."""
+        self.runner.drafting = Drafting(model.arrays(), self.kernels, self.limits.max_nodes)
+
+    def keep_state(self) -> bool:
+        """Let rounds carry on from each other."""
+        self.runner.keep_state()
+        return True
+
+    @torch.inference_mode()
+    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+        """Capture the sizes that are declared for such drafts, within CAPTURE_SECONDS."""
+        runner, most = self.runner, self.limits.max_nodes
+        fits = runner.drafting.fits if runner.drafting is not None else lambda size: True
+        sizes = [size for size in declared(self.limits, draft) if size.total <= most and fits(size)]
+        if runner.future is not None and draft.levels:
+            runner.future.grow(Size(1, 1, draft.levels, draft.width))
+        begun = perf_counter()
+        for done, size in enumerate(sizes):
+            if perf_counter() - begun > CAPTURE_SECONDS:
+                log.warning("captured %d of %d sizes in %.0f s", done, len(sizes), CAPTURE_SECONDS)
+                return
+            progress(done, len(sizes))
+            for _ in range(2):
+                runner.launch(size, runner.staging(size))()
+        progress(len(sizes), len(sizes))
+
+    # --- a step ------------------------------------------------------------------------------
+
+    def padded_nodes(self, rows: int, nodes: int) -> int:
+        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
+        size = padded_size(rows, nodes, self.limits.max_nodes)
+        return rows * nodes if size is None else size.total
+
+    def size_of(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Size | None:
+        """The smallest size that holds the step; None where it cannot be run as a round.
+
+        What is requested is part of it, where it fits.
+        """
+        if not (trees.known == 1).all() or not plan.samples.all():
+            return None
+        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request)
+
+    def _size(self, slots: Ints, nodes: int, draft_request: DraftRequest | None) -> Size | None:
+        """The smallest size for rows, in these slots, of so many nodes."""
+        size, drafting = padded_size(len(slots), nodes, self.limits.max_nodes), self.runner.drafting
+        if size is None or draft_request is None or drafting is None:
+            return size
+        larger = size._replace(levels=draft_request.levels, width=draft_request.width)
+        follows = np.isin(slots, draft_request.slots).any()
+        return larger if follows and drafting.fits(larger) else size
+
+    @torch.inference_mode()
+    def verify(
+        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+    ) -> Scores | InFlightStep:
+        """Begin a round, which also accepts and writes what it can decide, and drafts what is
+        requested. Waits for nothing: `accept` does.
+        """
+        size = self.size_of(plan, trees, draft_request)
+        if size is None:
+            return self.eager.verify(plan, trees)
+        check_pages(plan, trees, self.limits.page_size)
+        staging = self.runner.staging(size)
+        plain = self._sampler.plain(plan, trees)
+        place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
+        return self._begin(size, staging, plan.slots, decided, place, draft_request)
+
+    @torch.inference_mode()
+    def carry(
+        self, plan: CarriedPlan, draft_request: DraftRequest | None = None
+    ) -> InFlightStep | None:
+        """Begin a carried plan on what the running round leaves. None where no round can be."""
+        before, future = self._last, self.runner.future
+        if future is None or before is None:
+            return None
+        grown = before.size.levels, before.size.width
+        depth = np.minimum(plan.max_depth, grown[0]).tolist()
+        most = [
+            min(nodes, full_size(grown[1], levels))
+            for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
+        ]
+        size = self._size(plan.slots, 1 + max(most), draft_request)
+        # Room for deeper trees would be another's room.
+        if size is None or (draft_request is not None and not size.levels) or future.lacks(size):
+            return None
+        check_pages_carried(plan, self.limits.page_size)
+        staging, choosing = self.runner.staging(size), self._sampler.choosing
+        prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
+        decided = np.ones(plan.rows, np.bool_)
+        return self._begin(size, staging, plan.slots, decided, None, draft_request)
+
+    def _begin(
+        self,
+        size: Size,
+        staging: StagingBuffer,
+        slots: Ints,
+        decided: Bools,
+        place: Ints | None,
+        draft_request: DraftRequest | None,
+    ) -> InFlightStep:
+        """Launch what `staging` is filled with; decided, place: see InFlightStep."""
+        runner, count = self.runner, len(slots)
+        staging.buffers["slot"][:count] = slots
+        extends = np.zeros(count, np.bool_)
+        if draft_request is not None and size.levels:
+            extends = decided & np.isin(slots, draft_request.slots)
+            staging.buffers["draft_slot"][:count][extends] = slots[extends]
+        begun = perf_counter()
+
+        def over() -> None:
+            now = perf_counter()
+            self._rounds += 1
+            self._seconds += now - max(begun, self._read)
+            self._read = now
+
+        self._last = InFlightStep(
+            size=size,
+            slots=slots,
+            decided=decided,
+            extends=extends,
+            place=place,
+            result=staging.result,
+            wait=runner.launch(size, staging),
+            over=over,
+            logits=runner.logits[: size.total],
+            features=runner.features,
+        )
+        return self._last
+
+    def carries(self, scores: Scores | InFlightStep) -> bool:
+        """Whether the device decides every row of this step, and no report needs its logits."""
+        if not isinstance(scores, InFlightStep) or not scores.decided.all():
+            return False
+        return not self._sampler.reports(scores.slots)
+
+    def drafting(self, scores: Scores | InFlightStep) -> Ints:
+        """Slots of the rows that a round extends; an eager step extends none."""
+        return scores.drafting() if isinstance(scores, InFlightStep) else _NOBODY
+
+    @torch.inference_mode()
+    def trees(self, scores: InFlightStep) -> TreeBatch:
+        """What a carried step ran. Waits for it."""
+        return scores.trees()
+
+    @torch.inference_mode()
+    def accept(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        scores: Scores | InFlightStep,
+        masks: NodeMasks | None,
+    ) -> HostAccepted:
+        """Wait for what the round decided, and decide the rows that it left."""
+        if isinstance(scores, Scores):
+            return self.eager.accept(plan, trees, scores, masks)
+        logits: list[Floats] = []
+
+        def of_node(node: int) -> Floats:
+            if self._last is not scores:
+                # Another round has its place. Only a row without finite logits asks then.
+                return np.full(self.limits.vocab, np.nan, np.float32)
+            if not logits:
+                logits.append(scores.logits.cpu().numpy())
+            row: Floats = logits[0][scores.places()[node]]
+            return row
+
+        return self._sampler.accept(plan, trees, of_node, masks, scores.choices())
+
+    @torch.inference_mode()
+    def commit(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        scores: Scores | InFlightStep,
+        accepted: HostAccepted,
+    ) -> Outcome:
+        """Copy into pages what the round has not."""
+        if isinstance(scores, Scores):
+            return self.eager.commit(plan, trees, scores, accepted)
+        left = np.flatnonzero(~scores.decided).tolist()
+        self.eager.keep(plan, trees, accepted, left, scores.places())
+        return self._sampler.outcome(plan, trees, accepted, scores.node_features(), scores.drafts())
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: the eager executor's, and of the rounds."""
+        runner = self._runner
+        return self.eager.describe() | {
+            "captured": [tuple(size) for size in runner.captured] if runner else [],
+            "capture_seconds": runner.capture_seconds if runner else 0.0,
+            "rounds": self._rounds,
+            "round_seconds": self._seconds,
+        }
+
+    def shutdown(self) -> None:
+        """Release memory. Idempotent."""
+        self._runner = self._last = None
+        self.eager.shutdown()
+
+
+def with_captures(eager: TorchExecutor) -> TorchExecutor | CapturedExecutor:
+    """The executor behind captured rounds, where its device captures and all its layers can be;
+    else itself.
+    """
+    records = recorder(eager.device)
+    if records is None or eager.kernels is None or not eager.decoder.capturable:
+        return eager
+    return CapturedExecutor(eager, eager.kernels, records)
+
+
+def eagle_model(
+    executor: TorchExecutor | CapturedExecutor, checkpoint: Checkpoint, draft: DraftFile
+) -> TorchEagleModel:
+    """A draft head beside either; captured rounds do its work where they can. Raises what
+    TorchEagleModel does.
+    """
+    model = TorchEagleModel(executor, checkpoint, draft)
+    if isinstance(executor, CapturedExecutor):
+        executor.draft_with(model)
+    return model
