@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 11; }
+int forerun_abi() { return 13; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -116,6 +116,12 @@ int forerun_tie_head(Model* model) {
     return 0;
 }
 
+// The output head is another model's.
+int forerun_share_head(Model* model, Model* other) {
+    *model->matrix(-1, 1) = *other->matrix(-1, 1);
+    return 0;
+}
+
 int forerun_set_vector(Model* model, int layer, int which, const float* values, int count) {
     return guarded([&]() -> std::string {
         const float** vector = model->vector(layer, which);
@@ -186,8 +192,20 @@ Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind
                           const int32_t* aux_layers, const float* frequencies, int64_t weight_bytes) {
     Model* draft = nullptr;
     guarded([&]() -> std::string {
-        draft = new Draft(*model, *sizes, *kind, frequencies, (size_t)weight_bytes);
+        draft = new EagleHead(*model, *sizes, *kind, frequencies, (size_t)weight_bytes);
         model->request_aux_hidden_states(aux_layers, kind->features);
+        return "";
+    });
+    return draft;
+}
+
+// A whole model that drafts for `model`, which must outlive it. Its tensors are set as any model's;
+// `sizes.max_nodes` counts a place for each of `slots` roots, the last of all places.
+Model* forerun_open_decoder(Model* model, const Sizes* sizes, int slots, const float* frequencies,
+                            int64_t weight_bytes) {
+    Model* draft = nullptr;
+    guarded([&]() -> std::string {
+        draft = new DraftDecoder(*model, *sizes, slots, frequencies, (size_t)weight_bytes);
         return "";
     });
     return draft;

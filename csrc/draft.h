@@ -1,8 +1,17 @@
-// An EAGLE draft head beside its target: one layer of the target's kind, fed with features.
+// Draft models beside their target: one layer of the target's kind that is fed with features (an
+// EAGLE head, or the target's own prediction layer), and a whole model with a cache of its own.
 #pragma once
 #include "model.h"
 
 namespace forerun {
+
+// How a layer reads the embedding of a token beside a hidden state.
+enum Fusion {
+    kBeside = 0,          // EAGLE-3: both normed, one beside the other
+    kFused = 1,           // EAGLE-1: fused as they are; the layer has no norm before its attention
+    kEmbeddingFirst = 2,  // prediction layers: both normed, then fused, in this order
+    kHiddenFirst = 3,     // or the other
+};
 
 // What forerun.models.draft_config.DraftHead says, as far as the arithmetic needs it.
 // The layout is shared with forerun/executors/cpu/native.py.
@@ -10,7 +19,7 @@ struct HeadKind {
     int32_t features;        // how many hidden states of the target are fused
     int32_t width;           // of one of them
     int32_t slots;           // sequences at once
-    int32_t first_kind;      // EAGLE-1: the fusing matrix reads cat(embedding, hidden state)
+    int32_t fusion;          // of Fusion
     int32_t feature_norm;    // 0 none, 1 one norm over all, 2 one norm each
     int32_t normed_residual, normed_feedback;
 };
@@ -21,9 +30,11 @@ struct HeadKind {
 // own draft tokens: node n reads the output of draft node sources[n], or, where that is negative,
 // what
 // slot -1 - sources[n] kept of its last extension.
+// A whole model reads tokens alone (its own ids): no sources, no features. The last node of a row
+// of its extension is the row's root, which waits in the slot's place; its draft tokens see it.
 struct DraftStep {
     int32_t rows, nodes, first, extend, page_width, scored;
-    const int32_t* tokens;        // [nodes] target ids
+    const int32_t* tokens;        // [nodes] rows of the embedding
     const int32_t* sources;       // [nodes]
     const int32_t* parents;       // [nodes] draft node above, or -1; unused by extensions
     const int32_t *start, *kv_len, *pages;  // as in Step
@@ -36,21 +47,49 @@ struct DraftStep {
 // Draft nodes are numbered from `first` on and live until a step begins at 0 again.
 class Draft : public Model {
 public:
-    Draft(Model& target, const Sizes& sizes, const HeadKind& kind, const float* frequencies,
-          size_t weight_bytes);
-
-    // As Model's; of the head's own (-1): 1 = output head, 2 = fusing matrix, and the vectors
-    // 0 = final norm, 1 = hidden norm, 2 = norm over all features, 3 + i = norm of feature i.
-    Matrix* matrix(int layer, int which) override;
-    const float** vector(int layer, int which) override;
-
     // Runs the step. Empty, or what was wrong with it.
     std::string step(const DraftStep& step);
 
+protected:
+    // roots: every slot has a place for its root, behind those of `sizes.max_nodes - slots` nodes.
+    Draft(Model& target, const Sizes& sizes, int slots, bool roots, const float* frequencies,
+          size_t weight_bytes);
+
+    virtual const Matrix& embeddings() = 0;
+    // Whether a node may read what its source says.
+    virtual bool sound(const DraftStep& step, int source) const = 0;
+    virtual void run(const DraftStep& step, int thread) = 0;
+
+    int32_t root_place(int slot) const { return (int32_t)(places_ - slots_ + slot); }
+
+    const int slots_;
+    Step nodes_{};  // what Model's phases read of the current step
+    std::vector<int32_t> depths_, parents_, rows_;  // [max_nodes]
+
 private:
-    std::string check(const DraftStep& step) const;
+    std::string check(const DraftStep& step);
     void prepare(const DraftStep& step);
-    void run(const DraftStep& step, int thread);
+    void list_places(const DraftStep& step, int row);
+
+    const bool roots_;
+    const int most_nodes_;
+};
+
+class EagleHead : public Draft {
+public:
+    EagleHead(Model& target, const Sizes& sizes, const HeadKind& kind, const float* frequencies,
+              size_t weight_bytes);
+
+    // As Model's; of the head's own (-1): 1 = output head, 2 = fusing matrix, and the vectors
+    // 0 = final norm, 1 = hidden norm, 2 = norm over all features (of a prediction layer: of the
+    // embedding), 3 + i = norm of feature i.
+    Matrix* matrix(int layer, int which) override;
+    const float** vector(int layer, int which) override;
+
+private:
+    const Matrix& embeddings() override { return *target_.matrix(-1, 0); }
+    bool sound(const DraftStep& step, int source) const override;
+    void run(const DraftStep& step, int thread) override;
     void fuse(const DraftStep& step, int thread);
     void read(const DraftStep& step, int thread);
     void keep(const DraftStep& step, int thread);
@@ -62,12 +101,23 @@ private:
     Matrix fuse_;
     const float *hidden_norm_ = nullptr, *joint_norm_ = nullptr;
     std::vector<const float*> feature_norms_;
-    Step nodes_{};                    // what Model's phases read of the current step
     std::vector<Group> fuse_q_, input_q_;
     std::vector<float> embedded_;     // [max_nodes][hidden]
     std::vector<float> outputs_;      // [max_nodes][hidden] what the next step receives
     std::vector<float> kept_;         // [slots][hidden]
-    std::vector<int32_t> depths_, parents_, rows_;  // [max_nodes]
+};
+
+// All layers of a smaller model; its tensors are set as any model's.
+class DraftDecoder : public Draft {
+public:
+    DraftDecoder(Model& target, const Sizes& sizes, int slots, const float* frequencies,
+                 size_t weight_bytes)
+        : Draft(target, sizes, slots, true, frequencies, weight_bytes) {}
+
+private:
+    const Matrix& embeddings() override { return embedding_; }
+    bool sound(const DraftStep&, int) const override { return true; }
+    void run(const DraftStep&, int thread) override { Model::run(nodes_, thread); }
 };
 
 }  // namespace forerun

@@ -4,6 +4,7 @@ A new method is a row here, and a drafter in build/drafting.py.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from forerun.errors import ConfigError
 
@@ -17,7 +18,9 @@ class Algorithm:
     name      as resolved configurations and messages have it
     meaning   for people, half a sentence
     aliases   other names that mean the same
-    model     drafts with a draft model (a head)
+    model     drafts with a draft model
+    kind      what that is: a draft head, a whole model with layers and a vocabulary of its own, or
+              layers in the target's own checkpoint
     lookup    drafts with n-grams
     block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
@@ -28,6 +31,7 @@ class Algorithm:
     meaning: str
     aliases: tuple[str, ...] = ()
     model: bool = False
+    kind: Literal["head", "whole", "layers"] = "head"
     lookup: bool = False
     block: bool = False
     max_topk: int | None = None
@@ -44,7 +48,8 @@ ALGORITHMS = (
     ),
     Algorithm(
         "EAGLE",
-        "a draft head of the EAGLE family (1, 2, 3 or 3.1); its tensors say which",
+        "a draft head of the EAGLE family (1, 2, 3 or 3.1), as its tensors say; with no draft "
+        "named, NEXTN where the target has prediction layers",
         aliases=("HEAD", "EAGLE2"),
         model=True,
     ),
@@ -66,18 +71,17 @@ ALGORITHMS = (
     Algorithm("OFF", "no speculation", aliases=("NONE",)),
     Algorithm(
         "NEXTN",
-        "the target's own prediction layers",
+        "the target's own prediction layers, read from its checkpoint",
         aliases=("MTP",),
         model=True,
-        instead="prediction layers of the target are not read yet; use EAGLE3 with a draft head, "
-        "or NGRAM",
+        kind="layers",
     ),
     Algorithm(
         "STANDALONE",
-        "a smaller model drafts",
+        "a smaller model drafts; of another vocabulary, what the two share",
         aliases=("DRAFT_MODEL",),
         model=True,
-        instead="a whole model cannot draft yet; use EAGLE3 with a draft head, or NGRAM",
+        kind="whole",
     ),
     Algorithm(
         "DFLASH",

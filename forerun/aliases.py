@@ -82,7 +82,7 @@ _DRAFTING = [
               LLAMA, why="--policy adaptive drafts as many tokens as pay, down to none"),
     *[alias for flag in ("--model-draft", "-md", "--spec-draft-model") for alias in other(
         flag, ("speculative_algorithm", "speculative_draft_model_path"), draft_model, LLAMA,
-        meaning="`--speculative-algorithm STANDALONE`, which cannot be used yet")],
+        meaning="`--speculative-algorithm STANDALONE --speculative-draft-model-path`")],
     *refused("-ctkd -ctvd -ngld --gpu-layers-draft --ctx-size-draft -cd", LLAMA,
               why="a draft is computed where and how the target is"),
     *same("--speculation", "speculative_algorithm", FORMER,

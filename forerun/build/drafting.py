@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.build.draft_file import AnyDraftFile, open_draft_file
+from forerun.build.draft_file import open_draft_file
 from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import Needs
+from forerun.build.standalone import open_standalone
 from forerun.config import EngineConfig
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.cost_model import StepCosts
@@ -17,15 +18,18 @@ from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
-from forerun.hub.catalog import shipped_draft
+from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.arch import Architecture
 from forerun.models.block_folder import BlockFile
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.folder import FolderCheckpoint
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
+from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
+from forerun.models.whole_draft import WholeDraft
 
 LOOKUP_BAR = 0.4
 """A lookup that gives its first draft token this chance is asked instead of the draft head.
@@ -39,19 +43,31 @@ that comes with the model."""
 Result = TypeVar("Result")
 
 
-def with_shipped(config: EngineConfig) -> EngineConfig:
+def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
     """The configuration with the draft that comes with its model, where none is named and it
     wants one. Raises ConfigError where it wants a head and there is none.
+
+    layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
+             itself as its draft, means them
 
     AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
     measured a head's draft tokens were not as much better as they are dearer (docs/log.md).
     """
+    if config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE"):
+        if config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
+            return replace(config, speculative_algorithm="NEXTN", speculative_draft_model_path=None)
+        if config.algorithm.kind == "layers":
+            raise ConfigError(
+                "speculative-algorithm NEXTN drafts with layers of the target's own checkpoint; "
+                "leave speculative-draft-model-path out, or use EAGLE with a draft head."
+            )
     named = config.speculative_draft_model_path
     if not config.speculates or named not in (None, NO_DRAFT):
         if named and Path(named).is_dir():
             return replace(config, speculative_draft_model_path=str(_trained(Path(named))))
         return config
-    shipped = None if named == NO_DRAFT else shipped_draft(config.model)
+    head = config.algorithm.kind == "head"
+    shipped = shipped_draft(config.model) if head and named != NO_DRAFT else None
     auto = config.speculative_algorithm == AUTO
     if shipped is not None:
         wanted = "NGRAM" if auto else config.speculative_algorithm
@@ -61,7 +77,8 @@ def with_shipped(config: EngineConfig) -> EngineConfig:
     if config.algorithm.model and not auto:
         raise ConfigError(
             f"speculative-algorithm is {config.speculative_algorithm}, but no draft is named and "
-            f"none comes with {config.model}; add --speculative-draft-model-path FOLDER."
+            f"none comes with {config.model}; add --speculative-draft-model-path "
+            f"{'FOLDER' if head else 'MODEL'}."
         )
     return replace(config, speculative_draft_model_path=None)
 
@@ -99,18 +116,23 @@ def resolved_drafting(
 class Parts:
     """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
 
-    head: AnyDraftFile | None = None
+    model: DraftSource | None = None
     table: NgramTable | None = None
 
 
-def open_drafts(config: EngineConfig, arch: Architecture) -> Parts:
-    """The parts of the named draft that the configuration wants. Warns of a head's traps.
+def open_drafts(config: EngineConfig, target: Model) -> Parts:
+    """The parts of the named draft that the configuration wants. Warns of its traps.
 
     Raises ModelError where the draft cannot be used.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
+    if config.speculates and method.kind == "layers":
+        return Parts(_prediction_layers(target.checkpoint))
     if named is None or not config.speculates:
         return Parts()
+    if method.kind == "whole":
+        return Parts(_standalone(config, named, target))
+    arch = target.architecture
     folder, head, table = _folder(named, config.speculative_draft_model_revision), None, None
     tabled = (folder / TABLE).is_file()
     if tabled and method.lookup:
@@ -127,6 +149,32 @@ def open_drafts(config: EngineConfig, arch: Architecture) -> Parts:
         for warning in head.warnings:
             warnings.warn(f"draft {named}: {warning}", stacklevel=2)
     return Parts(head, table)
+
+
+def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
+    revision, vocab = config.speculative_draft_model_revision, target.architecture.vocab
+    draft = open_standalone(named, revision, target.tokenizer, vocab)
+    context, wanted = draft.checkpoint.architecture.context, config.context
+    wanted = wanted or target.architecture.context
+    if context < wanted:
+        warnings.warn(
+            f"draft {named} was made for {context} tokens, the context is {wanted}: acceptance may "
+            "fall beyond it",
+            stacklevel=2,
+        )
+    return draft
+
+
+def _prediction_layers(target: Checkpoint) -> PredictionLayers:
+    files = target.prediction_files if isinstance(target, FolderCheckpoint) else {}
+    layers = open_prediction_layers(target, files)
+    if layers.count > 1:
+        warnings.warn(
+            f"{target.path} has {layers.count} prediction layers, each made for one depth: the "
+            "first is used for all depths, so acceptance falls beyond it",
+            stacklevel=2,
+        )
+    return layers
 
 
 def _folder(named: str, revision: str | None) -> Path:
@@ -164,10 +212,10 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 
 def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
-    """The needs with a draft model's: weights, keys and values of all its layers, logits.
+    """The needs with a draft model's: weights, keys and values of all layers, what a node takes.
 
-    item  bytes of a number; None: weights are packed to 8 bits, keys and values kept in 16; but
-          a block drafter is NumPy's there: float32, with copies of what it borrows
+    item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16;
+          but a block drafter is NumPy's there: float32, with copies of what it borrows
     """
     count = draft.parameters
     if item is None and isinstance(draft, BlockFile):
@@ -177,7 +225,7 @@ def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
         needs,
         weights=needs.weights + weights,
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
-        per_node=needs.per_node + 4 * (draft.vocab // 4),
+        per_node=needs.per_node + 4 * (draft.vocab // 4 + draft.node_numbers),
     )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from forerun.build import tuned
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
-from forerun.build.draft_file import AnyDraftFile
 from forerun.build.drafting import (
     Parts,
     excused,
@@ -23,6 +22,7 @@ from forerun.build.drafting import (
     with_draft,
     with_shipped,
 )
+from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
@@ -39,12 +39,12 @@ from forerun.drafters.none import NoDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.executors.toy import ToyExecutor
-from forerun.hub.catalog import open_model
+from forerun.hub.catalog import Model, open_model
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
-from forerun.models.arch import Architecture
+from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
@@ -65,7 +65,7 @@ class Target:
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end
-    draft     the file of the draft head that is wanted; None without one
+    draft     what was opened of the draft model that is wanted; None without one
     draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
     fault     why a draft that was named is not used
@@ -82,7 +82,7 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    draft: AnyDraftFile | None = None
+    draft: DraftSource | None = None
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
@@ -235,11 +235,12 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress, revision=config.revision)
     device = choose_device(config)
     arch = model.architecture
-    config = with_shipped(choose_executor(config, arch))
+    layered = bool(getattr(model.checkpoint, "prediction_files", None))
+    config = with_shipped(choose_executor(config, arch), layered)
     entry = EXECUTORS[config.executor]
     needs = entry.needs(config, arch, model.path)
-    parts, fault = excused(config, lambda: _drafts(config, arch))
-    draft, table = (parts.head, parts.table) if parts else (None, None)
+    parts, fault = excused(config, lambda: _drafts(config, model))
+    draft, table = (parts.model, parts.table) if parts else (None, None)
     if draft is not None:
         needs = with_draft(needs, draft, entry.draft_item(config))
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
@@ -253,7 +254,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         )
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block)
-    prepare(config, executor, drafts is not None, progress)
+    headed = drafts is not None and isinstance(draft, DraftFile)
+    prepare(config, executor, headed, progress)
     costs = _costs(config, executor)
     if costs is not None and drafts is not None:
         costs = with_draft_model(costs, drafts, executor, config.page_size)
@@ -275,11 +277,11 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _drafts(config: EngineConfig, arch: Architecture) -> Parts:
+def _drafts(config: EngineConfig, target: Model) -> Parts:
     """What is wanted of the named draft, of a kind that the executor runs."""
-    parts = open_drafts(config, arch)
-    if parts.head is not None:
-        check_offered(config, parts.head)
+    parts = open_drafts(config, target)
+    if parts.model is not None:
+        check_offered(config, parts.model)
     return parts
 
 

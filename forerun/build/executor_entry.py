@@ -21,6 +21,7 @@ class DraftSource(Protocol):
     parameters  numbers of weights that run
     cache       what each layer keeps of a position, under the target's page ids
     vocab       Vd
+    node_numbers  float32 numbers that a node of a pass takes, beside its logits
     """
 
     @property
@@ -36,6 +37,9 @@ class DraftSource(Protocol):
 
     @property
     def vocab(self) -> int: ...  # noqa: D102
+
+    @property
+    def node_numbers(self) -> int: ...  # noqa: D102
 
 
 MakeDraftModel = Callable[[Any, Checkpoint, Any], DraftModel]

@@ -15,6 +15,8 @@ from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
+from forerun.models.prediction_layers import PredictionLayers
+from forerun.models.whole_draft import WholeDraft
 
 
 def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
@@ -71,6 +73,20 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
     return cpu_block_model(executor, checkpoint, draft)
 
 
+def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
+    from forerun.executors.cpu import CpuDecoderModel, CpuExecutor
+
+    assert isinstance(executor, CpuExecutor)
+    return CpuDecoderModel(executor, draft)
+
+
+def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
+    from forerun.executors.cpu import CpuExecutor, CpuPredictionModel
+
+    assert isinstance(executor, CpuExecutor)
+    return CpuPredictionModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="cpu",
     title="native CPU core",
@@ -80,6 +96,11 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: None,
     free_memory=lambda config: memory_available(),
     build=_build,
-    draft_models={DraftFile.kind: _eagle, BlockFile.kind: _block},
+    draft_models={
+        DraftFile.kind: _eagle,
+        BlockFile.kind: _block,
+        WholeDraft.kind: _whole,
+        PredictionLayers.kind: _layers,
+    },
     dtype="file",
 )

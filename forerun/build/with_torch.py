@@ -10,6 +10,8 @@ from forerun.machine import memory_available
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
+from forerun.models.prediction_layers import PredictionLayers
+from forerun.models.whole_draft import WholeDraft
 
 
 def _free_memory(config: EngineConfig) -> int:
@@ -53,6 +55,20 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
     return TorchBlockModel(executor, draft)
 
 
+def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
+    from forerun.executors.torch import CapturedExecutor, TorchDecoderModel, TorchExecutor
+
+    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    return TorchDecoderModel(executor, draft)
+
+
+def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
+    from forerun.executors.torch import CapturedExecutor, TorchExecutor, TorchPredictionModel
+
+    assert isinstance(executor, TorchExecutor | CapturedExecutor)
+    return TorchPredictionModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="torch",
     title="torch executor",
@@ -62,5 +78,10 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,
-    draft_models={DraftFile.kind: _eagle, BlockFile.kind: _block},
+    draft_models={
+        DraftFile.kind: _eagle,
+        BlockFile.kind: _block,
+        WholeDraft.kind: _whole,
+        PredictionLayers.kind: _layers,
+    },
 )

@@ -21,7 +21,7 @@ def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attem
         raise ConfigError("--draft-reading says how to read the draft; leave --probe out.")
     method, given = config.algorithm, config.speculative_draft_model_path
     named = given not in (None, NO_DRAFT) or method.name != AUTO
-    if config.toy or not method.model or not named:
+    if config.toy or not method.model or method.kind != "head" or not named:
         raise ConfigError("--probe has nothing to probe: no draft head is asked for.")
     config = with_shipped(config)
     try:

@@ -71,6 +71,11 @@ class BlockFile:
         """Vd."""
         return self.head.vocab
 
+    @property
+    def node_numbers(self) -> int:
+        """Beside its logits a node takes next to nothing."""
+        return 0
+
     def tensor(self, name: str) -> Floats:
         """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""
         file, stored = self.files[name]

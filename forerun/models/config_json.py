@@ -32,6 +32,9 @@ _HARMLESS = re.compile(
 )
 """Keys that never change what the model computes."""
 
+_MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrope": False}
+"""What MiMo's configuration says of what Qwen2's code takes for granted."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of moderate size, or ModelError."""
@@ -49,12 +52,27 @@ def read_json(path: Path) -> dict[str, Any]:
 def architecture_from(config: Mapping[str, Any], where: Path) -> Architecture:
     """Read a config.json, or raise ModelError naming the key that stands in the way."""
     try:
-        return _architecture(Keys(config, "config.json: "))
+        return _architecture(Keys(_plain_name(config), "config.json: "))
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
 
 
+def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """MiMo is Qwen2 with prediction layers (arXiv 2505.07608, section 2): its configuration says so
+    in other words. The code that it names (auto_map) is never run.
+    """
+    if config.get("model_type") != "mimo":
+        return config
+    keys = Keys(config, "config.json: ")
+    for name, value in _MIMO.items():
+        if config.get(name, value) != value:
+            raise keys.unfit(name, config[name], f"{value!r} in a MiMo model")
+    kept = {name: value for name, value in config.items() if name not in (*_MIMO, "auto_map")}
+    return kept | {"model_type": "qwen2"}
+
+
 def _architecture(keys: Keys) -> Architecture:
+    keys.get("num_nextn_predict_layers")  # Their tensors say how many there are.
     family = family_named(keys.get("model_type"), "config.json: model_type")
     arch = READERS[family].read(family, keys)
     keys.refuse_the_rest(harmless)

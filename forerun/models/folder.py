@@ -12,6 +12,7 @@ from forerun.models.checkpoint import Packed, check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.keys import shown
 from forerun.models.mapped import TensorFile
+from forerun.models.prediction_layers import divided
 from forerun.models.shard import read_shard
 from forerun.types import Floats
 
@@ -22,14 +23,19 @@ _MOST_SHARDS = 1024
 
 
 class FolderCheckpoint:
-    """A folder as a Checkpoint. Pickled weights are refused, whatever their name."""
+    """A folder as a Checkpoint. Pickled weights are refused, whatever their name.
+
+    prediction_files  by stored name, the tensors of prediction layers: no part of the model itself,
+                      and looked into by who drafts with them
+    """
 
     def __init__(self, folder: Path) -> None:
         """Map and check the files; ModelError names what is wrong with them."""
         self._folder = folder
         self.config: dict[str, Any] = _config(folder)
         self.architecture: Architecture = architecture_from(self.config, folder)
-        self._files = _needed(files_by_tensor(folder), self.architecture)
+        own, self.prediction_files = divided(files_by_tensor(folder), self.architecture)
+        self._files = _needed(own, self.architecture)
         shapes = {name: file.tensors[name].shape for name, file in self._files.items()}
         check_whole(self.architecture, shapes, folder)
 

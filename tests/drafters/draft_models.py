@@ -1,7 +1,6 @@
-"""Draft models that show what the contract is made for, some sixty lines each.
+"""Draft models that show what the contract is made for, some sixty lines each. (One that reads
+tokens alone is served: executors/torch/decoder_model.py.)
 
-SmallDecoder  a second decoder with its own layers and cache, which reads tokens alone; given the
-              target's weights it is the target itself
 FeatureBlock  proposes a block in one pass: its layers' context is made of the target's features
 Told          any of them, but it says what it was told beforehand, or what it was told is wrong
 """
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from forerun.errors import EngineError
-from forerun.executors.torch.draft_cache import DraftCache, check_extension, check_level
+from forerun.executors.torch.draft_cache import DraftCache, check_extension
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.layers import rotate, rotation
 from forerun.interface.draft_model import (
@@ -32,44 +31,6 @@ def ranked(logits):
     """All ids and their log-probabilities, best first."""
     log_probs, ids = logits.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     return ids.int().numpy(), log_probs.numpy()
-
-
-class SmallDecoder:
-    """Level by level, from tokens alone."""
-
-    def __init__(self, name, decoder, limits):
-        arch = decoder.arch
-        self.traits = DraftModelTraits(
-            name=name,
-            cache=(CacheLayer(arch.kv_heads, arch.head_size),) * arch.layers,
-            target_ids=np.arange(arch.vocab, dtype=np.int32),
-            max_nodes=limits.max_nodes,
-        )
-        self._decoder, self._limits = decoder, limits
-        self._cache = DraftCache(self.traits.cache, limits, CPU, torch.float32, roots=True)
-
-    @torch.inference_mode()
-    def extend(self, extension, features):
-        assert features is None
-        check_extension(extension, self.traits, self.traits.vocab, self._limits)
-        found = self._run(self._cache.extension(extension))
-        self._cache.commit(extension)
-        return found
-
-    @torch.inference_mode()
-    def expand(self, level):
-        check_level(level, self.traits, self.traits.vocab, self._limits)
-        return self._run(self._cache.level(level))
-
-    def block(self, block):
-        raise EngineError("a decoder proposes level by level")
-
-    def _run(self, work):
-        last, _ = self._decoder.forward(index(work.tokens), index(work.position), work.attend)
-        return Candidates(*ranked(self._decoder.logits(last[index(work.scored)])))
-
-    def describe(self):
-        return {"layers": len(self.traits.cache)}
 
 
 class FeatureBlock:

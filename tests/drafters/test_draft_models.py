@@ -3,6 +3,7 @@ exact, and texts are those of plain decoding.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,19 +17,27 @@ from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control.policy import Budget, FixedPolicy
+from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch import TorchDecoderModel
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.kv import KvShape
 from forerun.interface.draft_model import BlockCandidates
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 from forerun.speculative.draft_tree import Template
-from tests.drafters.draft_models import CPU, FeatureBlock, SmallDecoder, Told, index
+from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
 from tests.models import tiny
 
 TOKENS, DEPTH = 31, 3
 TEMPERATURES = [0.0, 0.8]
+
+
+@pytest.fixture(autouse=True)
+def all_candidates(monkeypatch):
+    """Noise is looked at for every token: tiny models' distributions are flat."""
+    monkeypatch.setattr(model_drafter, "CANDIDATES", tiny.VOCAB)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,11 +77,16 @@ def models(hf, target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     small = tiny.model("llama", num_hidden_layers=3)
     small.load_state_dict(hf.state_dict(), strict=False)
-    decoder = Decoder(FolderCheckpoint(tiny.save_folder(small, folder)), CPU, torch.float32)
-    executor, limits = target.executor, target.executor.limits
+    tiny.save_folder(small, folder)
+    executor = target.executor
+
+    def whole(name, path):
+        vocabulary = equal_vocabulary(tiny.VOCAB, tiny.VOCAB)
+        return WholeDraft(name, FolderCheckpoint(Path(path)), vocabulary)
+
     return {
-        "self": SmallDecoder("self", executor.decoder, limits),
-        "small": SmallDecoder("small", decoder, limits),
+        "self": TorchDecoderModel(executor, whole("self", target.config.model)),
+        "small": TorchDecoderModel(executor, whole("small", folder)),
         "block": FeatureBlock(executor, causal=True),
         "both ways": FeatureBlock(executor, causal=False, every=2),
     }
@@ -292,8 +306,8 @@ def test_layers_of_any_number_and_shape_are_counted():
     layers = (CacheLayer(2, 16), CacheLayer(1, 8), CacheLayer(2, 16))
     config = EngineConfig(model="toy", page_size=8, max_sequences=2, max_step_nodes=16)
     needs = Needs(context=256, vocab=100, weights=1000, per_token=64, per_node=10)
-    source = SimpleNamespace(parameters=500, cache=layers, vocab=40)
-    with_model = with_draft(needs, source, 4)
+    draft = SimpleNamespace(parameters=500, cache=layers, vocab=40, node_numbers=0)
+    with_model = with_draft(needs, draft, 4)
     assert with_model.weights == 1000 + 4 * 500
     assert with_model.per_token == 64 + 4 * 2 * (2 * 16 + 8 + 2 * 16)
     plan = plan_memory(config, with_model, 10**8)

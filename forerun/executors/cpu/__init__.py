@@ -1,17 +1,21 @@
 """Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
 from forerun.executors.cpu.block_model import cpu_block_model
+from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel
 from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
 from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.ngram import CpuNgramDrafter
+from forerun.executors.cpu.prediction_model import CpuPredictionModel
 
 __all__ = [
+    "CpuDecoderModel",
     "CpuEagleModel",
     "CpuExecutor",
     "CpuNgramDrafter",
+    "CpuPredictionModel",
     "HiddenStates",
     "available",
     "cache_bytes_per_token",

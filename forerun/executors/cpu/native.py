@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 11
+ABI = 13
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -66,7 +66,7 @@ class HeadKind(ctypes.Structure):
             "features",
             "width",
             "slots",
-            "first_kind",
+            "fusion",
             "feature_norm",
             "normed_residual",
             "normed_feedback",
@@ -120,6 +120,7 @@ _CALLS = {
         [c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],
     ),
     "forerun_tie_head": (c_int, [c_void_p]),
+    "forerun_share_head": (c_int, [c_void_p, c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
@@ -134,6 +135,10 @@ _CALLS = {
     "forerun_open_draft": (
         c_void_p,
         [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],
+    ),
+    "forerun_open_decoder": (
+        c_void_p,
+        [c_void_p, POINTER(Sizes), c_int, c_void_p, c_int64],
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),

@@ -13,7 +13,7 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.types import AnyArray, Floats
+from forerun.types import AnyArray, Floats, Ints
 
 _KINDS = {
     "Q4_0": (0, 32, 18),
@@ -43,6 +43,7 @@ _LAYER_VECTORS = (
     "self_attn.k_norm.weight",
 )
 _ALIGN = 64
+_HEAD = (-1, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def matrices(arch: Architecture) -> list[Place]:
     for layer in range(arch.layers):
         prefix = f"model.layers.{layer}."
         places += [Place(prefix + name, layer, i) for i, name in enumerate(_LAYER_MATRICES)]
-    return places if arch.tied_head else [*places, Place("lm_head", -1, 1)]
+    return places if arch.tied_head else [*places, Place("lm_head", *_HEAD)]
 
 
 def vectors(arch: Architecture) -> list[Place]:
@@ -77,36 +78,62 @@ def vectors(arch: Architecture) -> list[Place]:
 class Packer:
     """Moves one checkpoint into one native model.
 
+    head_rows  int32[Vd] the rows that its output head has; None = all
+    some       matrices and vectors to load instead of a whole model's
+
     Raises ModelError naming the tensor whose stored bytes do not fit its shape.
     """
 
-    def __init__(self, library: ctypes.CDLL, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        checkpoint: Checkpoint,
+        head_rows: Ints | None = None,
+        some: tuple[list[Place], list[Place]] | None = None,
+    ) -> None:
         self._library = library
         self._checkpoint = checkpoint
         self._names = frozenset(checkpoint.names())
+        self._head_rows, self._some = head_rows, some
 
     def planned_bytes(self) -> int:
         """Bytes that all packed tensors take, alignment included."""
-        arch, total = self._checkpoint.architecture, 0
-        for place in matrices(arch):
+        total = 0
+        for place in self._matrices():
             rows, columns = self._checkpoint.shape(f"{place.name}.weight")
+            if self._head_rows is not None and not self._whole(place):
+                rows = len(self._head_rows)
             source, _, _ = _KINDS[self._stored_kind(place)]
             total += self._library.forerun_packed_bytes(source, rows, columns)
             total += 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
-        for place in vectors(arch):
+        for place in self._vectors():
             total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
         return int(total)
 
     def load(self, model: int) -> None:
         """Pack every tensor into the native model."""
         arch = self._checkpoint.architecture
-        for place in matrices(arch):
+        for place in self._matrices():
             self._load_matrix(model, place)
-        if arch.tied_head:
+        if arch.tied_head and self._head_rows is None and self._some is None:
             self._library.forerun_tie_head(model)
-        for place in vectors(arch):
+        for place in self._vectors():
             values = self._floats(place.name)
             set_vector(self._library, model, (place.name, place.layer, place.which), values)
+
+    def _matrices(self) -> list[Place]:
+        """All, and a tied head where it has not all rows of the embedding."""
+        if self._some is not None:
+            return self._some[0]
+        arch = self._checkpoint.architecture
+        some = arch.tied_head and self._head_rows is not None
+        return matrices(arch) + ([Place("model.embed_tokens", *_HEAD)] if some else [])
+
+    def _vectors(self) -> list[Place]:
+        return self._some[1] if self._some else vectors(self._checkpoint.architecture)
+
+    def _whole(self, place: Place) -> bool:
+        return self._head_rows is None or (place.layer, place.which) != _HEAD
 
     def _stored_kind(self, place: Place) -> str:
         packed = self._checkpoint.packed(f"{place.name}.weight")
@@ -121,6 +148,9 @@ class Packer:
             kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
         else:
             kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+        if not self._whole(place):
+            rows = np.ascontiguousarray(rows[self._head_rows])
+            channels = len(rows)
         has_bias = f"{place.name}.bias" in self._names
         bias = self._floats(f"{place.name}.bias") if has_bias else None
         where = (place.name, place.layer, place.which)

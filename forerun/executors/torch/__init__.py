@@ -6,15 +6,19 @@ from forerun.executors.torch.captured.executor import (
     eagle_model,
     with_captures,
 )
+from forerun.executors.torch.decoder_model import TorchDecoderModel
 from forerun.executors.torch.eagle_model import TorchEagleModel
 from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.prediction_model import TorchPredictionModel
 from forerun.executors.torch.target import TorchTarget
 
 __all__ = [
     "CapturedExecutor",
     "TorchBlockModel",
+    "TorchDecoderModel",
     "TorchEagleModel",
     "TorchExecutor",
+    "TorchPredictionModel",
     "TorchTarget",
     "eagle_model",
     "with_captures",

@@ -22,10 +22,13 @@ from forerun.executors.torch.kv import CacheTensor, KvShape, PagedCache, Slots
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
+from forerun.models.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]. There may
+be more rows than nodes: they pad a product.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,9 @@ class DraftPass:
 class DraftCache:
     """Pages, scratch and roots of a draft model.
 
-    layers  what each keeps; layers of equal shape lie in one tensor
-    roots   the model runs each row's root itself
+    layers     what each keeps; layers of equal shape lie in one tensor
+    roots      the model runs each row's root itself
+    attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class DraftCache:
         device: torch.device,
         dtype: torch.dtype,
         roots: bool = False,
+        attention: tuple[AttentionSpec, ...] = (),
     ) -> None:
+        self._attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(layers)
         self._device, self._roots, self._scratch = device, roots, limits.max_nodes + limits.slots
         room = _room(limits)
         shapes = list(dict.fromkeys(layers))
@@ -189,14 +195,19 @@ class DraftCache:
     ) -> DraftPass:
         null = self.parts[0].null
         position = position.astype(np.int32)
-        blocks: list[KeyBlock] = blocks_of(rows, position, null, self._device)
+        windows = dict.fromkeys(spec.window if spec else None for spec in self._attention)
+        blocks: dict[int | None, list[KeyBlock]] = {
+            window: blocks_of(rows, position, null, self._device, window) for window in windows
+        }
+        count = len(position)
 
         def attend_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            # Turned by float32 angles, whatever the dtype.
+            # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-            part, number = self._where[layer]
-            self.parts[part].write(number, keys, values, first)
-            return attend(queries, *self.of_layer(layer), blocks)
+            (part, number), spec = self._where[layer], self._attention[layer]
+            self.parts[part].write(number, keys[:count], values[:count], first)
+            seen = blocks[spec.window if spec else None]
+            return attend(queries, *self.of_layer(layer), seen, spec)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 

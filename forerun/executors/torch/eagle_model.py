@@ -1,11 +1,5 @@
 """An EAGLE draft head in torch, beside its target: the class that was trained, over pages and
 trees.
-
-Positions (EAGLE, section 4.1): the draft's position q pairs feature f_q with token t_{q+1} and
-predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
-
-Nothing here asks for the same bits in any batch: a draft that differs in its last bit costs at
-most an acceptance, never the text.
 """
 
 from collections.abc import Callable
@@ -18,32 +12,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.errors import EngineError, ModelError
+from forerun.errors import ModelError
 from forerun.executors.torch.draft_cache import (
     DraftCache,
     DraftPass,
-    check_extension,
-    check_level,
 )
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.executor import check_fits
-from forerun.executors.torch.features import on_device
+from forerun.executors.torch.hidden_state_model import HiddenStateModel
 from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import rotation
 from forerun.executors.torch.target import TorchTarget
 from forerun.interface.draft_model import (
-    BlockCandidates,
-    Candidates,
-    DraftBlock,
-    DraftLevel,
     DraftModelTraits,
-    Extension,
     FeatureNeeds,
 )
-from forerun.interface.features import Features
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
-from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +54,7 @@ class HeadArrays:
     enter: Callable[[Tensor], Tensor]
 
 
-class TorchEagleModel:
+class TorchEagleModel(HiddenStateModel):
     """DraftModel in torch, on the device and in the dtype of its target.
 
     Raises ModelError for a head without an embedding of its width, MemoryPlanError where it does
@@ -79,29 +64,27 @@ class TorchEagleModel:
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> None:
         head, limits = draft.head, executor.limits
         last = head.algorithm == "eagle1"
-        self.traits = DraftModelTraits(
+        traits = DraftModelTraits(
             name=head.algorithm,
             cache=head.cache,
             target_ids=draft.target_ids,
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("last") if last else FeatureNeeds("aux", head.features),
         )
-        self._executor, self._about, self._limits = executor, head, limits
         device, dtype = executor.device, executor.dtype
         self._bytes = {
             "draft_weight": head.parameters * dtype.itemsize,
             "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
         }
         check_fits(self._bytes, device)
+        super().__init__(
+            executor, traits, DraftCache(head.cache, limits, device, dtype), head.hidden
+        )
+        self._about = head
         self._embedding = self._own_embedding(draft)
         self._head = _loaded(executor, checkpoint, draft)
-        self._cache = DraftCache(head.cache, limits, device, dtype)
         frequencies = head.rope.frequencies(head.head_size)
         self._frequencies = torch.from_numpy(frequencies).to(device)
-        # What the next draft step receives: see HeadArrays.
-        self._outputs = torch.zeros(
-            limits.max_nodes + limits.slots + 1, head.hidden, device=device, dtype=dtype
-        )
         executor.request_aux_hidden_states(head.features)
 
     def arrays(self) -> HeadArrays:
@@ -114,55 +97,23 @@ class TorchEagleModel:
             turning=self._frequencies,
             ids=torch.from_numpy(target_ids).to(self._executor.device),
             embed=self._embed,
-            enter=self._enter,
+            enter=self.enter,
         )
 
-    @torch.inference_mode()
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens after those that became permanent, beside these' features."""
-        if features is None:
-            raise EngineError("an EAGLE head was extended without the target's features")
-        check_extension(extension, self.traits, self._about.target_vocab, self._limits)
-        streams = on_device(features, self._executor.device, self._executor.dtype)
-        if len(streams) != len(extension.tokens):
-            raise EngineError("an extension whose features are not one row per token")
-        work = self._cache.extension(extension)
-        read, outputs = self._forward(work, self._enter(streams))
-        self._cache.commit(extension)
-        kept = self._index(self._limits.max_nodes + extension.slots)
-        self._outputs[kept] = outputs[self._index(work.ends)]
-        return self._candidates(read, work.scored, extension.candidates)
-
-    @torch.inference_mode()
-    def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
-        check_level(level, self.traits, self._about.target_vocab, self._limits)
-        work, count = self._cache.level(level), len(level.tokens)
-        kept = self._limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
-        above = self._index(np.where(level.parents < 0, kept, level.parents))
-        read, outputs = self._forward(work, self._outputs[above])
-        self._outputs[level.first : level.first + count] = outputs
-        return self._candidates(read, work.scored, level.candidates)
-
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """An EAGLE head proposes level by level. Raises EngineError."""
-        raise EngineError("an EAGLE head proposes level by level, not a block")
-
-    def _forward(self, work: DraftPass, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, work: DraftPass, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What the output head reads, and what a next step receives, both [n,H]."""
         factor = self._about.rope.attention_factor
-        cos, sin = rotation(self._index(work.position), self._frequencies, factor)
-        embedded = self._embed(self._index(work.tokens))
+        cos, sin = rotation(self.index(work.position), self._frequencies, factor)
+        embedded = self._embed(self.index(work.tokens))
         read, outputs = self._head(embedded, hidden, cos, sin, partial(work.attend, 0))
         return read, outputs
 
-    def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
-        logits = self._head.logits(read[self._index(scored)]).float()
-        best, ids = logits.topk(min(count, self.traits.vocab), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd]."""
+        return self._head.logits(read)
 
-    def _enter(self, features: Tensor) -> Tensor:
+    def enter(self, features: Tensor) -> Tensor:
+        """The target's features, fused."""
         if self._about.algorithm == "eagle1":
             features = self._executor.decoder.final_norm(features)
         return self._head.fuse(features)
@@ -184,9 +135,6 @@ class TorchEagleModel:
             )
         weights = torch.from_numpy(np.array(draft.tensor(name)))
         return weights.to(self._executor.device, self._executor.dtype)
-
-    def _index(self, values: AnyArray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""

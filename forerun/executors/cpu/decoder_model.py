@@ -1,0 +1,163 @@
+"""A whole model that drafts, on the compiled core, beside its target and with its threads."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import EngineError, MemoryPlanError
+from forerun.executors.cpu import native
+from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
+from forerun.executors.cpu.executor import CpuExecutor
+from forerun.executors.cpu.limits import check_runs
+from forerun.executors.cpu.weights import Packer
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
+from forerun.interface.features import Features
+from forerun.models.whole_draft import WholeDraft
+from forerun.types import Ints
+
+
+class CpuDecoderModel:
+    """DraftModel on the compiled core, in the 4 or 8 bits of its own file.
+
+    It reads tokens alone. Each row's root is run as one node more, and its keys and values wait in
+    a place of the row's slot until the target has decided what follows.
+
+    Raises ModelError for a model that the core cannot run, MemoryPlanError where it does not fit.
+    """
+
+    def __init__(self, executor: CpuExecutor, draft: WholeDraft) -> None:
+        arch, vocabulary = draft.checkpoint.architecture, draft.vocabulary
+        check_runs(arch, executor.limits.context)
+        self.traits = DraftModelTraits(
+            name=draft.algorithm,
+            cache=draft.cache,
+            target_ids=vocabulary.target_ids,
+            max_nodes=executor.limits.max_nodes,
+        )
+        self._executor, self._about, self._library = executor, draft, native.load()
+        self._inputs = vocabulary.inputs
+        every = vocabulary.every(arch.vocab)
+        packer = Packer(self._library, draft.checkpoint, None if every else vocabulary.own_ids)
+        self._weight_bytes = packer.planned_bytes()
+        self._model = self._open()
+        packer.load(self._model)
+        self._logits = np.empty((0, draft.vocab), np.float32)
+
+    def _open(self) -> int:
+        arch, limits = self._about.checkpoint.architecture, self._executor.limits
+        sizes = native.Sizes(
+            layers=arch.layers,
+            hidden=arch.hidden,
+            heads=arch.heads,
+            kv_heads=arch.kv_heads,
+            head_size=arch.head_size,
+            ffn=arch.ffn,
+            vocab=self._about.vocab,
+            page_size=limits.page_size,
+            pages=limits.pages,
+            # The roots of an extension run beside its tokens, and every slot keeps one.
+            max_nodes=limits.max_nodes + 2 * limits.slots,
+            context=limits.context + limits.max_nodes + 1,
+            threads=1,
+            norm_eps=arch.norm_eps,
+            rope_factor=arch.rope.attention_factor,
+        )
+        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.head_size), np.float32)
+        model: int | None = self._library.forerun_open_decoder(
+            self._executor.native_model(),
+            ctypes.byref(sizes),
+            limits.slots,
+            frequencies.ctypes.data,
+            self._weight_bytes,
+        )
+        if model is None:
+            raise MemoryPlanError(
+                f"the draft model ({self._weight_bytes:,} bytes and its cache) does not fit: "
+                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
+            )
+        self._executor.adopt(model, 0)
+        return model
+
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run the tokens that became permanent, and each row's root."""
+        limits, rows = self._executor.limits, len(extension.kv_len)
+        row = np.repeat(np.arange(rows), np.diff(extension.start))
+        count = len(row)
+        start = (extension.start + np.arange(rows + 1)).astype(np.int32)
+        here, roots = np.arange(count) + row, start[1:] - 1
+        tokens = np.empty(count + rows, np.int32)
+        tokens[here] = extension.tokens
+        tokens[roots] = extension.next_tokens[extension.start[1:] - 1]
+        places = np.empty(count + rows, np.int32)
+        places[here] = page_slots(extension, limits)
+        behind = limits.pages * limits.page_size + limits.max_nodes + limits.slots
+        places[roots] = behind + extension.slots
+        found = self._run(
+            DraftPass(
+                tokens=self._own(tokens),
+                sources=np.zeros(count + rows, np.int32),
+                parents=np.full(count + rows, -1, np.int32),
+                start=start,
+                kv_len=extension.kv_len,
+                slots=extension.slots,
+                pages=extension.pages,
+                first=0,
+                scored=(extension.scored + row[extension.scored] + 1).astype(np.int32),
+                extend=True,
+            ),
+            extension.candidates,
+        )
+        commit(self._library, self._model, places)
+        return found
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens."""
+        nodes = np.arange(len(level.tokens), dtype=np.int32)
+        work = DraftPass(
+            tokens=self._own(level.tokens),
+            sources=np.zeros_like(nodes),
+            parents=level.parents,
+            start=level.start,
+            kv_len=level.kv_len,
+            slots=level.slots,
+            pages=level.pages,
+            first=level.first,
+            scored=nodes,
+            extend=False,
+        )
+        return self._run(work, level.candidates)
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """A decoder proposes level by level. Raises EngineError."""
+        raise EngineError("a whole model proposes level by level, not a block")
+
+    def _own(self, tokens: Ints) -> Ints:
+        """The draft's own ids of target ids."""
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self._inputs):
+            raise EngineError("a draft step was refused: a token out of range")
+        own: Ints = self._inputs[tokens]
+        return own
+
+    def _run(self, work: DraftPass, candidates: int) -> Candidates:
+        if len(work.scored) > len(self._logits):
+            self._logits = np.empty((len(work.scored), self.traits.vocab), np.float32)
+        return run(self._library, self._model, work, self._logits, candidates)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {
+            "algorithm": self._about.algorithm,
+            "model": self._about.name,
+            "layers": len(self._about.cache),
+            "vocab": self.traits.vocab,
+            "shared_tokens": self._about.vocabulary.shared,
+            "weight_bytes": self._weight_bytes,
+        }

@@ -1,0 +1,109 @@
+"""One pass of a draft model on the compiled core: what an extension and a level have in common."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.cpu import native
+from forerun.interface.draft_model import Candidates, Extension
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """What an extension and a level have in common, as the core reads it (csrc/draft.h).
+
+    sources   int32[n] see there
+    features  float32[n,F*H], where an extension does not read the core's own last step
+    """
+
+    tokens: Ints
+    sources: Ints
+    parents: Ints
+    start: Ints
+    kv_len: Ints
+    slots: Ints
+    pages: Ints
+    first: int
+    scored: Ints
+    extend: bool
+    features: Floats | None = None
+
+
+def run(
+    library: ctypes.CDLL, model: int, work: DraftPass, logits: Floats, candidates: int
+) -> Candidates:
+    """Run a native draft model and rank what it scored; logits float32[s or more,Vd] is room.
+
+    Raises EngineError, and changes nothing, for a pass that is not sound.
+    """
+    arrays = {
+        "tokens": work.tokens,
+        "sources": work.sources,
+        "parents": work.parents,
+        "start": work.start,
+        "kv_len": work.kv_len,
+        "pages": work.pages,
+        "slots": work.slots,
+        "scored_nodes": work.scored,
+    }
+    held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+    step = native.DraftStep(
+        features=None if work.features is None else work.features.ctypes.data,
+        rows=len(work.kv_len),
+        nodes=len(work.tokens),
+        first=work.first,
+        extend=work.extend,
+        page_width=held["pages"].shape[1],
+        scored=len(work.scored),
+        logits=logits.ctypes.data,
+        **{name: array.ctypes.data for name, array in held.items()},
+    )
+    refuse(library, library.forerun_draft(model, ctypes.byref(step)))
+    return likeliest(logits[: len(work.scored)], candidates)
+
+
+def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
+    """int32[n] page slots of the tokens. Raises EngineError where there is no page."""
+    size, start = limits.page_size, extension.start
+    rows = np.repeat(np.arange(len(extension.kv_len)), np.diff(start))
+    position = extension.kv_len[rows] + np.arange(len(rows)) - start[rows]
+    column, width = position // size, extension.pages.shape[1]
+    page = np.where(column < width, extension.pages[rows, np.minimum(column, width - 1)], -1)
+    if np.any((page < 0) | (page >= limits.pages)):
+        raise EngineError("a draft step was refused: a token's page does not exist")
+    places: Ints = (page * size + position % size).astype(np.int32)
+    return places
+
+
+def commit(library: ctypes.CDLL, model: int, places: Ints) -> None:
+    """Make the keys and values of an extension's nodes permanent, each in its place."""
+    nodes = np.arange(len(places), dtype=np.int32)
+    refuse(
+        library,
+        library.forerun_commit(model, nodes.ctypes.data, places.ctypes.data, len(nodes)),
+    )
+
+
+def refuse(library: ctypes.CDLL, code: int) -> None:
+    """Raise EngineError where a call failed."""
+    if code:
+        raise EngineError(f"a draft step was refused: {library.forerun_error().decode()}")
+
+
+def likeliest(logits: Floats, count: int) -> Candidates:
+    """The best `count` of each row of logits [s,Vd]."""
+    count = min(count, logits.shape[1])
+    top = logits.max(-1, keepdims=True, initial=-np.inf)
+    if count == 1:
+        ids = logits.argmax(-1)[:, None]
+    else:
+        ids = np.argpartition(-logits, count - 1)[:, :count]
+        order = np.argsort(-np.take_along_axis(logits, ids, -1), kind="stable")
+        ids = np.take_along_axis(ids, order, -1)
+    values = np.take_along_axis(logits, ids, -1) - top
+    values -= np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    return Candidates(ids.astype(np.int32), values)

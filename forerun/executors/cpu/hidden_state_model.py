@@ -1,0 +1,124 @@
+"""What draft models on the compiled core have in common that read a hidden state beside the next
+token: the target's at first, then what they made themselves (csrc/draft.h, EagleHead).
+"""
+
+import ctypes
+
+import numpy as np
+
+from forerun.errors import EngineError, MemoryPlanError
+from forerun.executors.cpu import native
+from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
+from forerun.executors.cpu.executor import CpuExecutor, CpuFeatures
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
+from forerun.interface.features import Features, KeptFeatures
+from forerun.types import AnyArray, Floats
+
+
+class CpuHiddenStateModel:
+    """The DraftModel contract around a native model that `opened` made. Who derives from it sets
+    `traits`, `_weight_bytes` and `_model`.
+    """
+
+    traits: DraftModelTraits
+    _weight_bytes: int
+    _model: int
+
+    def __init__(self, executor: CpuExecutor) -> None:
+        self._executor, self._library = executor, native.load()
+        self._logits: Floats = np.empty((0, 0), np.float32)
+
+    def opened(
+        self,
+        sizes: native.Sizes,
+        kind: native.HeadKind,
+        features: tuple[int, ...],
+        frequencies: AnyArray,
+    ) -> int:
+        """A native model without tensors, beside the target, which keeps `features` for it from
+        now on. Raises MemoryPlanError.
+        """
+        aux_layers = np.array(features, np.int32)
+        held = np.ascontiguousarray(frequencies, np.float32)
+        model: int | None = self._library.forerun_open_draft(
+            self._executor.native_model(),
+            ctypes.byref(sizes),
+            ctypes.byref(kind),
+            aux_layers.ctypes.data,
+            held.ctypes.data,
+            self._weight_bytes,
+        )
+        if model is None:
+            raise MemoryPlanError(
+                f"the draft head ({self._weight_bytes:,} bytes and its cache) does not fit: "
+                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
+            )
+        self._executor.adopt(model, len(features) * int(kind.width))
+        return model
+
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run the tokens after those that became permanent, beside these' features."""
+        count = len(extension.tokens)
+        sources, given = np.zeros(count, np.int32), None
+        if isinstance(features, KeptFeatures):
+            given = np.ascontiguousarray(features.values, np.float32)
+        elif isinstance(features, CpuFeatures):
+            sources = features.nodes.astype(np.int32)
+        else:
+            raise EngineError("a draft head was extended without features of the compiled core")
+        if len(sources if given is None else given) != count:
+            raise EngineError("an extension whose features are not one row per token")
+        places = page_slots(extension, self._executor.limits)
+        candidates = self._run(
+            DraftPass(
+                tokens=extension.next_tokens,
+                sources=sources,
+                parents=np.full(count, -1, np.int32),
+                start=extension.start,
+                kv_len=extension.kv_len,
+                slots=extension.slots,
+                pages=extension.pages,
+                first=0,
+                scored=extension.scored,
+                extend=True,
+                features=given,
+            ),
+            extension.candidates,
+        )
+        commit(self._library, self._model, places)
+        return candidates
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens."""
+        kept = -1 - np.repeat(level.slots, np.diff(level.start))
+        return self._run(
+            DraftPass(
+                tokens=level.tokens,
+                sources=np.where(level.parents < 0, kept, level.parents),
+                parents=level.parents,
+                start=level.start,
+                kv_len=level.kv_len,
+                slots=level.slots,
+                pages=level.pages,
+                first=level.first,
+                scored=np.arange(len(level.tokens), dtype=np.int32),
+                extend=False,
+            ),
+            level.candidates,
+        )
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """It proposes level by level. Raises EngineError."""
+        raise EngineError("a draft head proposes level by level, not a block")
+
+    def _run(self, work: DraftPass, candidates: int) -> Candidates:
+        if len(work.scored) > len(self._logits) or not self._logits.size:
+            self._logits = np.empty((max(1, len(work.scored)), self.traits.vocab), np.float32)
+        return run(self._library, self._model, work, self._logits, candidates)

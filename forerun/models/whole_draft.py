@@ -1,0 +1,99 @@
+"""A whole, smaller model that drafts, and which of its tokens are the target's.
+
+Two vocabularies meet token by token ("token-level intersection", Timor et al., arXiv 2502.05202,
+algorithm 4): what only one of them has is never proposed, and what the target says beyond the
+draft's vocabulary stands in the draft's context as one token of its own. That bounds what can be
+proposed, at every temperature; what is accepted is the target's own choice as ever.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.cache_layer import CacheLayer
+from forerun.models.checkpoint import Checkpoint
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftVocabulary:
+    """How a draft model reads the target's tokens, and what it may propose.
+
+    inputs      int32[V]   its own id for every target id
+    own_ids     int32[Vd]  its own ids that it may propose
+    target_ids  int32[Vd]  the target's ids of the same tokens, ascending
+    shared      tokens that both vocabularies have; Vd is smaller where a token map limits it
+    """
+
+    inputs: Ints
+    own_ids: Ints
+    target_ids: Ints
+    shared: int
+
+    def limited(self, token_map: Ints) -> "DraftVocabulary":
+        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where
+        nothing is left.
+        """
+        kept = np.isin(self.target_ids, token_map)
+        if not kept.any():
+            raise ModelError("the token map names no token that the draft model has")
+        return DraftVocabulary(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
+
+    def every(self, own: int) -> bool:
+        """Whether all `own` ids of the draft may be proposed: its head is used as it is."""
+        return len(self.own_ids) == own and bool(np.all(self.own_ids == np.arange(own)))
+
+
+def equal_vocabulary(target: int, own: int) -> DraftVocabulary:
+    """The same tokens under the same ids; padded to V = `target` here and to `own` there."""
+    ids = np.arange(min(target, own), dtype=np.int32)
+    inputs = np.zeros(target, np.int32)
+    inputs[: len(ids)] = ids
+    return DraftVocabulary(inputs, ids, ids, len(ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeDraft:
+    """An opened model that drafts for another one.
+
+    kind  what it is, in a sentence's words
+    """
+
+    kind: ClassVar[str] = "whole model"
+
+    name: str
+    checkpoint: Checkpoint
+    vocabulary: DraftVocabulary
+
+    @property
+    def algorithm(self) -> str:
+        """As statistics call it."""
+        return "standalone"
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each of its layers keeps of a position."""
+        arch = self.checkpoint.architecture
+        return (CacheLayer(arch.kv_heads, arch.head_size),) * arch.layers
+
+    @property
+    def vocab(self) -> int:
+        """Vd."""
+        return len(self.vocabulary.target_ids)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of weights that run; a head of some of a tied embedding's rows is a copy."""
+        arch = self.checkpoint.architecture
+        rows = self.vocab * arch.hidden
+        if arch.tied_head:
+            return arch.parameters + (0 if self.vocab == arch.vocab else rows)
+        return arch.parameters - arch.vocab * arch.hidden + rows
+
+    @property
+    def node_numbers(self) -> int:
+        """float32 numbers of a node in a pass, beside its logits."""
+        arch = self.checkpoint.architecture
+        return 4 * arch.hidden + 3 * arch.ffn
