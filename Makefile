@@ -58,6 +58,18 @@ mutants: tools
 test-browser: tools
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
+# Client libraries against the server (docs/clients.md). They want different versions of the same
+# things, so each group lives in a virtual environment of its own.
+test-clients: setup
+	@for group in agents evaluation load; do \
+		test -x $(CLIENTS)/$$group/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$group; \
+		$(CLIENTS)/$$group/bin/python -m pip install --quiet --disable-pip-version-check \
+			-r tests/clients/$$group.txt || exit 1; \
+	done
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/agents/bin/python -m pytest -q tests/clients/test_agents.py tests/clients/test_document.py
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/evaluation/bin/python -m pytest -q tests/clients/test_evaluation.py
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/load/bin/python -m pytest -q tests/clients/test_load.py
+
 gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu
 
@@ -93,4 +105,4 @@ wheel: setup
 	cp build/dist/forerun-*.tar.gz dist/
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(CLIENTS) build dist

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
-from forerun.serve.dialects.ollama.routes import OLLAMA_ROUTES
+from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
 from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
@@ -25,8 +25,8 @@ from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
 from forerun.serve.static_files import ui_routes
 
-_TOLD = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *REFUSED_ROUTES)
-_API = (*_TOLD, openapi_route(_TOLD))
+HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES)
+_API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
 
 
 def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:

@@ -17,10 +17,8 @@ from forerun import __version__
 from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.ollama.models import ShowBody
-from forerun.serve.dialects.ollama.routes import kept
 from forerun.serve.dialects.ollama.schema import GenerateBody as OllamaGenerateBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody
-from forerun.serve.dialects.refused import embeddings
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.fields import body_schema
@@ -112,6 +110,4 @@ def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
     refused = {code: {"description": why, "content": error} for code, why in _REFUSED.items()}
     answers = {"description": "The answer.", "content": {kind: {} for kind in kinds}}
     found["responses"] = {"200": answers, **refused}
-    if route.endpoint in (embeddings, kept):
-        found["responses"] = {"501": {"description": about, "content": error}, **refused}
     return found

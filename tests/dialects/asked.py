@@ -1,9 +1,5 @@
 """What tests of all dialects ask, and what OpenAI's route answers to it."""
 
-from forerun.text.tokenizer import Tokenizer
-from tests.engine.toys import following
-
-TOKENIZER = Tokenizer.byte_level()
 SAMPLED = {"temperature": 1.0, "seed": 11}
 GREEDY = {"temperature": 0.0, "seed": 0}
 ASKED = [{"role": "user", "content": "Which city?"}]
@@ -29,15 +25,3 @@ def chat(server, messages=ASKED, **options):
 
 def text_of(server, messages=ASKED, **options):
     return chat(server, messages, **options)[0]["message"]["content"]
-
-
-def thoughtful():
-    """A question whose greedy answer begins with i: it thinks, where i begins a thought."""
-    for number in range(1000):
-        text = f"Question {number}"
-        prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        tokens = following(TOKENIZER.encode(prompt, specials=True).tolist(), 40)
-        answer = TOKENIZER.decode(tokens)
-        if answer.startswith("i") and "i" in answer[3:30] and len(answer) == 40:
-            return text
-    raise AssertionError("the toy never begins with i")

@@ -5,7 +5,8 @@ import json
 import anthropic
 import pytest
 
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, thoughtful
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
+from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 
 TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}

@@ -6,7 +6,8 @@ import openai
 import pytest
 
 from forerun.serve.dialects.responses.store import ResponseStore
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, thoughtful
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
+from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 
 QUESTION = ASKED[0]["content"]
@@ -124,6 +125,9 @@ def test_functions_are_called_and_answered(server, client, stream):
     else:
         answer = client.responses.create(**given)
     (call,) = answer.output
+    # A format is for messages, of which there is none here.
+    both = ask(client, **{**given, "text": {"format": {"type": "json_object"}}})
+    assert both.output[0].arguments == call.arguments
     assert (call.type, call.name, call.status) == ("function_call", "travel", "completed")
     assert is_place(json.loads(call.arguments))
     function = {name: TOOL[name] for name in ("name", "description", "strict", "parameters")}
@@ -210,7 +214,7 @@ BAD = [
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"text": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
+    ({"text": {"format": {"type": "json_schema", "strict": True, "schema": {"type": "what"}}}},
      "text.format.schema"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"speculative": {"trace": True}}, "speculative.trace"),

@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from tests.dialects.asked import GREEDY, PLACE, SAMPLED, TOKENIZER, is_place
+from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place
+from tests.dialects.thoughts import TOKENIZER
 from tests.e2e.processes import read_until, request_bytes
 from tests.e2e.test_structured import DENSE
 

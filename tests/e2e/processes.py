@@ -1,6 +1,7 @@
 """Starting and ending toy servers, and talking to them over bare sockets."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 
 ROOT = Path(__file__).parents[2]
+
+PYTHON = os.environ.get("FORERUN_PYTHON", sys.executable)
+"""What servers run in: tests of clients run elsewhere (`make test-clients`)."""
 
 PATIENCE = 60.0
 """Seconds for what should come soon: machines that test are slow, and busy with other things."""
@@ -80,7 +84,7 @@ def wait_for(check, seconds=PATIENCE):
 def serving(tmp_path, wait=True, **options):
     """A toy server process; with `wait`, it is loaded."""
     with (tmp_path / f"server-{time.monotonic_ns()}.log").open("w+") as log:
-        line = [sys.executable, "-m", "tests.e2e.toy_server", json.dumps(options)]
+        line = [PYTHON, "-m", "tests.e2e.toy_server", json.dumps(options)]
         process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
             url = process.stdout.readline().strip()

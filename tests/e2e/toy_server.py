@@ -2,7 +2,7 @@
 
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that takes
 `load_seconds` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
-that fails when it is asked for the `drafter_calls`-th time.
+that fails when it is asked for the `drafter_calls`-th time. Another `model` takes none of that.
 """
 
 import json
@@ -54,7 +54,10 @@ def main(options):
         time.sleep(options.get("load_seconds", 0))
         if "load_error" in options:
             raise ModelError(options["load_error"])
-        loaded = load(EngineConfig(model="toy", **options.get("config", {})))
+        model = options.get("model", "toy")
+        loaded = load(EngineConfig(model=model, **options.get("config", {})))
+        if model != "toy":
+            return loaded
         executor = loaded.target.executor
         executor.__class__ = Poisoned
         executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)

@@ -5,7 +5,7 @@ from starlette.testclient import TestClient
 
 from forerun.config import ServeSettings
 from forerun.errors import RequestError
-from forerun.serve.app import _TOLD, create_app
+from forerun.serve.app import HONOURED, create_app
 from forerun.serve.fields import body_schema, integer, items, mapping, number, read, text
 from forerun.serve.openapi import BODIES, document
 from tests.cli.toys import toy_loaded
@@ -14,8 +14,8 @@ from tests.cli.toys import toy_loaded
 def test_every_route_is_told():
     with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
         told = client.get("/openapi.json").json()
-    assert told == document(_TOLD)
-    paths = {route.path.replace(":path}", "}") for route in _TOLD}
+    assert told == document(HONOURED)
+    paths = {route.path.replace(":path}", "}") for route in HONOURED}
     assert set(told["paths"]) == paths
     ids = [one["operationId"] for path in told["paths"].values() for one in path.values()]
     assert len(set(ids)) == len(ids)

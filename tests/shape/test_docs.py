@@ -57,6 +57,18 @@ def test_commands_in_documents_exist(document):
             assert flag in known._option_string_actions, f"{line}: no {flag}"
 
 
+def test_the_table_of_clients_names_what_is_installed_for_them():
+    """docs/clients.md has every client of the requirement files, with its version."""
+    table = (ROOT / "docs" / "clients.md").read_text()
+    files = sorted((ROOT / "tests" / "clients").glob("*.txt"))
+    lines = [line for file in files for line in file.read_text().splitlines() if "==" in line]
+    assert len(lines) > 10
+    for line in lines:
+        name, version = re.sub(r"\[\w+\]", "", line).split("==")
+        if name not in ("openai",):  # make test runs a newer one.
+            assert f"| {name} | {version} |" in table, line
+
+
 def test_the_readme_begins_with_two_commands():
     head = (ROOT / "README.md").read_text()[:600]
     assert head.index("make demo") < head.index("make test")

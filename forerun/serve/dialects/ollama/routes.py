@@ -63,5 +63,5 @@ OLLAMA_ROUTES = [
     Route("/api/ps", ps),
     Route("/api/show", show, methods=["POST"]),
     Route("/api/version", version),
-    *(Route(f"/api/{name}", kept, methods=["POST", "DELETE", "HEAD"]) for name in KEPT),
 ]
+KEPT_ROUTES = [Route(f"/api/{name}", kept, methods=["POST", "DELETE", "HEAD"]) for name in KEPT]

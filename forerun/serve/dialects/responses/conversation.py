@@ -32,6 +32,8 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
         raise RequestError("input is missing.", "input")
     if body.instructions is not None:
         messages = ({"role": "system", "content": body.instructions}, *messages)
+    # The format is that of messages: where a call is demanded, there will be none.
+    forced = body.tool_choice is not None and body.tool_choice.kind in ("required", "named")
     logprobs = LOGPROBS in body.include
     if body.top_logprobs is not None and not logprobs:
         message = f"top_logprobs needs {LOGPROBS!r} in include."
@@ -52,7 +54,7 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        response_format=(body.text or TextConfig()).format,
+        response_format=None if forced else (body.text or TextConfig()).format,
         speculative=body.speculative,
     )
 
