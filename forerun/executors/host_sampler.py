@@ -289,6 +289,11 @@ class HostSampler:
             features=features,
         )
 
+    def of_row(self, plan: Plan, row: int) -> tuple[Sampling, History]:
+        """What a row's sequence asks, and its history. Raises EngineError where it is not open."""
+        slot = self._slot(plan, row)
+        return slot.sampling, slot.history
+
     def _slot(self, plan: Plan, row: int) -> _Slot:
         slot = int(plan.slots[row])
         found = self._open[slot]

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from forerun.bench.prove import Trial, prove
+from forerun.bench.tune import OFF, Sweep, tune
 from forerun.bench.workload import Prompt
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor, draft_model
+from forerun.build.tuned import Setting
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError, ModelError
@@ -123,6 +125,14 @@ def test_speculation_changes_no_text(target):
     proof = prove(target, target.config, Trial(prompts, tokens=30, group=2, grammar=grammar))
     assert proof.identical, proof
     assert target.executor.describe()["compiled_late"] == 0
+
+
+def test_tuning_compares_settings(target):
+    prompts = (Prompt("1", "text", ({"role": "user", "content": "the quick brown fox"},)),)
+    setting = Setting("NGRAM", 5, 4, "fixed")
+    found = tune(target, Sweep(prompts, (setting,), batches=(1,), tokens=8))
+    assert {trial.setting for trial in found.trials} == {OFF, setting}
+    assert all(trial.speed > 0 for trial in found.trials)
 
 
 def test_a_kind_of_draft_that_is_not_offered_is_refused_in_words(monkeypatch):

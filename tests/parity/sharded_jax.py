@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import ConfigError
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.batches import Size
-from forerun.executors.jax.programs import Key
+from forerun.executors.jax.functions import Key
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny

@@ -189,6 +189,34 @@ def test_a_head_that_is_always_right_or_always_wrong(markov, compiled, quickly, 
         assert item.stats.accepted == TOKENS - item.stats.steps
 
 
+def stepped(target, monkeypatch, kinds):
+    """Of every step: how many dispatches, and the bytes of each copy to the host."""
+    copied, get, programs = [], jax.device_get, target.executor.programs
+    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
+    engine, found = make_engine(target, target.config), []
+    for prompt, kind in zip(PROMPTS, kinds, strict=False):
+        request = make_request(prompt, max_tokens=TOKENS, ignore_eos=True, seed=4, **kind)
+        engine.submit(request, lambda _: None)
+    while True:
+        before = programs.dispatches, len(copied)
+        if not engine.step_once():
+            engine.check()
+            return found
+        found.append((programs.dispatches - before[0], copied[before[1] :]))
+
+
+def test_what_a_second_program_decides_it_drafts_for(markov, compiled, quickly, monkeypatch):
+    """A bias of next to nothing: every draft token is right, and no logits cross to the host."""
+    folder, head = markov
+    config = {"speculative_algorithm": "EAGLE", "speculative_num_steps": DEPTH}
+    target = on_xla(folder, head(1), compiled, speculative_num_draft_tokens=DEPTH + 1, **config)
+    dispatches = stepped(target, monkeypatch, [{"temperature": 0.0, "logit_bias": ((5, -1e-4),)}])
+    target.close()
+    assert len(dispatches) == 1 + -(-(TOKENS - 1) // (DEPTH + 1))
+    assert [count for count, _ in dispatches[2:]] == [2] * (len(dispatches) - 2)
+    assert max(max(sizes) for _, sizes in dispatches[2:]) < 4 * tiny.VOCAB
+
+
 @pytest.mark.slow
 def test_a_drafting_step_is_one_dispatch_and_one_copy(
     markov,
@@ -207,25 +235,9 @@ def test_a_drafting_step_is_one_dispatch_and_one_copy(
         folder, head(1), compiled, warm=True, speculative_algorithm="EAGLE",
         speculative_num_steps=DEPTH, **shape,
     )  # fmt: skip
-    copied, get = [], jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
-    programs = target.executor.programs
-    requests = [
-        make_request(prompt, max_tokens=TOKENS, ignore_eos=True, temperature=t, seed=4)
-        for prompt, t in zip(PROMPTS, (0.0, 0.8), strict=True)
-    ]
-    engine = make_engine(target, target.config)
     compilations.clear()
-    dispatches, news = [], []
     with jax.transfer_guard("disallow"):
-        for request in requests:
-            engine.submit(request, news.append)
-        while True:
-            before = programs.dispatches, len(copied)
-            if not engine.step_once():
-                break
-            dispatches.append((programs.dispatches - before[0], copied[before[1] :]))
-    engine.check()
+        dispatches = stepped(target, monkeypatch, [{"temperature": 0.0}, {"temperature": 0.8}])
     target.close()
     assert compilations == [] and target.executor.describe()["compiled_late"] == 0
     assert len(dispatches) > 8

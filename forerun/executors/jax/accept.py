@@ -39,13 +39,13 @@ def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
     hot = rules.temperature > 0
     scaled = logits / jnp.where(hot, rules.temperature, 1.0)[:, None]
     greedy = logits.argmax(-1).astype(jnp.int32)
-    sampled = lax.cond(hot.any(), lambda: _sampled(scaled, rules), lambda: greedy)
-    token = jnp.where(hot, sampled, greedy)
+    drawn = lax.cond(hot.any(), lambda: sampled(scaled, rules), lambda: greedy)
+    token = jnp.where(hot, drawn, greedy)
     best = jnp.take_along_axis(scaled, token[:, None], 1)[:, 0]
     return jnp.where(finite & jnp.isfinite(best), token, NOTHING).astype(jnp.int32)
 
 
-def _sampled(scaled: Array, rules: Rules) -> Array:
+def sampled(scaled: Array, rules: Rules) -> Array:
     """int32[n]: the argmax of scaled float32[n,V] plus noise."""
     words = noise_words(rules.seeds, rules.positions, scaled.shape[1])
     near = scaled + approximate(words)

@@ -20,8 +20,8 @@ from forerun.executors.jax.draft_passes import (
 from forerun.executors.jax.eagle import EagleHead, load_head
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.features import JaxFeatures
+from forerun.executors.jax.functions import Key
 from forerun.executors.jax.memory import check_fits
-from forerun.executors.jax.programs import Key
 from forerun.interface.draft_model import (
     CANDIDATES,
     BlockCandidates,

@@ -10,17 +10,20 @@ import numpy as np
 
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
-from forerun.executors.jax.batches import Batch, Buckets, Size, batches, regrouped
+from forerun.executors.jax.batches import Buckets, Size, batches, regrouped
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.draft_passes import FEW, NOWHERE
-from forerun.executors.jax.drafted import Drafted
+from forerun.executors.jax.drafted import Drafted, joined
 from forerun.executors.jax.eagle import EagleHead
 from forerun.executors.jax.features import JaxFeatures
-from forerun.executors.jax.inputs import Rows, packed, padded_masks
+from forerun.executors.jax.functions import Functions, Key
+from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import DraftArrays, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
-from forerun.executors.jax.programs import MOVED, Functions, Key, Programs
+from forerun.executors.jax.programs import MOVED, Programs
+from forerun.executors.jax.shaping import Asked, edits_of, packed_shaping
 from forerun.executors.jax.sharding import make_sharding
+from forerun.executors.jax.step import Scores, asked_rows, key_of, receive
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
@@ -56,24 +59,6 @@ class JaxOptions:
     stacked: bool | None = None
     platform: str | None = None
     cache_dir: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """A step in flight.
-
-    batches  its dispatches
-    records  what each gives, on the device; None of a chunk
-    place    int32[M] a flat node's row of State.hidden; -1 = it did not run
-    decided  bool[B] rows whose path the programs find
-    drafted  rows whose next drafts they make, and what these look like; None = of no row
-    """
-
-    batches: list[Batch]
-    records: list[Any]
-    place: Ints
-    decided: Bools
-    drafted: Drafted | None = None
 
 
 class JaxExecutor:
@@ -237,18 +222,20 @@ class JaxExecutor:
         choosing = self._sampler.choosing
         decided = (choosing.temperature[plan.slots] >= 0) & plan.samples & ~plan.constrained
         drafted = self._drafting(plan, decided, draft_request)
-        asked = _asked(plan, decided, drafted)
+        rows = asked_rows(plan, decided, drafted)
+        rows.temperature[:] = np.maximum(choosing.temperature[plan.slots], 0)
         cut = batches(plan, trees, self._buckets, self._shape)
         place = np.full(count, -1, np.int32)
         records = []
         for batch in cut:
-            whole = packed(batch, plan, trees, choosing, asked, self._width)
-            record = programs.run(_key(batch, drafted), whole)
+            whole = packed(batch, plan, trees, choosing, rows, self._width)
+            record = programs.run(key_of(batch, drafted), whole)
             records.append(None if batch.chunk else record)
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
         self._steps += 1
-        return Scores(cut, records, place, decided, drafted)
+        started = [drafted] if drafted is not None else []
+        return Scores(cut, records, place, decided, draft_request, started)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
@@ -259,32 +246,60 @@ class JaxExecutor:
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
     ) -> HostAccepted:
-        """Keep one path per tree; waits for the step. Rows under a grammar are decided by a second
-        program; only for other parameters, and for reports, do logits cross to the host.
+        """Keep one path per tree; waits for the step. Rows under a grammar, or shaped by more than
+        a temperature, are decided by a second program; logits cross to the host for reports, and
+        where rounding leaves a choice open.
         """
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
         for batch, record in zip(scores.batches, scores.records, strict=True):
             if record is not None:
-                found = jax.device_get(record)
-                _spread(choice, batch, found[: batch.size.total])
-                if scores.drafted is not None and len(found) > batch.size.total:
-                    scores.drafted.fill(batch, found[batch.size.total :])
-        if masks is not None:
-            self._decide(plan, trees, scores, masks, choice)
+                receive(record, batch, choice, *scores.drafted)
+        self._decide(plan, trees, scores, masks, choice)
         return self._sampler.accept(plan, trees, self._logits(scores), masks, choice)
 
     def _decide(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks, choice: Ints
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        scores: Scores,
+        masks: NodeMasks | None,
+        choice: Ints,
     ) -> None:
-        """Decide and commit the rows that a grammar holds and only the temperature shapes."""
-        choosing = self._sampler.choosing
-        held = (choosing.temperature[plan.slots] >= 0) & plan.samples & plan.constrained
+        """Decide and commit the rows that rounds could not; draft for them what is requested."""
+        asked = self._asked_of(plan, scores)
+        if not asked:
+            return
+        held = np.isin(np.arange(plan.rows), list(asked))
+        edits = max(len(listed) for _, listed in asked.values())
+        edits = next(size for size in self.programs.edits if size >= edits)
+        drafted = self._drafting(plan, held, scores.request)
+        rows = asked_rows(plan, held, drafted)
+        for row, (sampling, _) in asked.items():
+            rows.temperature[row] = sampling.temperature
+        words, vocab = -(-self.limits.vocab // 32), self.limits.vocab
         for batch in regrouped(scores.batches, held, self._buckets.widest):
-            given = packed(batch, plan, trees, choosing, _asked(plan, held), self._width)
-            padded = padded_masks(batch, masks)
-            record = self.programs.run(Key("decide", batch.size), given, padded)
-            _spread(choice, batch, jax.device_get(record))
-        scores.decided[:] |= held
+            key = key_of(batch, drafted)._replace(kind="decide", edits=edits)
+            record = self.programs.run(
+                key,
+                packed(batch, plan, trees, self._sampler.choosing, rows, self._width),
+                padded_masks(batch, masks, words),
+                packed_shaping(batch, asked, edits, vocab),
+            )
+            receive(record, batch, choice, drafted)
+        made = held & (choice[trees.roots] >= 0)
+        scores.decided[:] |= made
+        if drafted is not None:
+            scores.drafted.append(drafted.only(made))
+
+    def _asked_of(self, plan: Plan, scores: Scores) -> Asked:
+        """By row: the parameters of those that no round decides, but for what is too long."""
+        found: Asked = {}
+        for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
+            sampling, history = self._sampler.of_row(plan, row)
+            edits = edits_of(sampling, history)
+            if len(edits) <= self.programs.edits[-1]:
+                found[row] = sampling, edits
+        return found
 
     def _logits(self, scores: Scores) -> Callable[[int], Floats]:
         """Logits of flat nodes, a few more at each transfer than were asked for."""
@@ -319,8 +334,8 @@ class JaxExecutor:
         features, drafts = None, None
         if self._head is not None:
             features = JaxFeatures(self.programs, scores.place)
-        if scores.drafted is not None:
-            drafts = scores.drafted.next_drafts()
+        if scores.drafted:
+            drafts = joined(scores.drafted)
         return self._sampler.outcome(plan, trees, accepted, features, drafts)
 
     def _move(self, source: Ints, target: Ints) -> None:
@@ -351,28 +366,6 @@ class JaxExecutor:
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
         self._programs = None
-
-
-def _asked(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
-    """What a step's programs do for its rows."""
-    follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
-    return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32))
-
-
-def _key(batch: Batch, drafted: Drafted | None) -> Key:
-    """The program that runs a batch; a round that follows nobody does not draft."""
-    if batch.chunk:
-        return Key("chunk", batch.size)
-    if drafted is None or not drafted.rows[list(batch.rows)].any():
-        return Key("round", batch.size)
-    return Key("round", batch.size, drafted.width, drafted.levels)
-
-
-def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
-    """Write a record's choices to their flat nodes, where it has any."""
-    for nodes, line in zip(batch.nodes, record.reshape(batch.size), strict=False):
-        found = line[: len(nodes)]
-        choice[nodes] = np.where(found >= 0, found, choice[nodes])
 
 
 def _check(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:

@@ -19,7 +19,7 @@ from forerun.executors.jax.batches import Batch, Size
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
-from forerun.types import Bools, Ints
+from forerun.types import Bools, Floats, Ints
 
 Shapes = dict[str, tuple[int, ...]]
 """Of a vector's parts, by name, in their order."""
@@ -62,10 +62,12 @@ class Rows(NamedTuple):
     decided     bool[B] a program is to find their paths; of a chunk, whose nodes all stay, nobody
                 asks
     draft_slot  int32[B] the slot whose draft shall follow; -1 = none shall
+    temperature float32[B]; 0 = greedy
     """
 
     decided: Bools
     draft_slot: Ints
+    temperature: Floats
 
 
 def packed(
@@ -94,8 +96,7 @@ def packed(
         halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
         views["low"][line], views["high"][line] = halves
         views["position"][line] = views["kv_len"][line] + 1 - prompt
-        temperature = max(choosing.temperature[slot], np.float32(0))
-        views["temperature"].view(np.float32)[line] = temperature
+        views["temperature"].view(np.float32)[line] = asked.temperature[row]
         views["tokens"][line, :count] = trees.tokens[nodes]
         views["parents"][line, :count] = parents
         views["depth"][line, :count] = trees.depth[nodes] - depth
@@ -148,17 +149,18 @@ class Inputs(NamedTuple):
         )
 
 
-def padded_masks(batch: Batch, masks: NodeMasks) -> tuple[Ints, Ints]:
+def padded_masks(batch: Batch, masks: NodeMasks | None, words: int) -> tuple[Ints, Ints]:
     """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
     int32[R*N+1,words], of which the last are all ones and stand for "everything allowed".
     """
     size = batch.size
     row = np.full(size, -1, np.int32)
     for line, nodes in zip(row, batch.nodes, strict=False):
-        line[: len(nodes)] = masks.row[nodes]
+        line[: len(nodes)] = -1 if masks is None else masks.row[nodes]
     used, which = np.unique(np.append(row, -1), return_inverse=True)
-    whole = np.full((size.total + 1, masks.bits.shape[1]), 0xFFFFFFFF, np.uint32)
-    whole[: len(used) - 1] = masks.bits[used[1:]]
+    whole = np.full((size.total + 1, words), 0xFFFFFFFF, np.uint32)
+    if masks is not None:
+        whole[: len(used) - 1] = masks.bits[used[1:]]
     # The first of `used` is -1.
     which = np.where(which == 0, size.total, which - 1)[:-1]
     return which.astype(np.int32), whole.view(np.int32)

@@ -1,0 +1,216 @@
+"""The programs as pure functions: what programs.py compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.accept import choose, unpacked, walk
+from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
+from forerun.executors.jax.batches import Size
+from forerun.executors.jax.decoder import Decoder, Forwarded
+from forerun.executors.jax.draft_passes import (
+    DraftPasses,
+)
+from forerun.executors.jax.drafting import Decided, Drafting
+from forerun.executors.jax.eagle import EagleHead
+from forerun.executors.jax.inputs import Inputs
+from forerun.executors.jax.kv import State, StateShape, slots_of
+from forerun.executors.jax.shaping import Shaping, choose_shaped
+from forerun.executors.jax.weights import Params
+from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.accept import NOTHING
+
+Attention = Callable[..., Array]
+"""`attention.attend` or its twin."""
+
+
+class Key(NamedTuple):
+    """What tells programs apart.
+
+    width, levels  of the trees that a round grows at its end; levels: also draft tokens above those
+                   that `expand` runs
+    edits          tokens of a row whose logits `decide` may change
+    """
+
+    kind: str
+    size: Size = Size(0, 0)
+    width: int = 0
+    levels: int = 0
+    edits: int = 0
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The programs as pure functions, not compiled.
+
+    width  places of a page table's row
+    head   the draft head whose features are kept, if there is one
+    """
+
+    decoder: Decoder
+    shape: StateShape
+    page_size: int
+    width: int
+    attend: Attention = attend
+    head: EagleHead | None = None
+
+    @property
+    def drafting(self) -> Drafting:
+        """The head's part of a round."""
+        assert self.head is not None, "a draft head was attached"
+        return Drafting(self.head, self.page_size, self.attend)
+
+    def of(self, kind: str) -> Callable[..., Any]:
+        """A program by its name."""
+        if hasattr(self, kind):
+            return cast("Callable[..., Any]", getattr(self, kind))
+        passes = DraftPasses(self.drafting, self.width, self.shape.slots)
+        return cast("Callable[..., Any]", getattr(passes, kind))
+
+    def chunk(
+        self, params: Params, state: State, whole: Array, *, size: Size
+    ) -> tuple[State, Array]:
+        """Keep what N known tokens leave. Gives nothing."""
+        given, passed = self._forward(params, state, whole, size)
+        return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
+
+    def round(
+        self,
+        params: Params,
+        state: State,
+        whole: Array,
+        *,
+        key: Key,
+    ) -> tuple[State, Array]:
+        """Score, choose, accept, commit; with levels also follow and draft. Gives int32[R*N]:
+        choices along the accepted paths of decided rows, NOTHING elsewhere; then what was drafted
+        (drafting.py).
+        """
+        size = key.size
+        given, passed = self._forward(params, state, whole, size)
+        choices = choose(
+            self.decoder.logits(params, passed.last.reshape(size.total, -1)), given.rules
+        )
+        kept = walk(choices.reshape(size), given.trees)
+        state = self._kept(state, given, passed, kept)
+        record = jnp.where(kept.reshape(-1), choices, NOTHING)
+        if not key.levels:
+            return state, record
+        streams = jnp.concatenate(passed.streams, -1)
+        decided = Decided(given, choices.reshape(size), kept, streams)
+        return self._drafted(params, state, decided, record, key)
+
+    def decide(
+        self,
+        params: Params,
+        state: State,
+        whole: Array,
+        masks: tuple[Array, Array],
+        shaping: Array,
+        *,
+        key: Key,
+    ) -> tuple[State, Array]:
+        """As `round`, from streams that are kept already, under grammar masks (inputs.py) and every
+        sampling parameter (shaping.py).
+        """
+        size = key.size
+        given = Inputs.of(whole, size, self.width)
+        which, bits = masks
+        logits = self.decoder.logits(params, state.hidden[given.place])
+        allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
+        choices = choose_shaped(
+            logits.reshape(*size, -1),
+            given.rules,
+            given.trees,
+            Shaping.of(shaping, size, key.edits),
+            allowed.reshape(*size, -1),
+        )
+        kept = walk(choices, given.trees)
+        scratch = self.shape.slots + given.place
+        target = jnp.where(kept.reshape(-1), self._slots(given), scratch)
+        state = _moved(state, scratch, target)
+        record = jnp.where(kept, choices, NOTHING).reshape(-1)
+        if not key.levels:
+            return state, record
+        assert state.draft is not None, "a draft head was attached"
+        streams = state.draft.streams[given.place].reshape(*size, -1)
+        decided = Decided(given, choices, kept, streams)
+        return self._drafted(params, state, decided, record, key)
+
+    def logits(self, params: Params, state: State, rows: Array) -> Array:
+        """float32[FEW,V] of rows int32[FEW] of the streams."""
+        return self.decoder.logits(params, state.hidden[rows])
+
+    def move(self, params: Params, state: State, moves: Array) -> State:
+        """Copy slots moves[0] to slots moves[1], int32[2,MOVED]."""
+        del params
+        return _moved(state, moves[0], moves[1])
+
+    def _drafted(
+        self,
+        params: Params,
+        state: State,
+        decided: Decided,
+        record: Array,
+        key: Key,
+    ) -> tuple[State, Array]:
+        """The state and the record of a step that drafts."""
+        assert state.draft is not None, "a draft head was attached"
+        shape = key.width, key.levels
+        held, grown = self.drafting.work(params, state.draft, decided, *shape)
+        return state._replace(draft=held), jnp.concatenate([record, grown])
+
+    def _forward(
+        self, params: Params, state: State, whole: Array, size: Size
+    ) -> tuple[Inputs, Forwarded]:
+        given = Inputs.of(whole, size, self.width)
+        past = Past(state.keys, state.values, given.table, given.kv_len)
+        position = given.kv_len[:, None] + given.depth
+        tree = Tree(ancestors(given.trees.intervals), position)
+
+        def attend(
+            layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
+        ) -> Array:
+            how = Layer(*layer, self.page_size)
+            return self.attend(queries, (keys, values), past, tree, how)
+
+        asked = self.head.about.features if self.head is not None else ()
+        return given, self.decoder.forward(params, given.trees.tokens, position, attend, asked)
+
+    def _slots(self, given: Inputs) -> Array:
+        """int32[R*N] of nodes, in pages."""
+        position = given.kv_len[:, None] + given.depth
+        return slots_of(given.table, position, self.page_size).reshape(-1)
+
+    def _kept(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+        """Keep streams, and keys and values: of kept nodes in pages, of others in scratch.
+
+        Of a chunk what is not kept is no node, and goes nowhere.
+        """
+        scratch = self.shape.slots + given.place
+        target = jnp.where(kept.reshape(-1), self._slots(given), scratch)
+        keys, values = (
+            held.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
+            for held, new in ((state.keys, passed.keys), (state.values, passed.values))
+        )
+        hidden = _put(state.hidden, passed.last, given.place)
+        draft = state.draft
+        if draft is not None:
+            streams = _put(draft.streams, jnp.concatenate(passed.streams, -1), given.place)
+            draft = draft._replace(streams=streams)
+        return State(keys, values, hidden, draft)
+
+
+def _put(held: Array, streams: Array, place: Array) -> Array:
+    """Rows `held` with streams [R,N,.] where a batch's nodes have theirs, side by side."""
+    flat = streams.reshape(-1, streams.shape[-1]).astype(held.dtype)
+    return lax.dynamic_update_slice(held, flat, (place[0], 0))
+
+
+def _moved(state: State, source: Array, target: Array) -> State:
+    both = state.keys, state.values
+    keys, values = (held.at[:, target].set(held[:, source]) for held in both)
+    return state._replace(keys=keys, values=values)

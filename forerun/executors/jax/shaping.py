@@ -1,0 +1,264 @@
+"""Every sampling parameter in a program: forerun.speculative.sampling.process, and the choice.
+
+Penalties, biases and early stop tokens come as a list of `edits` tokens per row; a node adds the
+draft tokens above it. Cut-offs sort nothing: the k-th largest logit is found bit by bit.
+
+The choice is the host's to the bit on machines whose float32 arithmetic is the host's. Only top_p
+adds numbers up, the host in float64: here a set that is certainly too small and one that is
+certainly too large are cut, and where these do not agree on the choice there is none: then the host
+decides, of a draft token's node nobody does.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.jax.accept import Rules, Trees, sampled
+from forerun.executors.jax.attention import ancestors
+from forerun.executors.jax.batches import Batch, Size
+from forerun.executors.jax.inputs import Shapes, total, views_of
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.sampling import History, Sampling
+from forerun.types import Ints
+
+Reaches = Callable[[Array], Array]
+"""Whether values uint32[...] reach what is wanted, bool[...]."""
+
+SEEN, BANNED = 1, 2
+"""Of an edit: the token was seen (repetition penalty), it is a stop token."""
+
+MASS_ERROR = 1e-4
+"""Relative error of a sum of probabilities in float32, at most: some 900 roundings, one after the
+other, of 2**-24 each, and two of every exponential."""
+
+_RUN = 256
+"""Probabilities that are added up one after the other."""
+
+
+Edits = dict[int, tuple[int, int, float]]
+"""By token: how often the output has it, SEEN and BANNED, and its bias."""
+
+Asked = dict[int, tuple[Sampling, Edits]]
+"""By row of a plan."""
+
+
+def edits_of(sampling: Sampling, history: History) -> Edits:
+    """What changes the logits of single tokens."""
+    found: Edits = {}
+    counted = sampling.frequency_penalty or sampling.presence_penalty
+    if counted or sampling.repetition_penalty != 1.0:
+        output = history.tokens[history.prompt_len :]
+        for token, count in zip(*np.unique(output, return_counts=True), strict=True):
+            found[int(token)] = (int(count), SEEN, 0.0)
+        if sampling.repetition_penalty != 1.0:
+            for token in np.unique(history.tokens[: history.prompt_len]).tolist():
+                found[token] = found.get(token, (0, SEEN, 0.0))
+    if history.output_len < sampling.min_tokens:
+        for token in sampling.stop_tokens:
+            count, flags, bias = found.get(token, (0, 0, 0.0))
+            found[token] = count, flags | BANNED, bias
+    for token, value in sampling.logit_bias:
+        count, flags, bias = found.get(token, (0, 0, 0.0))
+        found[token] = count, flags, value if bias == 0.0 else bias + value
+    return found
+
+
+def shaping_shapes(size: Size, edits: int) -> Shapes:
+    """Of rows: bits of the penalties, of the logarithm of min_p and of top_p; top_k, min_tokens. Of
+    edits: token, how often the output has it, flags and bits of the bias.
+    """
+    rows = ("repetition", "frequency", "presence", "min_p", "top_p", "top_k", "min_tokens")
+    return {
+        **dict.fromkeys(rows, (size.rows,)),
+        **dict.fromkeys(("token", "counted", "flags", "bias"), (size.rows, edits)),
+    }
+
+
+def packed_shaping(batch: Batch, asked: Asked, edits: int, vocab: int) -> Ints:
+    """A batch's parameters as a program reads them; rows that are not asked have none."""
+    shapes = shaping_shapes(batch.size, edits)
+    whole = np.zeros(total(shapes), np.int32)
+    views = views_of(whole, shapes)
+    views["token"][:], views["top_k"][:] = vocab, vocab
+    for name in ("repetition", "top_p"):
+        views[name].view(np.float32)[:] = 1.0
+    views["min_p"].view(np.float32)[:] = -np.inf
+    for line, row in enumerate(batch.rows):
+        if row not in asked:
+            continue
+        sampling, listed = asked[row]
+        views["repetition"].view(np.float32)[line] = sampling.repetition_penalty
+        views["frequency"].view(np.float32)[line] = sampling.frequency_penalty
+        views["presence"].view(np.float32)[line] = sampling.presence_penalty
+        views["min_tokens"][line] = sampling.min_tokens
+        if sampling.top_k > 0:
+            views["top_k"][line] = min(sampling.top_k, vocab)
+        views["top_p"].view(np.float32)[line] = sampling.top_p
+        if sampling.min_p > 0:
+            views["min_p"].view(np.float32)[line] = np.log(sampling.min_p)
+        for at, (token, (count, flags, bias)) in enumerate(listed.items()):
+            views["token"][line, at], views["counted"][line, at] = token, count
+            views["flags"][line, at] = flags
+            views["bias"].view(np.float32)[line, at] = bias
+    return whole
+
+
+class Shaping(NamedTuple):
+    """The vector, read inside a program; [R] and [R,edits]."""
+
+    repetition: Array
+    frequency: Array
+    presence: Array
+    min_p: Array
+    top_p: Array
+    top_k: Array
+    min_tokens: Array
+    token: Array
+    counted: Array
+    flags: Array
+    bias: Array
+
+    @classmethod
+    def of(cls, whole: Array, size: Size, edits: int) -> "Shaping":
+        """Views."""
+        views = views_of(whole, shaping_shapes(size, edits))
+        for name in ("repetition", "frequency", "presence", "min_p", "top_p", "bias"):
+            views[name] = lax.bitcast_convert_type(views[name], jnp.float32)
+        return cls(**views)
+
+
+def choose_shaped(
+    logits: Array, rules: Rules, trees: Trees, shaping: Shaping, allowed: Array
+) -> Array:
+    """int32[R,N]: the choice of R rows of N nodes from logits float32[R,N,V], of which bool[R,N,V]
+    are allowed; NOTHING as in accept.choose, and where top_p leaves it open.
+    """
+    rows, nodes, vocab = logits.shape
+    finite = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
+    edited = _edited(logits, trees, shaping)
+    early = rules.positions.reshape(rows, nodes) < shaping.min_tokens[:, None]
+    banned = _flagged(shaping, BANNED, vocab)[:, None] & early[..., None]
+    without = allowed & ~banned
+    allowed = jnp.where(without.any(-1, keepdims=True), without, allowed)
+    edited = jnp.where(allowed, edited, -jnp.inf)
+    greedy = edited.argmax(-1).astype(jnp.int32)
+    hot = (rules.temperature > 0).reshape(rows, nodes)
+
+    def drawn() -> tuple[Array, Array]:
+        temperature = rules.temperature.reshape(rows, nodes)
+        heated = edited / jnp.where(hot, temperature, 1.0)[..., None]
+        likely = heated >= heated.max(-1, keepdims=True) + shaping.min_p[:, None, None]
+        heated = jnp.where(likely, heated, -jnp.inf)
+        heated = jnp.where(_largest(heated, shaping.top_k[:, None]), heated, -jnp.inf)
+        fewer, more = _nuclei(heated, shaping.top_p[:, None])
+        most = jnp.where(more, heated, -jnp.inf)
+        token = sampled(most.reshape(-1, vocab), rules).reshape(rows, nodes)
+        sure = jnp.take_along_axis(fewer, token[..., None], -1)[..., 0]
+        return token, sure
+
+    token, sure = lax.cond(hot.any(), drawn, lambda: (greedy, jnp.ones_like(hot)))
+    token = jnp.where(hot, token, greedy)
+    best = jnp.take_along_axis(edited, token[..., None], -1)[..., 0]
+    good = finite & jnp.isfinite(best) & (sure | ~hot)
+    return jnp.where(good, token, NOTHING).astype(jnp.int32)
+
+
+def _flagged(shaping: Shaping, flag: int, vocab: int) -> Array:
+    """bool[R,V]."""
+    return _spread(shaping.token, (shaping.flags & flag).astype(jnp.int32), vocab) > 0
+
+
+def _spread(token: Array, values: Array, vocab: int) -> Array:
+    """[R,V] with values [R,edits] at their tokens, 0 elsewhere."""
+    rows = jnp.arange(token.shape[0])[:, None]
+    made = jnp.zeros((token.shape[0], vocab), values.dtype)
+    return made.at[rows, token].add(values, mode="drop")
+
+
+def _edited(logits: Array, trees: Trees, shaping: Shaping) -> Array:
+    """Penalties and biases; a product is rounded before anything is added to it."""
+    rows, nodes, vocab = logits.shape
+    above = ancestors(trees.intervals) & (jnp.arange(nodes) > 0)
+    line, node, _ = jnp.indices((rows, nodes, nodes))
+    tokens = jnp.broadcast_to(trees.tokens[:, None], (rows, nodes, nodes))
+    drafted = jnp.zeros((rows, nodes, vocab), jnp.int32)
+    drafted = drafted.at[line, node, tokens].add(above.astype(jnp.int32), mode="drop")
+    counts = _spread(shaping.token, shaping.counted, vocab)[:, None] + drafted
+    seen = _flagged(shaping, SEEN, vocab)[:, None] | (drafted > 0)
+    repetition, frequency, presence = (
+        part[:, None, None] for part in (shaping.repetition, shaping.frequency, shaping.presence)
+    )
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    often = frequency * counts.astype(jnp.float32)
+    there = presence * (counts > 0).astype(jnp.float32)
+    repeated, often, there = lax.optimization_barrier((repeated, often, there))
+    edited: Array = jnp.where(seen, repeated, logits) - often - there
+    return edited + _spread(shaping.token, shaping.bias, vocab)[:, None]
+
+
+def _ordered(values: Array) -> Array:
+    """uint32 that compare as float32 values do; both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    negative = bits >> 31 > 0
+    return jnp.where(negative, ~bits, bits | np.uint32(1 << 31))
+
+
+def _bitwise(reaches: Reaches, shape: tuple[int, ...]) -> Array:
+    """The largest uint32 that `reaches` holds for, of those that it holds for below; else 0."""
+
+    def step(index: Array, found: Array) -> Array:
+        candidate = found | (np.uint32(1 << 31) >> index.astype(jnp.uint32))
+        return jnp.where(reaches(candidate), candidate, found)
+
+    found: Array = lax.fori_loop(0, 32, step, jnp.zeros(shape, jnp.uint32))
+    return found
+
+
+def _before(ties: Array) -> Array:
+    """int32[...,V]: how many ties have a lower id."""
+    return jnp.cumsum(ties, -1, dtype=jnp.int32) - ties.astype(jnp.int32)
+
+
+def _largest(values: Array, count: Array) -> Array:
+    """bool[...,V]: the `count` [...] largest, ties to the lowest id."""
+    keys = _ordered(values)
+
+    def reaches(least: Array) -> Array:
+        return (keys >= least[..., None]).sum(-1) >= count
+
+    least = _bitwise(reaches, values.shape[:-1])[..., None]
+    above, ties = keys > least, keys == least
+    spare = count[..., None] - above.sum(-1, keepdims=True)
+    return above | (ties & (_before(ties) < spare))
+
+
+def _mass(weights: Array) -> Array:
+    """Sums of [...,V] in runs of _RUN."""
+    vocab = weights.shape[-1]
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % _RUN)]
+    runs = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, _RUN)
+    partial: Array = lax.optimization_barrier(runs.sum(-1))
+    return partial.sum(-1)
+
+
+def _nuclei(values: Array, top_p: Array) -> tuple[Array, Array]:
+    """bool[...,V]: fewer and more tokens than the most likely ones that hold top_p [...]."""
+    keys = _ordered(values)
+    weights = jnp.exp(values - values.max(-1, keepdims=True))
+    whole = _mass(weights)
+
+    def cut(needed: Array) -> Array:
+        def reaches(least: Array) -> Array:
+            return _mass(jnp.where(keys >= least[..., None], weights, 0.0)) >= needed
+
+        least = _bitwise(reaches, values.shape[:-1])[..., None]
+        above, ties = keys > least, keys == least
+        mass = _mass(jnp.where(above, weights, 0.0))[..., None]
+        return above | (ties & (mass + _before(ties) * weights < needed[..., None]))
+
+    every = (top_p >= 1.0)[..., None]
+    fewer, more = (cut(whole * top_p * (1 + sign * MASS_ERROR)) for sign in (-1, 1))
+    return fewer | every, more | every

@@ -1,0 +1,108 @@
+"""The command line of SGL-JAX's page on speculative decoding, on small models of the same names."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from forerun.bench.client import Endpoint, load_level
+from forerun.models.folder import FolderCheckpoint
+from tests.models import tiny
+from tests.parity.test_torch_eagle_model import Target, Twin
+from tests.shape.tree import ROOT
+
+TARGET, DRAFT = "Qwen/Qwen3-32B", "AngelSlim/Qwen3-32B_eagle3"
+PAGE = f"""
+  --model-path {TARGET} --device=tpu --mem-fraction-static=0.8 --max-prefill-tokens=4096
+  --max-running-requests=16 --decode-log-interval=1 --dtype=bfloat16 --host 127.0.0.1
+  --disable-overlap-schedule --tp-size 4 --speculative-algorithm EAGLE3
+  --speculative-draft-model-path {DRAFT}
+  --page-size 64 --speculative-eagle-topk 1 --speculative-num-steps 3
+  --speculative-num-draft-tokens 4
+"""
+"""As printed there, but for what runs code of a repository (--trust-remote-code) or names a kernel
+(--attention-backend), which are refused in a sentence, the revision and where it listens."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with both models under their names."""
+    folder = tmp_path_factory.mktemp("models")
+    many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    hf = tiny.model("qwen3", max_position_embeddings=512, num_hidden_layers=6, **many)
+    (folder / DRAFT).mkdir(parents=True)
+    saved = tiny.save_folder(hf, folder / TARGET)
+    Twin(Target(FolderCheckpoint(saved)), folder / DRAFT, {})
+    (folder / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+@contextmanager
+def serving(place, flags):
+    """The address of a server with these flags."""
+    forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
+    more = ["--port", "0", "--json", "--kv-tokens", "4096", "--policy", "fixed"]
+    more += ["--chat-template", "plain.jinja"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.parity.sgl_jax", "serve", *flags, *more],
+        cwd=place,
+        env=os.environ | forced | {"XDG_CACHE_HOME": str(place / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        url = json.loads("".join(process.stdout.readline() for _ in range(3)))["url"]
+        with httpx.Client(timeout=600) as client:
+            while client.get(f"{url}/models").status_code == 503:
+                pass
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def completion(url, **changes):
+    body = {"prompt": "the quick brown fox", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/completions", json=body | changes, timeout=600)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_pages_command_line_serves_and_is_benchmarked(place):
+    with serving(place, PAGE.split()) as url:
+        assert completion(url)["usage"]["completion_tokens"] == 24
+        info = httpx.get(url.removesuffix("/v1") + "/server_info", timeout=600).json()
+        bodies = [
+            {"messages": [{"role": "user", "content": "fox"}], "max_tokens": 8, "ignore_eos": True}
+        ] * 2
+        name = httpx.get(f"{url}/models", timeout=600).json()["data"][0]["id"]
+        timings, _ = asyncio.run(load_level(Endpoint(url, name, ""), bodies, 2))
+    config, executor = info["config"], info["executor"]
+    assert (config["device"], config["executor"], config["tp_size"]) == ("tpu", "jax", 4)
+    assert (config["page_size"], config["max_sequences"], config["max_step_nodes"]) == (
+        64,
+        16,
+        4096,
+    )
+    shape = ("speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk")
+    assert [config[name] for name in shape] == [3, 4, 1]
+    assert executor["devices"] == 4 and executor["dtype"] == "bfloat16"
+    assert [timing.error for timing in timings] == [None, None]
+    assert [timing.tokens for timing in timings] == [8, 8]
+
+
+def test_without_the_draft_it_serves_plainly(place):
+    """What the page promises, and says so."""
+    flags = PAGE.replace(DRAFT, "AngelSlim/missing").split()
+    with serving(place, [*flags, "--draft-on-error", "disable"]) as url:
+        assert completion(url)["usage"]["completion_tokens"] == 24
+        info = httpx.get(url.removesuffix("/v1") + "/server_info", timeout=600).json()
+    assert info["config"]["speculative_algorithm"] == "OFF"

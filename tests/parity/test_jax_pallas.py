@@ -1,0 +1,81 @@
+"""The Pallas kernel against its plain twin, and that it lowers for TPUs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
+from forerun.executors.jax.pallas_attention import attend_pallas
+from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.verify import intervals
+
+PARENTS = np.array([-1, 0, 0, 1, 1, 3], np.int32)
+
+
+def case(heads=4, groups=2, size=16, page=8, rows=3, dtype=np.float32, lengths=(0, 21, 40)):
+    """Queries, fresh keys and values, the past and a tree of rows whose prefixes differ."""
+    random = np.random.default_rng(0)
+    nodes, width, layers = len(PARENTS), 6, 2
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), dtype)
+
+    table = random.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    lengths = np.array(lengths, np.int32)
+    table[np.arange(width) * page >= lengths[:, None]] = -1
+    slots = rows * width * page + 13  # Scratch behind the pages.
+    spans = jnp.asarray(np.repeat(intervals(PARENTS)[:, None], rows, 1))
+    depth = np.array([0, 1, 1, 2, 2, 3], np.int32)
+    return (
+        normal(rows, nodes, heads, size),
+        (normal(rows, nodes, groups, size), normal(rows, nodes, groups, size)),
+        Past(
+            normal(layers, slots, groups, size),
+            normal(layers, slots, groups, size),
+            jnp.asarray(table),
+            jnp.asarray(lengths),
+        ),
+        Tree(ancestors(spans), jnp.asarray(lengths[:, None] + depth)),
+    )
+
+
+@pytest.mark.parametrize("spec", [
+    AttentionSpec(0.25), AttentionSpec(0.25, window=11), AttentionSpec(0.9, softcap=3.0),
+])  # fmt: skip
+def test_the_kernel_is_its_twin(spec):
+    given = case()
+    for number in (0, 1):
+        how = Layer(number, spec, 8)
+        expected = jax.jit(partial(attend, how=how))(*given)
+        found = jax.jit(partial(attend_pallas, how=how, interpret=True))(*given)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_what_is_not_seen_does_not_matter():
+    """Pages that a row does not have, and positions behind its prefix, are poisoned."""
+    queries, fresh, past, tree = case()
+    how = Layer(0, AttentionSpec(0.25), 8)
+    clean = attend_pallas(queries, fresh, past, tree, how, interpret=True)
+    kept = {int(page) for page in past.table.ravel() if page >= 0}
+    slots = np.ones(past.keys.shape[1], bool)
+    for page in kept:
+        slots[page * 8 : page * 8 + 8] = False
+    spoiled = past.keys.at[:, np.flatnonzero(slots)].set(1e4)
+    dirty = attend_pallas(queries, fresh, past._replace(keys=spoiled), tree, how, interpret=True)
+    assert (np.asarray(clean) == np.asarray(dirty)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_it_lowers_for_tpus(dtype):
+    """Cross-lowered here: a kernel that Mosaic cannot express fails."""
+    given = case(heads=8, groups=8, size=128, page=64, dtype=dtype, lengths=(0, 100, 300))
+    run = jax.jit(partial(attend_pallas, how=Layer(0, AttentionSpec(0.1, window=70), 64)))
+    chip = AbstractDevice("TPU v5e", 1, "tpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=chip)):
+        exported = jax.export.export(run, platforms=["tpu"])(*given)
+    assert exported.platforms == ("tpu",)
+    assert "tpu_custom_call" in exported.mlir_module()
