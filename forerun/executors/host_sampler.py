@@ -270,7 +270,7 @@ class HostSampler:
         decided = (plan.kv_len + trees.known).tolist()
         counts, emitted = n_tokens.tolist(), tokens.tolist()
         for row, samples in enumerate(plan.samples.tolist()):
-            tokens_of = self._slot(plan, row).tokens
+            tokens_of = self.of_row(plan, row).tokens
             if samples and decided[row] != len(tokens_of):
                 raise EngineError(
                     f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
@@ -289,12 +289,8 @@ class HostSampler:
             features=features,
         )
 
-    def of_row(self, plan: Plan, row: int) -> tuple[Sampling, History]:
-        """What a row's sequence asks, and its history. Raises EngineError where it is not open."""
-        slot = self._slot(plan, row)
-        return slot.sampling, slot.history
-
-    def _slot(self, plan: Plan, row: int) -> _Slot:
+    def of_row(self, plan: Plan, row: int) -> _Slot:
+        """What is kept of a row's sequence. Raises EngineError where it is not open."""
         slot = int(plan.slots[row])
         found = self._open[slot]
         if found is None:
@@ -303,7 +299,7 @@ class HostSampler:
 
     def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
         """Reports of the decided tokens that follow the known ones, where they are asked for."""
-        slot = self._slot(plan, row)
+        slot = self.of_row(plan, row)
         if slot.sampling.prompt_logprobs is None:
             return ()
         following = slot.tokens[int(plan.kv_len[row]) + 1 :]
@@ -322,7 +318,7 @@ class HostSampler:
         """Complete `choice` by the specification, unless the row is decided."""
         root = trees.root(row)
         if choice[root] < 0:
-            slot = self._slot(plan, row)
+            slot = self.of_row(plan, row)
             path = self._choice.path(trees, row, slot.sampling, slot.history, logits, masks)
             for node, token in zip((root, *path.nodes), path.tokens, strict=False):
                 choice[node] = token
@@ -331,7 +327,7 @@ class HostSampler:
         self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, choice: Ints
     ) -> Reports:
         """Reports of the emitted tokens, where they are asked for."""
-        top = self._slot(plan, row).sampling.logprobs
+        top = self.of_row(plan, row).sampling.logprobs
         nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
         return reports_of(top, zip(nodes, choice[nodes], strict=True), logits)
 

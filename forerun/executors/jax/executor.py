@@ -295,10 +295,10 @@ class JaxExecutor:
         """By row: the parameters of those that no round decides, but for what is too long."""
         found: Asked = {}
         for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
-            sampling, history = self._sampler.of_row(plan, row)
-            edits = edits_of(sampling, history)
+            slot = self._sampler.of_row(plan, row)
+            edits = edits_of(slot.sampling, slot.history)
             if len(edits) <= self.programs.edits[-1]:
-                found[row] = sampling, edits
+                found[row] = slot.sampling, edits
         return found
 
     def _logits(self, scores: Scores) -> Callable[[int], Floats]:
