@@ -291,10 +291,9 @@ class HostSampler:
 
     def of_row(self, plan: Plan, row: int) -> _Slot:
         """What is kept of a row's sequence. Raises EngineError where it is not open."""
-        slot = int(plan.slots[row])
-        found = self._open[slot]
+        found = self._open[plan.slots[row]]
         if found is None:
-            raise EngineError(f"row {row} plans slot {slot}, which is not open")
+            raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
         return found
 
     def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
