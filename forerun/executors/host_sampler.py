@@ -291,7 +291,7 @@ class HostSampler:
 
     def of_row(self, plan: Plan, row: int) -> _Slot:
         """What is kept of a row's sequence. Raises EngineError where it is not open."""
-        found = self._open[plan.slots[row]]
+        found: _Slot | None = self._open[plan.slots[row]]
         if found is None:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
         return found
