@@ -12,6 +12,7 @@ from math import isnan
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, reports_of
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
@@ -19,43 +20,9 @@ from forerun.interface.plan import Outcome, Plan, Reports, SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Bools, Floats, Ints
-
-_MORE = -1.0
-"""Instead of a temperature: more than that shapes the choice, or there is none."""
+from forerun.types import Bools, Ints
 
 _NONE: Ints = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Choosing:
-    """How sequences choose where the temperature alone shapes it; a device may do it in its own
-    way.
-
-    temperature  float32[S] by slot; 0 = greedy, below 0: more than that shapes the choice
-    seed         uint64[S] of their requests
-    prompt_len   int32[S] tokens before output position 0
-    """
-
-    temperature: Floats
-    seed: AnyArray
-    prompt_len: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class PlainNodes:
-    """The nodes of plain rows, from the roots on.
-
-    nodes         int32[n] flat, ascending
-    seeds         uint64[n] of their requests
-    positions     int32[n] output position that each decides
-    temperatures  float32[n]; 0 = greedy
-    """
-
-    nodes: Ints
-    seeds: AnyArray
-    positions: Ints
-    temperatures: Floats
 
 
 @dataclass(frozen=True)
@@ -133,7 +100,7 @@ class HostSampler:
         self._choice = HostChoice(choose_node, choose_fast)
         # What every step asks of every row, by slot.
         self.choosing = Choosing(
-            temperature=np.full(slots, _MORE, np.float32),
+            temperature=np.full(slots, MORE, np.float32),
             seed=np.zeros(slots, np.uint64),
             prompt_len=np.zeros(slots, np.int32),
         )
@@ -153,7 +120,7 @@ class HostSampler:
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
         self._open[slot] = _Slot(sampling, tokens, slot_init.prompt_len)
-        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else _MORE
+        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else MORE
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
         if sampling.prompt_logprobs is not None:
@@ -164,7 +131,7 @@ class HostSampler:
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._open[slot] = None
-        self.choosing.temperature[slot] = _MORE
+        self.choosing.temperature[slot] = MORE
         self._reports.discard(slot)
         self._echoes.discard(slot)
 
@@ -187,22 +154,6 @@ class HostSampler:
             elif samples:
                 found += range(roots[row], ends[row])
         return np.array(found, np.int32)
-
-    def plain(self, plan: Plan, trees: TreeBatch) -> PlainNodes:
-        """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
-        temperatures = self.choosing.temperature[plan.slots]
-        asked = np.flatnonzero((temperatures >= 0) & plan.samples & ~plan.constrained)
-        first, stop = trees.roots[asked], trees.start[1:][asked]
-        nodes, counts = _ranges(first, stop), stop - first
-        depth = trees.depth[nodes] - np.repeat(trees.depth[first], counts)
-        slots = plan.slots[asked]
-        positions = plan.kv_len[asked] + trees.known[asked] - self.choosing.prompt_len[slots]
-        return PlainNodes(
-            nodes=nodes,
-            seeds=np.repeat(self.choosing.seed[slots], counts),
-            positions=np.repeat(positions, counts) + depth,
-            temperatures=np.repeat(temperatures[asked], counts),
-        )
 
     def accept(
         self,
@@ -343,12 +294,3 @@ def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
     width = max(counts)
     tokens = [row + [NOTHING] * (width - len(row)) for row in emitted]
     return np.array(counts, np.int32), np.array(tokens, np.int32).reshape(len(emitted), width)
-
-
-def _ranges(first: AnyArray, stop: AnyArray) -> Ints:
-    """int32[.] first[0] .. stop[0]-1, first[1] .. stop[1]-1, ..."""
-    counts = stop - first
-    ends = counts.cumsum()
-    ranges = np.arange(ends[-1] if len(ends) else 0) + (stop - ends).repeat(counts)
-    found: Ints = ranges.astype(np.int32)
-    return found

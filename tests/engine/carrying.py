@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.executors.device_choice import plain_nodes
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch, batch
@@ -59,7 +60,7 @@ class CarryingToy(ToyExecutor):
 
     def verify(self, plan, trees, draft_request=None):
         begun = self._begin("begin", plan, trees)
-        decided = np.isin(trees.roots, self._sampler.plain(plan, trees).nodes).all()
+        decided = np.isin(trees.roots, plain_nodes(self._sampler.choosing, plan, trees).nodes).all()
         if decided and not self._sampler.reports(plan.slots) and trees.known.max() == 1:
             self._queue.append(begun)
         else:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.host_sampler import HostSampler, PlainNodes
+from forerun.executors.device_choice import PlainNodes
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import choices, gumbel
 from forerun.speculative import noise

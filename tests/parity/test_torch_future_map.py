@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.host_sampler import Choosing
+from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals

@@ -4,7 +4,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.executors.host_sampler import Choosing
+from forerun.executors.device_choice import Choosing
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.host_sampler import Choosing
+from forerun.executors.device_choice import Choosing
 from forerun.executors.jax.accept import Rules, Trees
 from forerun.executors.jax.batches import Batch, Size
 from forerun.interface.plan import Plan

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.host_sampler import PlainNodes
+from forerun.executors.device_choice import PlainNodes
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.noise import ROUNDS
 from forerun.types import AnyArray

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host_sampler import HostAccepted, HostSampler, PlainNodes
+from forerun.executors.device_choice import PlainNodes, plain_nodes
+from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Decoder
@@ -194,7 +195,7 @@ class TorchExecutor:
         return Scores(
             logits=decoder.logits(last[self._padded(scored, len(scored))]),
             row_of=row_of,
-            plain=self.sampler.plain(plan, trees),
+            plain=plain_nodes(self.sampler.choosing, plan, trees),
             features=features,
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from forerun.errors import EngineError
+from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
 from forerun.executors.torch.captured.drafting import Drafting
@@ -165,7 +166,7 @@ class CapturedExecutor:
             return self.eager.verify(plan, trees)
         check_pages(plan, trees, self.limits.page_size)
         staging = self.runner.staging(size)
-        plain = self._sampler.plain(plan, trees)
+        plain = plain_nodes(self._sampler.choosing, plan, trees)
         place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
         return self._begin(size, staging, plan.slots, decided, place, draft_request)
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.host_sampler import Choosing, PlainNodes
+from forerun.executors.device_choice import Choosing, PlainNodes
 from forerun.executors.torch.captured.buffers import Size
 from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.tree import TreeBatch
