@@ -99,7 +99,7 @@ SAMPLINGS = [
 
 def test_the_executors_text_is_the_slow_twins(executor, monkeypatch):
     fast = text(executor, SAMPLINGS)
-    monkeypatch.setattr(executor, "_sampler", HostSampler(executor.limits.slots, tiny.VOCAB))
+    monkeypatch.setattr(executor, "sampler", HostSampler(executor.limits.slots, tiny.VOCAB))
     assert fast == text(executor, SAMPLINGS)
 
 
