@@ -2,6 +2,7 @@
 
 import pytest
 
+from forerun import sandbox
 from tests.constrain import tools
 
 
@@ -13,3 +14,11 @@ def library(request):
     tools.chosen.library = request.param
     yield request.param
     tools.chosen.library = "llguidance"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient():
+    """Processes that work are not given up because a machine is busy: processor time decides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "SILENCE", 1000.0)
+        yield
