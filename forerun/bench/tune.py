@@ -24,6 +24,8 @@ Progress = Callable[[str, int, int], None]
 OFF = Setting("OFF", 1, 0, "fixed")
 SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
 """(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
+TOPKS = (1, 4)
+"""Widths that are tried where a draft model drafts alone and nobody said one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +71,19 @@ class Tuning:
 
 def settings_for(config: EngineConfig) -> tuple[Setting, ...]:
     """What is tried with the drafter of a resolved configuration."""
-    method, topk = config.algorithm, config.draft_shape.topk
+    method, asked = config.algorithm, config.speculative_eagle_topk
     alone = method.model and not method.lookup
-    shapes = [(n, depth) for n, depth in SHAPES if not alone or n < capacity(depth, topk)]
+    topks = (asked,) if asked or not alone else TOPKS
+    shapes = [
+        (nodes, depth, topk)
+        for topk in topks
+        for nodes, depth in SHAPES
+        if not alone or nodes < capacity(depth, topk or 1)
+    ]
     return tuple(
-        Setting(method.name, nodes + 1, depth, policy)
+        Setting(method.name, nodes + 1, depth, policy, topk)
         for policy in ("adaptive", "fixed")
-        for nodes, depth in shapes
+        for nodes, depth, topk in shapes
     )
 
 

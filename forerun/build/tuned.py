@@ -17,6 +17,7 @@ _TUNED = (
     "speculative_algorithm",
     "speculative_num_draft_tokens",
     "speculative_num_steps",
+    "speculative_eagle_topk",
     "policy",
 )
 """Fields of EngineConfig that a profile decides, where the user decided none of them."""
@@ -27,12 +28,15 @@ _FORMER_WORDS = {"EAGLE": "head", "EAGLE+NGRAM": "both", "NGRAM": "ngram", "OFF"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to speculate: fields of EngineConfig of the same names, decided."""
+    """One way to speculate: fields of EngineConfig of the same names, decided. top-k None: as it
+    was configured.
+    """
 
     speculative_algorithm: str
     speculative_num_draft_tokens: int
     speculative_num_steps: int
     policy: str
+    speculative_eagle_topk: int | None = None
 
     @property
     def name(self) -> str:
@@ -40,11 +44,13 @@ class Setting:
         if self.speculative_algorithm == "OFF":
             return "off"
         nodes = self.speculative_num_draft_tokens - 1
-        return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep"
+        wide = f", top-k {self.speculative_eagle_topk}" if self.speculative_eagle_topk else ""
+        return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep{wide}"
 
     def on(self, config: EngineConfig) -> EngineConfig:
         """`config` with this setting in it. Raises ConfigError where it does not fit there."""
-        return replace(config, **asdict(self))
+        said = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(config, **said)
 
 
 def _read(facts: dict[str, Any], config: EngineConfig) -> Setting:

@@ -205,6 +205,12 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         help="no server: steps of the torch executor at a model's size, such as llama-3.1-8b or "
         "qwen3-32b, its weights random; --concurrency gives the batches",
     )
+    where.add_argument(
+        "--speculative-grid",
+        action="store_true",
+        help="no server: every combination of steps, top-k and draft tokens beside plain decoding, "
+        "with the number of identical answers; --concurrency gives the batches",
+    )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     parser.add_argument(
         "--concurrency",
@@ -230,9 +236,29 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         "as-is, which sends nothing that is not OpenAI's)",
     )
     parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
+    _grid_flags(parser)
     flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
     flags_of(EngineConfig, parser, title, draft_on_error="stop")
+
+
+def _grid_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("--speculative-grid")
+    for name, what, usual in (
+        ("steps", "draft steps", "1,3,5"),
+        ("topk", "top-k, where the method has one", "1,4,8"),
+        ("tokens", "draft tokens, the last accepted token included", "2,4,6,16,32"),
+    ):
+        group.add_argument(
+            f"--grid-{name}",
+            type=_numbers,
+            default=None if name == "topk" else _numbers(usual),
+            metavar="N,N,...",
+            help=f"{what} (default: {usual})",
+        )
+    group.add_argument(
+        "--keep", action="store_true", help="serve, run and chat use the best from now on"
+    )
 
 
 def _fuzz_flags(parser: argparse.ArgumentParser) -> None:

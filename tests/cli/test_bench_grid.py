@@ -1,0 +1,84 @@
+"""The grid of speculative settings: every combination, beside plain decoding, equal to it."""
+
+import json
+
+import pytest
+
+from forerun.bench import grid
+from forerun.bench.grid_picture import frontier
+from forerun.build.engine import load
+from forerun.cli.main import main
+from forerun.config import EngineConfig
+
+FLAGS = [
+    "bench",
+    "--speculative-grid",
+    "--model",
+    "toy",
+    "--kv-tokens",
+    "8192",
+    "--context",
+    "1024",
+]
+SMALL = ["--concurrency", "1,2", "--max-tokens", "24", "--repeats", "2"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def cells(capsys, *more):
+    assert main([*FLAGS, *SMALL, "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)["cells"]
+
+
+def test_every_combination_is_measured_and_equal(capsys, tmp_path):
+    asked = ("--grid-steps", "2,8", "--grid-tokens", "3,9", "--out", str(tmp_path / "out"))
+    found = cells(capsys, *asked)
+    keys = ("speculative_num_steps", "speculative_num_draft_tokens")
+    seen = {(cell["batch"], *(cell["setting"][key] for key in keys)) for cell in found}
+    assert seen == {(b, s, t) for b in (1, 2) for s in (2, 8) for t in (3, 9)}
+    for cell in found:
+        assert cell["identical"] == cell["answers"] == 8
+        assert 1.0 < cell["acceptance_length"] <= 1 + cell["setting"][keys[0]]
+        assert 0.0 < cell["accept_rate"] <= 1.0
+        assert cell["low"] <= cell["ratio"] <= cell["high"]
+    written = json.loads((tmp_path / "out" / "grid.json").read_text())
+    assert written["cells"] == found and written["machine"]
+
+
+def test_a_difference_is_the_verdict(capsys, monkeypatch):
+    real = grid.answers
+
+    def wrong(target, config, requests, at_once):
+        found = real(target, config, requests, at_once)
+        if config.speculates:
+            found.done[0].tokens[-1] += 1
+        return found
+
+    monkeypatch.setattr(grid, "answers", wrong)
+    assert main([*FLAGS, *SMALL, "--grid-steps", "2", "--grid-tokens", "3", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["cells"]
+    assert [cell["identical"] for cell in found] == [6, 6]
+
+
+def test_what_a_method_has_not_is_refused(capsys):
+    assert main([*FLAGS, "--grid-topk", "4"]) == 2
+    assert "NGRAM has no top-k" in capsys.readouterr().err
+
+
+def test_the_best_is_kept(capsys):
+    cells(capsys, "--grid-steps", "8", "--grid-tokens", "5", "--keep")
+    loaded = load(EngineConfig(model="toy", kv_tokens=8192, context=1024))
+    loaded.close()
+    assert loaded.info["profile"] == "fixed 4 draft tokens, 8 deep"
+    assert loaded.config.speculative_num_draft_tokens == 5 and loaded.config.policy == "fixed"
+
+
+def test_the_frontier_leaves_out_what_another_beats():
+    def cell(ms, length):
+        return grid.Cell(None, 1, 0.0, ms, 1.0, 1.0, 1.0, length, 0.0, 1, 1)
+
+    good, better, beaten = cell(4.0, 1.2), cell(6.0, 1.9), cell(7.0, 1.5)
+    assert frontier([beaten, better, good]) == [good, better]
