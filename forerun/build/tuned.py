@@ -49,8 +49,8 @@ class Setting:
 
     def on(self, config: EngineConfig) -> EngineConfig:
         """`config` with this setting in it. Raises ConfigError where it does not fit there."""
-        said = {name: value for name, value in asdict(self).items() if value is not None}
-        return replace(config, **said)
+        decided = {name: value for name, value in asdict(self).items() if value is not None}
+        return replace(config, **decided)
 
 
 def _read(facts: dict[str, Any], config: EngineConfig) -> Setting:
