@@ -11,6 +11,7 @@ PRODUCT = sources("forerun")
 LAZY = {
     "forerun/__init__.py",
     "forerun/bench/frontier.py",
+    "forerun/bench/grid_picture.py",
     "forerun/bench/picture.py",
     "forerun/build/device.py",
     "forerun/build/with_cpu.py",
