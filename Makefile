@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow test-browser chaos mutants check prove bench \
+.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -49,6 +49,14 @@ test-slow: tools
 # What an adversary would try: faults, load, damaged files, statistics. 20 minutes on two quiet cores.
 chaos: tools
 	$(BIN)/python -m pytest -q -m chaos tests/chaos
+
+# The same, longer: more cases, kills and connections.
+chaos-nightly: tools
+	CHAOS=nightly $(BIN)/python -m pytest -q -m chaos tests/chaos
+
+# The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize: tools
+	$(BIN)/python -m tests.chaos.sanitize
 
 # Changes the code of speculative/ and cache/ in one place at a time: do the tests notice? An hour.
 mutants: tools

@@ -62,9 +62,12 @@ def run_all(commands: list[list[str]]) -> list[str | None]:
     return [text.strip()[:4000] or "no reason given" if code else None for text, code in results]
 
 
-def build(target: Path) -> None:
-    """Compile every csrc/*.cpp and link them to `target`, replacing it at once."""
-    command = compiler()
+def build(target: Path, extra: tuple[str, ...] = ()) -> None:
+    """Compile every csrc/*.cpp and link them to `target`, replacing it at once.
+
+    extra  more flags for compiler and linker: what a sanitizer needs (tests/chaos/sanitize.py)
+    """
+    command = [*compiler(), *extra]
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(HERE.glob("*.cpp"))
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]

@@ -328,7 +328,9 @@ class ServeSettings:
         10.0, "silence on a stream before a keep-alive comment", low=0.1
     )
     send_seconds: float = option(
-        60.0, "a client that reads nothing for this long is dropped", low=0.1
+        60.0,
+        "a client that reads nothing, or takes this long to say what it wants, is dropped",
+        low=0.1,
     )
     request_seconds: float = option(600.0, "longest a request may take", low=0.1)
     drain_seconds: float = option(

@@ -4,7 +4,7 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
 
@@ -25,8 +25,11 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def say(text: str) -> None:
-    """One line on stderr, so that stdout holds nothing but the result."""
-    err.print(text, markup=False, soft_wrap=True)
+    """One line on stderr, so that stdout holds nothing but the result. Nobody stops working because
+    it cannot be written: a log may lie on a full disk.
+    """
+    with suppress(OSError):
+        err.print(text, markup=False, soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:

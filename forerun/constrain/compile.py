@@ -111,7 +111,7 @@ class Compiler:
                     if found is not None:
                         return found
                     answer = self._ask(lane.worker, grammar)
-                    if answer is None and lane.worker.fault is Fault.TIME:
+                    if answer is None:  # It takes too long for this one, or somebody ended it.
                         continue
                     return self._remember(key, grammar, answer, lane.worker)
             worker = self._lanes[-1].worker

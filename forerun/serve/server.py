@@ -17,6 +17,7 @@ from forerun.build.engine import Loaded
 from forerun.config import ServeSettings
 from forerun.errors import ConfigError
 from forerun.serve.app import create_app
+from forerun.serve.connection import connections
 from forerun.serve.service import Loader, Service
 
 if sys.platform != "win32":
@@ -68,7 +69,7 @@ def uvicorn_config(app: Starlette, settings: ServeSettings) -> uvicorn.Config:
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         loop="asyncio",
-        http="h11",
+        http=connections(settings.send_seconds),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -6,7 +6,7 @@ import threading
 from typing import Any, Protocol
 
 from forerun.errors import ModelError, RequestError
-from forerun.sandbox import SandboxProcess
+from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.template import Template
 
 BYTE_LEVEL_TEMPLATE = (
@@ -79,8 +79,11 @@ class Apart:
             self._child.close()
 
     def _asked(self, request: dict[str, Any]) -> str:
+        asked = {"source": self._source, **request}
         with self._turn:
-            answer = self._child.ask({"source": self._source, **request})
+            answer = self._child.ask(asked)
+            if answer is None and self._child.fault is Fault.DIED:  # Somebody else ended it?
+                answer = self._child.ask(asked)
         if answer is None:
             raise ModelError("the chat template takes too much memory or time")
         if "refused" in answer:

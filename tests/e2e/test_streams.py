@@ -55,6 +55,13 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     assert wait_for(lambda: aborted(server) == before + 1, 15.0)
 
 
+def test_a_head_that_never_ends_is_given_up(server):
+    with server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
+        assert server.healthy()
+        assert sock.recv(100) == b""
+
+
 def test_a_client_that_leaves_mid_prefill(server):
     """Its prompt needs 4 chunks of 512 tokens; it goes after the first."""
     letters = random.Random(1)

@@ -346,6 +346,29 @@ def resident():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def test_a_text_whose_process_is_killed_meanwhile_is_rendered_again(monkeypatch):
+    made = Apart("{{ messages[0] }}!")
+    ask, process = made._child.ask, made._child._process
+    asked = []
+
+    def killed_first(request):
+        asked.append(request)
+        if len(asked) == 1:
+            process.kill()
+            process.wait()
+            monkeypatch.setattr(made._child, "_running", lambda: process)
+            answer = ask(request)
+            monkeypatch.undo()
+            monkeypatch.setattr(made._child, "ask", killed_first)
+            return answer
+        return ask(request)
+
+    monkeypatch.setattr(made._child, "ask", killed_first)
+    assert made.render({"messages": ["Hi"]}) == "Hi!"
+    assert len(asked) == 2
+    made.close()
+
+
 def test_rendering_goes_on_after_its_process_was_killed():
     long = "{% if messages | length > 1 %}{{ 'x' * 90000000 }}{% endif %}"
     source = long + "{{ messages[0].content }}"

@@ -1,0 +1,46 @@
+"""One HTTP/1.1 connection, given up when the head of a request does not arrive in time."""
+
+import asyncio
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def connections(patience: float) -> type[H11Protocol]:
+    """Uvicorn's connections, closed when a request's head takes longer than `patience` seconds to
+    arrive: a client that sends a byte now and then would hold one for ever (slowloris). The clock
+    runs from the connection's beginning, and later from a head's first byte.
+    """
+
+    class Connection(H11Protocol):
+        """See `connections`."""
+
+        _waiting: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            """See asyncio.Protocol."""
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            """See asyncio.Protocol."""
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE or not self.conn.trailing_data[0]:
+                self._arrived()
+            elif self._waiting is None:
+                self._wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """See asyncio.Protocol."""
+            self._arrived()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._waiting = self.loop.call_later(patience, self.transport.abort)
+
+        def _arrived(self) -> None:
+            if self._waiting is not None:
+                self._waiting.cancel()
+                self._waiting = None
+
+    return Connection

@@ -1,0 +1,261 @@
+"""A real `forerun serve` process, the load that runs on it, and what must hold after a fault."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.e2e import processes
+from tests.e2e.processes import ROOT, Server
+
+NIGHTLY = os.environ.get("CHAOS") == "nightly"
+"""The longer profile, `make chaos-nightly`."""
+
+PATIENCE = 300.0
+"""Seconds for what should come soon: everything here competes with the load that it makes."""
+
+
+def wait_for(check, seconds=PATIENCE):
+    """See tests.e2e.processes.wait_for."""
+    return processes.wait_for(check, seconds)
+
+
+PLAIN_TEMPLATE = (
+    "{# Not one of the known: it runs in a process of its own. #}"
+    "{% for message in messages %}{{ message['role'] + ': ' + (message['content'] or '') + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+MANY = {
+    "type": "object",
+    "properties": {f"field{i}": {"type": "integer", "maximum": 99} for i in range(400)},
+    "additionalProperties": False,
+}
+"""So many optional keys that the grammar is followed in a process of its own."""
+DENSE = {str(ord(blank)): -100 for blank in "\t\n\r "}
+CHAT = {"messages": [{"role": "user", "content": "Which city?"}]}
+
+
+def strict(schema):
+    wrapped = {"name": "x", "strict": True, "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": wrapped}}
+
+
+GOLDEN = {
+    "greedy": ("/v1/completions", {"prompt": "Hi", "temperature": 0, "max_tokens": 48}),
+    "drawn": (
+        "/v1/completions",
+        {"prompt": "So", "temperature": 0.8, "top_p": 0.9, "seed": 5, "n": 2, "max_tokens": 24},
+    ),
+    "chat": ("/v1/chat/completions", {**CHAT, "temperature": 0, "max_tokens": 24}),
+    "schema": (
+        "/v1/chat/completions",
+        {**CHAT, **strict(PERSON), "temperature": 0, "max_tokens": 60, "logit_bias": DENSE},
+    ),
+    "regex": ("/v1/completions", {"prompt": "A", "regex": "(ab|cd){2,5}", "temperature": 0}),
+    "apart": (
+        "/v1/chat/completions",
+        {**CHAT, **strict(MANY), "temperature": 0, "max_tokens": 12, "logit_bias": DENSE},
+    ),
+}
+"""Name -> route and body of the requests whose answers must never change."""
+
+
+_numbers = itertools.count()
+
+
+def new(number: int):
+    """Route and body of a request with a grammar that was never compiled."""
+    pattern = f"(ab|cd){{2,5}}|q{number}n{next(_numbers)}"
+    return "/v1/completions", {"prompt": "A", "regex": pattern, "temperature": 0}
+
+
+class Real(Server):
+    """A `forerun serve` process."""
+
+    golden: dict[str, object]
+    warm: int
+
+    def answer(self, name: str):
+        """What is constant of an answer: status, and choices and usage where it is one. Asked
+        again where it says "try again later": other work on the machine may be at fault.
+        """
+        route, body = GOLDEN[name]
+        found = []
+        assert wait_for(lambda: found.append(self.http.post(route, json=body)) or not busy(found))
+        return constant(found[-1])
+
+    def answers(self):
+        return {name: self.answer(name) for name in GOLDEN}
+
+    def children(self, kind: str = "") -> list[int]:
+        """Ids of the processes it has started, whose command line holds `kind`."""
+        everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        mine = [pid for pid in everybody if status(pid)[1:2] == [str(self.process.pid)]]
+        return [pid for pid in mine if alive(pid) and kind in command_line(pid)]
+
+    def resident(self) -> int:
+        """Bytes of memory that are its own."""
+        return resident(self.process.pid)
+
+    def files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+
+    def warm_up(self, rounds: int = 3) -> None:
+        """Remember golden answers and what memory it takes to give them."""
+        self.golden = self.answers()
+        assert all(status == 200 for status, _ in self.golden.values()), self.golden
+        for _ in range(rounds):
+            with Load(self) as load:
+                assert wait_for(lambda load=load: load.done >= 60)
+            assert not load.wrong and not load.refused, (load.wrong, load.refused)
+        assert wait_for(lambda: not self.held())
+        self.warm = self.resident()
+
+    def unharmed(self, memory: bool = True) -> None:
+        """After a fault: healthy, the golden answers, nothing held, memory back within 5 %."""
+        assert wait_for(self.healthy), self.logged()
+        assert wait_for(lambda: not self.held()), self.load()
+        found = self.answers()
+        assert found == self.golden, (found, self.golden)
+        assert wait_for(lambda: not self.held())
+        assert wait_for(lambda: not self.children("matcher_worker"))
+        if memory:
+            assert wait_for(lambda: self.resident() <= 1.05 * self.warm, 60), (
+                self.resident(),
+                self.warm,
+            )
+
+
+class Load:
+    """Clients that ask golden requests without a pause, whole, until they are stopped. The name
+    "new" stands for a grammar that nobody has asked for yet.
+
+    done     answers so far
+    wrong    answers with status 200 that are not the golden ones
+    refused  (name, status, code) of the others
+    broken   connections that failed
+    """
+
+    def __init__(self, server: Real, clients: int = 4, names=tuple(GOLDEN)):
+        self.server, self.names = server, names
+        self.done, self.wrong, self.refused, self.broken = 0, [], [], []
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(n,), daemon=True) for n in range(clients)
+        ]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2 * PATIENCE)
+            assert not thread.is_alive(), "a client waits for ever"
+
+    def _ask(self, number: int) -> None:
+        with httpx.Client(base_url=self.server.root, timeout=PATIENCE, trust_env=False) as http:
+            while not self._stop.is_set():
+                name = self.names[number % len(self.names)]
+                number += 1
+                route, body = GOLDEN.get(name) or new(number)
+                try:
+                    status, found = constant(http.post(route, json=body))
+                except httpx.TransportError as error:
+                    self.broken.append((name, repr(error)))
+                    continue
+                self.done += 1
+                if status != 200 and status != 429:
+                    self.refused.append((name, status, found))
+                elif name in GOLDEN and (status, found) != self.server.golden[name]:
+                    self.wrong.append((name, found))
+
+
+def busy(found: list[httpx.Response]) -> bool:
+    return found[-1].status_code == 429
+
+
+def constant(response: httpx.Response):
+    """Status, and what does not change from one time to the next."""
+    body = response.json()
+    if response.status_code != 200:
+        return response.status_code, body["error"]
+    usage = {k: v for k, v in body["usage"].items() if k in ("prompt_tokens", "completion_tokens")}
+    return 200, (body["choices"], usage)
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def resident(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: neither gone nor a zombie."""
+    return status(pid)[:1] not in ([], ["Z"])
+
+
+def status(pid: int) -> list[str]:
+    """Its state, its parent's id and what else /proc says; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+@contextmanager
+def forerun_serve(tmp_path, *flags, stderr=None, module=("forerun",), **popen):
+    """The command itself, loaded and answering."""
+    template = tmp_path / "template.jinja"
+    template.write_text(PLAIN_TEMPLATE)
+    line = [sys.executable, "-m", *module, "serve", "--port", "0", "--json"]
+    if "--model" not in flags:
+        line += ["--model", "toy", "--chat-template", str(template)]
+    with (tmp_path / "server.log").open("w+") as log:
+        popen |= {"stdout": subprocess.PIPE, "stderr": stderr or log, "text": True}
+        process = subprocess.Popen([*line, *flags], cwd=ROOT, **popen)
+        children: list[int] = []
+        try:
+            text = ""
+            while not text.rstrip().endswith("}"):
+                piece = process.stdout.readline()
+                log.seek(0)
+                assert piece, log.read()
+                text += piece
+            server = Real(process, json.loads(text)["url"], log)
+            server.http.timeout = PATIENCE
+            assert wait_for(server.healthy), server.logged()
+            yield server
+            if process.poll() is None:
+                children = server.children()
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGCONT)
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert wait_for(lambda: not any(map(alive, children))), "a child outlives the server"

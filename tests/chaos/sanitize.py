@@ -1,0 +1,65 @@
+"""The native core under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
+
+    python -m tests.chaos.sanitize [pytest arguments]
+
+Builds the core with both into a copy of the package, and runs tests/cpu and what fuzzes the core on
+it. The first finding of either ends the process, and so the run, with its report.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+    "-fno-omit-frame-pointer",
+    "-g",
+)
+TESTS = ("tests/cpu", "tests/drafters/test_ngram.py")
+
+
+def build_tool():
+    """csrc/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "csrc" / "build.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def main() -> int:
+    tool = build_tool()
+    asan = subprocess.run(
+        [*tool.compiler(), "-print-file-name=libasan.so"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    if not Path(asan).is_absolute():
+        print("the compiler has no AddressSanitizer (GCC brings libasan)")
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("forerun", "tests", "csrc"):
+            shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("*.so"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        tool.build(Path(folder, "forerun", "executors", "cpu", "_core.so"), FLAGS)
+        environment = os.environ | {
+            "PYTHONPATH": folder,
+            "LD_PRELOAD": asan,
+            # Python and torch keep what they have until the end; the core is asked for overruns.
+            "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=1",
+            "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+            "CI": "1",
+        }
+        line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-s"]
+        line += sys.argv[1:] or ["-m", "not slow", "--timeout=900", *TESTS]
+        return subprocess.run(line, cwd=folder, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

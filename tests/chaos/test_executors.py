@@ -1,0 +1,80 @@
+"""Differential fuzzing on every executor, with every drafter and both grammar backends.
+
+What `forerun prove --fuzz` does, on tiny random models: any requests, arrivals, aborts and tiny
+caches, each answer against the same request alone without speculation. See forerun/bench/fuzz.py.
+"""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.bench.fuzz import Fuzzer
+from forerun.bench.workload import read_prompts
+from forerun.config import EngineConfig
+from forerun.executors.torch import executor
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.draft_config import head_for
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.export import export_head
+from tests.chaos.real_server import NIGHTLY
+from tests.models import tiny
+from tests.parity.tape import Tape
+from tests.parity.test_torch_captured import twins
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
+CASES = 300 if NIGHTLY else 10
+TORCH = {"executor": "torch", "dtype": "float32", "device": "cpu"}
+CONFIGS = {
+    "cpu": {"executor": "cpu"},
+    "cpu, xgrammar": {"executor": "cpu", "grammar_backend": "xgrammar"},
+    "cpu, draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE3"},
+    "torch": TORCH | {"disable_cuda_graph": True},
+    "torch, draft head": TORCH | {"disable_cuda_graph": True, "speculative_algorithm": "EAGLE3"},
+    "torch, captured": TORCH,
+    "torch, captured, draft head": TORCH | {"speculative_algorithm": "EAGLE3"},
+    "jax": {"executor": "jax", "dtype": "float32", "device": "cpu"},
+    "toy": {"model": "toy"},
+    "toy, xgrammar": {"model": "toy", "grammar_backend": "xgrammar"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def head(model, tmp_path_factory):
+    """A draft head of random weights: mostly wrong, which is the harder case for losslessness."""
+    arch = FolderCheckpoint(model).architecture
+    torch.manual_seed(3)
+    made = EagleHead(head_for(arch, arch.vocab))
+    for parameter in made.parameters():
+        parameter.data.normal_(0, 0.2)
+    folder = tmp_path_factory.mktemp("head")
+    export_head(made, np.arange(arch.vocab, dtype=np.int32), folder, full=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_answer_depends_on_speculation(name, model, head, monkeypatch):
+    changes = {"model": str(model)} | CONFIGS[name]
+    if name == "jax" and importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    if "draft head" in name:
+        changes["speculative_draft_model_path"] = str(head)
+        changes["draft_on_error"] = "stop"
+    if "captured" in name:
+        monkeypatch.setattr(executor, "kernels_for", twins)
+        monkeypatch.setattr(executor, "recorder", lambda device: Tape())
+    fuzzer = Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))
+    try:
+        report = fuzzer.run(lambda so_far: so_far.cases >= CASES)
+    finally:
+        fuzzer.close()
+    assert report.failure is None, report.failure
+    assert report.cases == CASES and report.draft_tokens > 0
+    assert report.accepted > 0 or "draft head" in name

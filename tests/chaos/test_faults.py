@@ -1,0 +1,231 @@
+"""Faults against a real server process. After each it must be as a fresh one: see Real.unharmed."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.chaos.real_server import (
+    GOLDEN,
+    NIGHTLY,
+    PATIENCE,
+    Load,
+    alive,
+    forerun_serve,
+    wait_for,
+)
+from tests.e2e.processes import ROOT
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+KILLS = 200 if NIGHTLY else 25
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+ACCEPTED = {
+    "the chat template takes too much memory or time",
+    "response_format cannot be compiled: the process that it runs in",
+    "structured_outputs.regex cannot be compiled",
+    "regex cannot be compiled: the process that it runs in",
+    "The answer ended after",
+}
+"""What a request may be told whose own process was killed or stopped. Nothing but these."""
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """Golden answers of a server that nothing happened to."""
+    with forerun_serve(tmp_path_factory.mktemp("fresh")) as server:
+        return server.answers()
+
+
+@pytest.fixture
+def server(tmp_path, fresh):
+    with forerun_serve(tmp_path) as server:
+        server.warm_up()
+        assert server.golden == fresh
+        yield server
+        assert "Traceback" not in server.logged()
+
+
+def clear(load):
+    """No answer was wrong, no connection broke, and who was refused was told why."""
+    assert not load.wrong and not load.broken, (load.wrong, load.broken)
+    for name, _, error in load.refused:
+        assert name not in ("greedy", "drawn"), error
+        assert any(error["message"].startswith(text) for text in ACCEPTED), (name, error)
+
+
+def test_every_child_is_killed_again_and_again(server):
+    with Load(server) as load:
+        for _ in range(KILLS):
+            assert wait_for(server.children)
+            for child in server.children():
+                os.kill(child, signal.SIGKILL)
+            before = load.done
+            assert wait_for(lambda before=before: load.done >= before + 6)
+    clear(load)
+    server.unharmed()
+
+
+@pytest.mark.parametrize("kind", ["render_worker", "llguidance_worker", "matcher_worker"])
+def test_a_child_is_stopped(tmp_path, fresh, kind):
+    """It is given up and started anew; meanwhile those who do not need it are served."""
+    module = ("tests.chaos.serve_impatiently",)
+    with forerun_serve(tmp_path, module=module) as server:
+        server.warm_up(1)
+        assert server.golden == fresh
+        with Load(server, names=("apart", "chat", "new")) as needing:
+            assert wait_for(lambda: server.children(kind))
+            stopped = server.children(kind)
+            for child in stopped:
+                os.kill(child, signal.SIGSTOP)
+            with Load(server, names=("greedy", "drawn")) as others:
+                assert wait_for(lambda: others.done >= 20)
+                # Of the two compilers the second is asked for what takes the first too long.
+                given_up = all if kind == "llguidance_worker" else any
+                assert wait_for(lambda: not given_up(map(alive, stopped))), kind
+            before = needing.done
+            assert wait_for(lambda: needing.done >= before + 3)
+        assert not others.refused and not others.wrong and not others.broken
+        clear(needing)
+        server.unharmed()
+
+
+def test_the_log_goes_to_a_full_disk(tmp_path, fresh):
+    """Nothing that it serves depends on what it can write: every write fails."""
+
+    def nothing_fits():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    with (
+        Path("/dev/full").open("w") as full,
+        forerun_serve(tmp_path, stderr=full, preexec_fn=nothing_fits) as server,
+    ):
+        server.warm_up()
+        assert server.golden == fresh
+        server.unharmed()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+
+
+def mounted(script):
+    """A command in a mount namespace of its own; skips where that is not allowed."""
+    command = ["unshare", "-m", "sh", "-c", script, "sh"]
+    probe = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"no mount namespaces here: {probe.stderr.strip()}")
+    return command
+
+
+def run_forerun(prefix, cache, *words):
+    line = [*prefix, sys.executable, "-m", "forerun", *words]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    return subprocess.run(
+        line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_fetching_to_a_full_or_read_only_cache(tmp_path):
+    """One sentence that names the place, before anything is downloaded."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    for script, words in (
+        (f'mount -t tmpfs -o size=64k tmpfs {cache} && exec "$@"', ("MB free", "needed")),
+        (
+            f'mount --bind {cache} {cache} && mount -o remount,ro,bind {cache} && exec "$@"',
+            ("cannot be written",),
+        ),
+    ):
+        done = run_forerun(mounted(script), cache, "fetch", "smollm2-135m")
+        assert done.returncode == 3, done
+        last = done.stderr.strip().splitlines()[-1]
+        assert str(cache) in last and all(word in last for word in words), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(cache.rglob("*.gguf"))
+
+
+@pytest.mark.model
+def test_serving_from_a_read_only_cache(tmp_path):
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    prefix = mounted(
+        f'mount --bind {cache} {cache} && mount -o remount,ro,bind {cache} && exec "$@"'
+    )
+    done = run_forerun(prefix, cache, "run", "Hi", "--max-tokens", "3", "--temperature", "0")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_the_clock_jumps(tmp_path, fresh):
+    """By a month, there and back, under load. Deadlines are of the clock that never jumps."""
+    if not FAKETIME.exists():
+        pytest.skip("needs Debian's libfaketime")
+    clock = tmp_path / "clock"
+    clock.write_text("+0\n")
+    environment = os.environ | {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(clock),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    with forerun_serve(tmp_path, env=environment) as server:
+        server.warm_up(1)
+        assert server.golden == fresh
+        created = []
+        with Load(server) as load:
+            for offset in ("+30d", "-30d", "+0", "+3650d", "-1s"):
+                clock.write_text(offset + "\n")
+                before = load.done
+                assert wait_for(lambda before=before: load.done >= before + 12)
+                route, body = GOLDEN["greedy"]
+                created.append(server.post(route, body).json()["created"])
+        assert created[0] - created[1] > 59 * 86400, "the clock did not jump"
+        assert not load.wrong and not load.broken and not load.refused, load.refused
+        server.unharmed(memory=False)
+
+
+@pytest.mark.parametrize("names", [tuple(GOLDEN), ("greedy", "drawn")])
+def test_sigterm_under_load(server, names):
+    """Everybody gets the whole answer, or is told; the process ends with 0 and leaves no child."""
+    with Load(server, clients=6, names=names) as load:
+        assert wait_for(lambda: load.done >= 12 and server.load()["running"])
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(PATIENCE) == 0
+    assert not load.wrong
+    assert {(status, error["code"]) for _, status, error in load.refused} <= {
+        (503, "shutting_down")
+    }
+    assert wait_for(lambda: not any(map(alive, children)))
+
+
+def test_the_server_itself_is_killed(server):
+    """Its children notice and end."""
+    with Load(server) as load:
+        assert wait_for(lambda: load.done >= 12 and server.children("matcher_worker"))
+        children = server.children()
+        server.process.kill()
+        server.process.wait(PATIENCE)
+    assert not load.wrong and len(children) >= 3
+    assert wait_for(lambda: not any(map(alive, children)))
+
+
+@pytest.mark.model
+def test_the_default_model_survives_the_same(tmp_path):
+    names = ("greedy", "chat", "regex")
+    with forerun_serve(tmp_path, "--model", "smollm2-135m") as server:
+        server.golden = {name: server.answer(name) for name in names}
+        assert all(status == 200 for status, _ in server.golden.values())
+        with Load(server, names=names) as load:
+            for _ in range(5):
+                for child in server.children():
+                    os.kill(child, signal.SIGKILL)
+                before = load.done
+                assert wait_for(lambda before=before: load.done >= before + 4)
+        clear(load)
+        assert wait_for(lambda: not server.held()) and server.healthy()
+        assert {name: server.answer(name) for name in names} == server.golden
+        assert wait_for(lambda: not server.held())
+        with pytest.raises(httpx.HTTPStatusError):
+            server.post("/v1/completions", {"prompt": 3}).raise_for_status()
