@@ -51,7 +51,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     Attend job = {};
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, 1, unit.head);
-    job.trunk = &trunks_[trunk_at_[unit.row]];
+    job.trunk = trunks_.data() + trunk_at_[unit.row];  // There may be none to point at.
     job.sight = sights_[node];
     job.heads = shared;
     job.size = size;

@@ -117,7 +117,7 @@ void Draft::list_places(const DraftStep& step, int row) {
         for (int above = at, i = tail - 1; i >= 0; i--, above = parents_[above]) {
             paths_[begin + i] = scratch + above;
         }
-        sights_[n] = {kv_len + below_root, tail, &paths_[begin]};
+        sights_[n] = {kv_len + below_root, tail, paths_.data() + begin};
     }
 }
 

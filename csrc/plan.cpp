@@ -116,7 +116,7 @@ void Model::list_places(const Step& step, int row) {
         for (int at = n, i = tail - 1; i >= 0; i--, at = step.parents[at]) {
             paths_[begin + i] = scratch + at;
         }
-        sights_[n] = {kv_len + step.known[row], tail, &paths_[begin]};
+        sights_[n] = {kv_len + step.known[row], tail, paths_.data() + begin};
     }
 }
 

@@ -51,6 +51,7 @@ class Proxy:
         passed = 0
         try:
             while data := await source.read(65536):
+                data = data[: None if limit is None else limit - passed]
                 size = self._random.randrange(1, 8) if self._how == "drip" else len(data)
                 for start in range(0, len(data), size):
                     target.write(data[start : start + size])
