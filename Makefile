@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 READY  := $(VENV)/.ready
 TOOLS  := $(VENV)/.tools
 
-.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize mutants check prove bench \
+.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -53,6 +53,11 @@ chaos: tools
 # The same, longer: more cases, kills and connections.
 chaos-nightly: tools
 	CHAOS=nightly $(BIN)/python -m pytest -q -m chaos tests/chaos
+
+# A server under mixed traffic; nothing may grow. Two hours, or MINUTES=10.
+MINUTES ?= 120
+soak: tools
+	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES)
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools

@@ -51,7 +51,13 @@ TESTS = {
 PER_PLACE = 2
 """Changes tried in one place, of the many that an operator knows."""
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    change: reason
+    for reason, changes in json.loads(
+        Path(__file__).with_name("mutants_survive.json").read_text()
+    ).items()
+    for change in changes
+}
 """A surviving change, as `file: line -> changed line`, and why no test can or need notice it."""
 
 

@@ -197,3 +197,49 @@ def test_checks_see_a_leak():
         shared.check()
     with pytest.raises(AssertionError):
         table.check()
+
+
+def test_a_commit_backwards_is_refused():
+    table = filled(index(), ints(1, 2))
+    with pytest.raises(ValueError, match="commit to 1"):
+        table.commit(-1, ints(1))
+    assert table.length == 2
+
+
+def test_rollback_keeps_what_is_there_where_more_may_be_growing():
+    shared = index()
+    table = filled(shared, ints(1, 2, 3))
+    table.rollback(growing=8)
+    assert len(table.pages) == 2
+    table.check()
+
+
+def spoilt(change):
+    """A table of two full pages and one more, after a change; and its index."""
+    shared = index()
+    table = filled(shared, ints(1, 2, 3, 4, 5))
+    change(table)
+    return table
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: setattr(table, "length", 3),
+        lambda table: setattr(table, "length", 7),
+        lambda table: table.pages.__setitem__(0, table.pages[1]),
+        lambda table: table.pages.append(table.pages[2]),
+    ],
+    ids=["shorter than what is shared", "longer than reserved", "another page", "a page twice"],
+)
+def test_a_tables_check_sees(change):
+    with pytest.raises(AssertionError):
+        spoilt(change).check()
+
+
+def test_an_index_s_check_sees_an_entry_of_another_page():
+    shared = index()
+    table = filled(shared, ints(1, 2))
+    shared._entries[table.pages[0]].page = 7
+    with pytest.raises(AssertionError):
+        shared.check()
