@@ -2,8 +2,8 @@
 
     python -m tests.chaos.soak [--minutes 120] [--model smollm2-135m] [--out FILE]
 
-Clients ask golden requests of every kind without a pause, some leave in the middle, grammars are new
-ones, and now and then a child process is killed. Every answer is compared with the golden one. Of
+Clients ask golden requests of every kind without a pause, some leave in the middle, some bring new
+grammars, and now and then every child process is killed. Answers are compared with golden ones. Of
 memory, file descriptors, threads and the time of a step a sample is taken again and again; a line
 through the samples after the first quarter may not rise by more than LIMITS says over its length.
 
@@ -27,8 +27,8 @@ from tests.chaos.real_server import GOLDEN, Load, Real, forerun_serve, new, wait
 from tests.e2e.processes import request_bytes
 
 LIMITS = {"memory": 0.05, "files": 0.05, "threads": 0.05, "step": 0.5}
-"""How much a line through the samples may rise, of its value at the beginning. The time of a step is
-the machine's as well, which may have other work."""
+"""How much a line through the samples may rise, of its value at the beginning. The time of a step
+is the machine's as well, which may have other work."""
 SAMPLES = 120
 KILL_EVERY = 10
 """Samples between two kills of all children."""
