@@ -95,7 +95,8 @@ class Fuzzer:
         while not enough(self.report):
             if self.report.cases % CASES_PER_TARGET == 0:
                 shape = self._source.shape()
-            case = Case(shape | self._source.drafting(), self._source.requests())
+            head = self._config.speculative_algorithm.startswith("EAGLE")
+            case = Case(shape | self._source.drafting(head), self._source.requests())
             what = self.check(case)
             self.report.cases += 1
             if what is not None:

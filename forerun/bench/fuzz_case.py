@@ -12,6 +12,7 @@ from forerun import __version__
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError
+from forerun.speculative.draft_tree import full_size
 from forerun.types import Ints
 
 SHAPES = ("page_size", "max_sequences", "max_step_nodes", "context", "kv_tokens")
@@ -95,14 +96,22 @@ class CaseSource:
             "kv_tokens": self._pick(256, 256, 256, 2048),
         }
 
-    def drafting(self) -> dict[str, Any]:
-        """How an engine speculates: fields of EngineConfig."""
+    def drafting(self, head: bool = False) -> dict[str, Any]:
+        """How an engine speculates: fields of EngineConfig. head: a draft head grows trees of a
+        width, which hold no more than so many draft tokens.
+        """
         if self._random.random() < 0.1:
             return {"speculative_algorithm": "OFF"}
+        shape: dict[str, Any] = {}
         nodes = self._pick(1, 2, 4, 8, 16)
-        return {
+        steps = min(nodes, self._pick(1, 2, 4, 8))
+        if head:
+            width = self._pick(1, 2, 4)
+            nodes = min(nodes, full_size(width, steps))
+            shape = {"speculative_eagle_topk": width}
+        return shape | {
             "speculative_num_draft_tokens": nodes + 1,
-            "speculative_num_steps": min(nodes, self._pick(1, 2, 4, 8)),
+            "speculative_num_steps": steps,
             "policy": self._pick("fixed", "fixed", "adaptive"),
             "overlap": self._overlap and self._pick(False, True),
         }

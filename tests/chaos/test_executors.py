@@ -14,6 +14,7 @@ from forerun.bench.fuzz import Fuzzer
 from forerun.bench.workload import read_prompts
 from forerun.config import EngineConfig
 from forerun.executors.torch import executor
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
@@ -69,12 +70,14 @@ def test_no_answer_depends_on_speculation(name, model, head, monkeypatch):
         changes["draft_on_error"] = "stop"
     if "captured" in name:
         monkeypatch.setattr(executor, "kernels_for", twins)
-        monkeypatch.setattr(executor, "recorder", lambda device: Tape())
+        monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     fuzzer = Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))
     try:
         report = fuzzer.run(lambda so_far: so_far.cases >= CASES)
+        used = type(fuzzer._target[1].executor).__name__
     finally:
         fuzzer.close()
+    assert ("Captured" in used) == ("captured" in name), used
     assert report.failure is None, report.failure
     assert report.cases == CASES and report.draft_tokens > 0
     assert report.accepted > 0 or "draft head" in name

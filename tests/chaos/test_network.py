@@ -113,7 +113,7 @@ def test_connections_of_which_a_fifth_leave(server):
 
         return await asyncio.gather(*map(guarded, range(count)))
 
-    asyncio.run(everybody(300))  # What so many at once take, it may keep.
+    asyncio.run(everybody(CONNECTIONS))  # What these take once, it may keep.
     assert wait_for(lambda: not server.held())
     server.warm = server.resident()
     ends = asyncio.run(everybody(CONNECTIONS))
