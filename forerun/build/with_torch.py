@@ -52,7 +52,7 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
     from forerun.executors.torch import CapturedExecutor, TorchBlockModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return TorchBlockModel(executor, draft)
+    return TorchBlockModel(executor, checkpoint, draft)
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:

@@ -41,8 +41,8 @@ def main(arguments: argparse.Namespace) -> int:
         executor=arguments.executor,
         max_sequences=config.width,
     )
-    if config.start_from and config.table_only:
-        raise ConfigError("--table-only trains no head; leave --start-from out")
+    if config.start_from and config.method != "eagle3":
+        raise ConfigError(f"--method {config.method} goes on from no head; leave --start-from out")
     if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")
-            if config.table_only:
+            if config.method == "table":
                 return _told_table(arguments, out, known)
             progress = make_draft(source, corpus, config, out, report, start)
         except (ForerunError, KeyboardInterrupt):

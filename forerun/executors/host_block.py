@@ -72,7 +72,7 @@ class HostBlockModel:
         own = self._weights.get
         embedding, output = own("embed_tokens.weight"), own("lm_head.weight")
         self._embedding = rows.embedding if embedding is None else embedding
-        self._head = rows.head if output is None else output
+        self._head = rows.head[draft.target_ids] if output is None else output
         places = limits.pages * limits.page_size
         shape = (head.layers, 2, places, head.kv_heads, head.head_size)
         self._kept = np.zeros(shape, np.float32)

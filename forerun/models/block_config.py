@@ -32,8 +32,9 @@ class BlockHead:
                  features
     qk_norm      RMSNorm over E on each query and key head, before the rotation
     markov_rank  width of the bias W2 W1[token before], added to the logits; 0 = there is none
-    own_embedding, own_head, own_mask  the file has these tensors; else they are the target's, and
-                 the mask is a row of the embedding
+    own_embedding, own_head, own_mask  the file has these tensors; else they are the target's (of
+                 its output head, the rows of the draft vocabulary), and the mask is a row of the
+                 embedding
     confidence   columns of a confidence head, which is not read; 0 = there is none
     """
 
@@ -103,8 +104,6 @@ class BlockHead:
                 f"a drafter of width {self.hidden} needs embed_tokens.weight and lm_head.weight of "
                 "its own"
             )
-        if self.vocab != self.target_vocab and not self.own_head:
-            faults.append("its vocabulary map (d2t) needs an lm_head.weight of its own")
         if target.embedding_scale != 1.0 and not self.own_embedding:
             faults.append("whether this target's scaled embeddings are meant is not known")
         beyond = [index for index in self.features if not 0 <= index <= target.layers]

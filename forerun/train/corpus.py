@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from forerun.errors import ModelError
+from forerun.models.block_config import BlockHead
 from forerun.models.draft_config import DraftHead
 from forerun.train.answers import Chat
 from forerun.train.teacher import Teacher
@@ -108,7 +109,7 @@ def open_corpus(folder: Path) -> Corpus:
 
 def write_features(
     corpus: Corpus,
-    head: DraftHead,
+    head: DraftHead | BlockHead,
     ids: Ints,
     teacher: Teacher,
     progress: Callable[[int, int], None],

@@ -7,6 +7,8 @@ norm is therefore scaled to whatever makes the first loss smallest, with 0 (loss
 among the candidates.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -87,14 +89,24 @@ def calibrate(head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabula
 
     At most ln(Vd), because the scale 0 is among the candidates.
     """
-    norm = head.norm.weight.detach().clone()
-    losses = {}
+
+    def loss() -> float:
+        return float(ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))[0])
+
     with torch.no_grad():
-        for scale in SCALES:
-            head.norm.weight.copy_(norm * scale)
-            total, _ = ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))
-            losses[scale] = float(total)
-        best = min(losses, key=lambda scale: losses[scale])
-        # At exactly 0 no gradient would reach the block.
-        head.norm.weight.copy_(norm * (best or 1e-3))
+        return calibrate_norm(head.norm.weight, loss)
+
+
+def calibrate_norm(weight: Tensor, loss: Callable[[], float]) -> float:
+    """Scale a final norm to the smallest `loss`, which it returns. The caller switches gradients
+    off.
+    """
+    norm = weight.detach().clone()
+    losses = {}
+    for scale in SCALES:
+        weight.copy_(norm * scale)
+        losses[scale] = loss()
+    best = min(losses, key=lambda scale: losses[scale])
+    # At exactly 0 no gradient would reach the block.
+    weight.copy_(norm * (best or 1e-3))
     return losses[best]

@@ -24,6 +24,10 @@ from forerun.train.unroll import Unrolling
 Reader = Callable[[list[Piece]], Batch]
 
 
+LossOf = Callable[["Trial", Batch, int, bool], tuple[Tensor, list[StepScore]]]
+"""(trial, batch, seed, whether it only judges) -> the loss, and the score of every draft token."""
+
+
 class TrainingError(ForerunError):
     """Training ended early; the last checkpoint is usable. The message says why."""
 
@@ -63,14 +67,28 @@ class Schedule:
         return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
+def unrolled_loss(
+    trial: "Trial", batch: Batch, seed: int, judging: bool
+) -> tuple[Tensor, list[StepScore]]:
+    """An EAGLE head's: see `ttt_loss`."""
+    schedule = trial.schedule
+    plan = Unrolling(schedule.steps)
+    if not judging:
+        plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
+    head = trial.head
+    assert isinstance(head, EagleHead)
+    return ttt_loss(head, batch, trial.embed, trial.vocabulary, plan, seed)
+
+
 @dataclass(frozen=True)
 class Trial:
     """Everything a training run works on.
 
+    loss_of  what the head is trained by
     compute  dtype of the matrix products; the head's own weights stay as they are, float32
     """
 
-    head: EagleHead
+    head: nn.Module
     embed: Tensor
     vocabulary: Vocabulary
     corpus: Corpus
@@ -79,6 +97,7 @@ class Trial:
     folder: Path
     compute: torch.dtype = torch.float32
     shards: Shards = field(default_factory=lambda: Shards(1))
+    loss_of: LossOf = unrolled_loss
 
     def computing(self) -> AbstractContextManager[object]:
         """Inside of it, products of the head run in `compute`."""
@@ -175,11 +194,9 @@ class _Slope:
 
 
 def _slope(trial: Trial, trained: Sequence[Tensor], pieces: list[Piece], seed: int) -> _Slope:
-    schedule = trial.schedule
     batch = trial.read(pieces)
-    plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
     with trial.computing():
-        total, scores = ttt_loss(trial.head, batch, trial.embed, trial.vocabulary, plan, seed)
+        total, scores = trial.loss_of(trial, batch, seed, False)
     gradients = torch.autograd.grad(total, trained)
     return _Slope(gradients, scores[0].loss, max(int(batch.wanted.sum()), 1))
 
@@ -260,9 +277,8 @@ def evaluate(trial: Trial, step: int) -> Check:
 
 @torch.no_grad()
 def _scores(trial: Trial, pieces: list[Piece]) -> list[StepScore]:
-    plan = Unrolling(trial.schedule.steps)
     with trial.computing():
-        return ttt_loss(trial.head, trial.read(pieces), trial.embed, trial.vocabulary, plan)[1]
+        return trial.loss_of(trial, trial.read(pieces), 0, True)[1]
 
 
 def _steps(trial: Trial) -> int:

@@ -131,9 +131,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return gradient * grads[0].to(gradient.dtype), None, None, None, None
 
 
-_summed_loss: Callable[[Tensor, Tensor, Teacher, Tensor, Tensor], tuple[Tensor, Tensor]] = (
+summed_loss: Callable[[Tensor, Tensor, Teacher, Tensor, Tensor], tuple[Tensor, Tensor]] = (
     _FusedCrossEntropy.apply
 )
+"""(read, weight, teacher, at, choice) as in _FusedCrossEntropy -> loss sum and hits."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def ttt_loss(
         if device.type == "cpu":  # Elsewhere to leave rows out would wait for the device.
             rows, teachers, choice = (x[reachable] for x in (rows, teachers, choice))
             reachable = reachable[reachable]
-        loss, hits = _summed_loss(
+        loss, hits = summed_loss(
             read.index_select(0, rows),
             head.lm_head.weight,
             batch.teacher,

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from forerun.errors import ConfigError, ModelError
-from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_config import DraftHead, head_for
 from forerun.models.draft_folder import DraftFile
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
@@ -34,9 +32,7 @@ from forerun.train.corpus import (
     write_chats,
     write_features,
 )
-from forerun.train.export import export_head
 from forerun.train.generate import DenseAuthor
-from forerun.train.init import calibrate, start_from_draft, start_from_target
 from forerun.train.loop import Schedule, Trial, train
 from forerun.train.loss import Vocabulary
 from forerun.train.presets import TrainConfig
@@ -45,6 +41,7 @@ from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
+from forerun.train.student import Student, block_student, eagle_student
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
@@ -157,9 +154,11 @@ def make_draft(
     """
     torch.manual_seed(config.seed)
     device = torch.device(config.train_device)
-    about, ids = _shape(source, corpus, config, start)
+    ids = _vocabulary(source, corpus, config, start)
+    student = _student(source, ids, config, start)
+    about = student.about
     if device.type == "cpu":
-        with _teacher(source, about, corpus) as teacher:
+        with _teacher(source, about.features, corpus) as teacher:
             write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
         embed, rows = embeddings(source.checkpoint)
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
@@ -169,7 +168,33 @@ def make_draft(
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
         embed, compute = target.embed, target.dtype
         read = online_reader(corpus, target, about.features, vocabulary.rows)
-    schedule = Schedule(
+    trial = Trial(
+        head=student.head.to(device),
+        embed=embed,
+        vocabulary=vocabulary,
+        corpus=corpus,
+        read=read,
+        schedule=_schedule(config, device),
+        folder=out,
+        compute=compute,
+        shards=Shards.on(device),
+        loss_of=student.loss_of,
+    )
+    schedule = trial.schedule
+    first = next(batches(corpus, corpus.training, schedule.length, schedule.tokens, config.seed))
+    student.begin(trial, read(first))
+    started = monotonic()
+
+    def show(progress: Progress) -> None:
+        report(_line(progress, started), progress.step, progress.total)
+
+    progress = train(trial, show)
+    finish(trial, student, progress, config, source.name)
+    return progress
+
+
+def _schedule(config: TrainConfig, device: torch.device) -> Schedule:
+    return Schedule(
         epochs=config.epochs,
         tokens=config.batch_tokens,
         length=config.length,
@@ -183,67 +208,41 @@ def make_draft(
         look_every=1 if device.type == "cpu" else 25,
         ema=config.ema,
     )
-    head = EagleHead(about).to(device)
-    trial = Trial(
-        head=head,
-        embed=embed,
-        vocabulary=vocabulary,
-        corpus=corpus,
-        read=read,
-        schedule=schedule,
-        folder=out,
-        compute=compute,
-        shards=Shards.on(device),
-    )
-    if start is None:
-        _begin(trial, source.checkpoint, config)
-    else:
-        start_from_draft(head, start, vocabulary)
-    started = monotonic()
-
-    def show(progress: Progress) -> None:
-        report(_line(progress, started), progress.step, progress.total)
-
-    progress = train(trial, show)
-    finish(trial, ids, progress, config, source.name)
-    return progress
 
 
-def _shape(
+def _student(source: Source, ids: Ints, config: TrainConfig, start: DraftFile | None) -> Student:
+    if config.method == "block":
+        return block_student(source.checkpoint, ids, config)
+    return eagle_student(source.checkpoint, ids, config, start)
+
+
+def _vocabulary(
     source: Source, corpus: Corpus, config: TrainConfig, start: DraftFile | None
-) -> tuple[DraftHead, Ints]:
-    """What head will be trained, and int32[Vd] the target ids of its vocabulary."""
+) -> Ints:
+    """int32[Vd] the target ids of the draft vocabulary."""
     if start is not None:
-        return start.head, start.target_ids
-    arch = source.checkpoint.architecture
-    ids = choose_vocabulary(corpus, config.draft_vocab, arch.vocab, forced_ids(source.tokenizer))
-    return head_for(arch, len(ids)), ids
+        return start.target_ids
+    vocab = source.checkpoint.architecture.vocab
+    return choose_vocabulary(corpus, config.draft_vocab, vocab, forced_ids(source.tokenizer))
 
 
-def _teacher(source: Source, about: DraftHead, corpus: Corpus) -> AbstractContextManager[Teacher]:
+def _teacher(
+    source: Source, features: tuple[int, ...], corpus: Corpus
+) -> AbstractContextManager[Teacher]:
     """The compiled core where it runs this target and serving would use it, else torch."""
     if source.core:
         longest = corpus.longest
-        return core_teacher(source.checkpoint, about.features, longest, source.threads)
-    return dense_teacher(_dense(source, "cpu"), about.features)
+        return core_teacher(source.checkpoint, features, longest, source.threads)
+    return dense_teacher(_dense(source, "cpu"), features)
 
 
-def _begin(trial: Trial, checkpoint: Checkpoint, config: TrainConfig) -> None:
-    """Initialise the head from the target and calibrate it (a resumed run overwrites this)."""
-    start_from_target(trial.head, checkpoint, trial.vocabulary, config.seed)
-    schedule = trial.schedule
-    first = next(
-        batches(trial.corpus, trial.corpus.training, schedule.length, schedule.tokens, config.seed)
-    )
-    with trial.computing():
-        calibrate(trial.head, trial.read(first), trial.embed, trial.vocabulary)
-
-
-def finish(trial: Trial, ids: Ints, progress: Progress, config: TrainConfig, name: str) -> None:
+def finish(
+    trial: Trial, student: Student, progress: Progress, config: TrainConfig, name: str
+) -> None:
     """Export the best checkpoint; write metrics.json and report.html beside it."""
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
-    export_head(trial.head, ids, trial.folder / "draft")
+    student.export(trial.folder / "draft")
     metrics: Metrics = {
         "target": name,
         "config": asdict(config),

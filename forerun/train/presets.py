@@ -33,8 +33,10 @@ class TrainConfig:
         2400, "answer tokens in one training step; what they answer comes on top", low=16
     )
     length: int = option(512, "longest training sequence, in tokens (its end is kept)", low=16)
-    steps: int = option(3, "unrolled steps of the training-time test", low=1, high=16)
-    decay: float = option(0.8, "weight of each further unrolled step", low=0, high=1)
+    steps: int = option(
+        3, "unrolled steps of the training-time test; draft tokens of a block", low=1, high=16
+    )
+    decay: float = option(0.8, "weight of each further unrolled step or draft token", low=0, high=1)
     thin: float = option(
         1.0, "share of rows that goes on to each further unrolled step", low=0.01, high=1
     )
@@ -51,7 +53,16 @@ class TrainConfig:
     )
     check_every: int = option(100, "training steps between held-out checks", low=1)
     width: int = option(32, "answers written at once", low=1, high=4096)
-    table_only: bool = option(False, "count an n-gram table of the answers, train no head")
+    method: str = option(
+        "eagle3",
+        "what is made: an EAGLE-3 head (and a table), a block drafter (and a table), or the n-gram "
+        "table alone; prediction layers (mtp) come with their target and are not trained here",
+        choices=("eagle3", "block", "table"),
+    )
+    block_layers: int = option(1, "decoder layers of a block drafter", low=1, high=64)
+    block_features: int = option(3, "hidden states that a block drafter reads", low=1, high=64)
+    block_anchors: int = option(64, "blocks of an answer in one training step", low=1)
+    block_causal: bool = option(False, "a place of a block sees those before it only")
     train_device: str = option("cpu", "torch device that trains")
     seed: int = option(0, "seed of prompts, noise and shuffling", low=0)
 
@@ -77,7 +88,7 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
     ),
     "table": (
         "as long as the answers take: an n-gram table, which costs no arithmetic, and no head",
-        TrainConfig(answers=4000, answer_tokens=224, held_out=96, table_only=True),
+        TrainConfig(answers=4000, answer_tokens=224, held_out=96, method="table"),
     ),
     "cpu": (
         "about an hour and a half on two cores for a model of 135M; a modest draft",

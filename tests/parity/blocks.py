@@ -14,6 +14,7 @@ VARIANTS = {
     "causal": {"causal": True, "layers": 1},
     "from the root": {"anchored": True, "layers": 3, "features": (1, 4)},
     "own head and map": {"own_head": True, "vocab": 96, "qk_norm": False},
+    "a map, the target's rows": {"vocab": 300, "causal": True},
     "own mask": {"own_mask": True, "own_embedding": True, "features": (2,)},
 }
 
@@ -125,5 +126,5 @@ def dense_block(draft, hf, text, hidden_states):
         gate, up = (normed @ w[f"{prefix}mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * up) @ w[prefix + "mlp.down_proj.weight"].T
     read = _normed(x, w["norm.weight"], head.norm_eps)[0 if head.anchored else 1 :]
-    output = w.get("lm_head.weight", hf.get_output_embeddings().weight)
+    output = w.get("lm_head.weight", hf.get_output_embeddings().weight[draft.target_ids])
     return (read @ output.T).log_softmax(-1)

@@ -3,6 +3,7 @@ torch, in NumPy and beside the compiled core. Counts are exact, texts those of p
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from forerun.executors.host_block import BorrowedRows, HostBlockModel
 from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.features import on_device
 from forerun.interface.draft_model import DraftBlock, Extension
+from forerun.models.folder import FolderCheckpoint
 from tests.drafters.draft_models import Told
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
@@ -124,6 +126,10 @@ def plain(target):
     return {t: [item.tokens for item in served(target, None, t)[0]] for t in (0.0, 0.8)}
 
 
+def checkpoint_of(target):
+    return FolderCheckpoint(Path(target.config.model))
+
+
 def texts_of(plain, temperature):
     pairs = zip(PROMPTS, plain[temperature], strict=True)
     return [[*map(int, prompt), *map(int, tokens)] for prompt, tokens in pairs]
@@ -145,7 +151,7 @@ def beside(target, hf, draft):
         BorrowedRows(*(row.detach().numpy() for row in rows)),
         lambda features: on_device(features, torch.device("cpu"), torch.float32).numpy(),
     )
-    return Beside(TorchBlockModel(target.executor, draft), twin)
+    return Beside(TorchBlockModel(target.executor, checkpoint_of(target), draft), twin)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -183,7 +189,11 @@ def test_the_right_tokens_are_all_accepted_and_wrong_ones_never(
 ):
     draft = random_block(target.executor.decoder.arch, tmp_path)
     depth = draft.head.depth
-    model = Told(TorchBlockModel(target.executor, draft), texts_of(plain, temperature), off)
+    model = Told(
+        TorchBlockModel(target.executor, checkpoint_of(target), draft),
+        texts_of(plain, temperature),
+        off,
+    )
     shape = {"speculative_num_steps": depth, "speculative_num_draft_tokens": depth + 1}
     done, _ = served(target, model, temperature, **shape)
     assert [item.tokens for item in done] == plain[temperature]
@@ -202,7 +212,7 @@ def test_no_block_drafter_changes_the_text(target, plain, tmp_path, shape, tempe
     steps, tokens, topk = shape
     draft = random_block(target.executor.decoder.arch, tmp_path, causal=steps == 2)
     done, _ = served(
-        target, TorchBlockModel(target.executor, draft), temperature,
+        target, TorchBlockModel(target.executor, checkpoint_of(target), draft), temperature,
         speculative_num_steps=steps, speculative_num_draft_tokens=tokens,
         speculative_eagle_topk=topk,
     )  # fmt: skip
@@ -211,7 +221,8 @@ def test_no_block_drafter_changes_the_text(target, plain, tmp_path, shape, tempe
 
 
 def test_bad_passes_are_refused(target, tmp_path):
-    model = TorchBlockModel(target.executor, random_block(target.executor.decoder.arch, tmp_path))
+    draft = random_block(target.executor.decoder.arch, tmp_path)
+    model = TorchBlockModel(target.executor, checkpoint_of(target), draft)
     one, pages = np.ones(1, np.int32), np.zeros((1, 4), np.int32)
     good = DraftBlock(one, one, one, pages, depth=2, candidates=1)
     assert model.block(good).ids.shape == (1, 2, 1)

@@ -44,7 +44,8 @@ class Small:
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory):
+def untrained(tmp_path_factory):
+    """The target and its prompts."""
     hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
     with torch.no_grad():
         hf.lm_head.weight.mul_(12)  # As sure of itself as a trained model.
@@ -54,7 +55,12 @@ def small(tmp_path_factory):
     chats = [{"messages": [{"role": "user", "content": text}]} for text in asked * 4]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, chats)))
     target = tiny.save_folder(hf, folder / "target", dtype=torch.bfloat16)
-    made = Small(target, folder / "prompts.jsonl", folder / "out")
+    return Small(target, folder / "prompts.jsonl", folder / "out")
+
+
+@pytest.fixture(scope="session")
+def small(untrained):
+    made = untrained
     learning = "--epochs 200 --rate 1e-2 --draft-vocab 300 --ema 0.98 --check-every 90"
     made.train(made.out, *learning.split())
     return made

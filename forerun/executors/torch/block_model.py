@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.errors import EngineError
@@ -31,6 +32,7 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.features import Features
 from forerun.models.block_folder import BlockFile
+from forerun.models.checkpoint import Checkpoint
 from forerun.types import AnyArray
 
 
@@ -40,7 +42,7 @@ class TorchBlockModel:
     Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
     """
 
-    def __init__(self, executor: TorchTarget, draft: BlockFile) -> None:
+    def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
         head, limits = draft.head, executor.limits
         self.traits = DraftModelTraits(
             name=head.algorithm,
@@ -63,6 +65,7 @@ class TorchBlockModel:
         }
         check_fits(self._bytes, device)
         self._drafter = _loaded(executor, draft)
+        self._rows = _borrowed_rows(executor, checkpoint, draft)
         self._cache = DraftCache(head.cache, limits, device, dtype)
         frequencies = head.rope.frequencies(head.head_size)
         self._frequencies = torch.from_numpy(frequencies).to(device)
@@ -133,6 +136,8 @@ class TorchBlockModel:
         if self._about.own_head:
             logits: Tensor = self._drafter.lm_head(read)
             return logits
+        if self._rows is not None:
+            return F.linear(read, self._rows)
         return self._executor.decoder.read(read, len(read))
 
     def _rotary(self, position: AnyArray) -> Rotary:
@@ -164,3 +169,14 @@ def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
     }
     drafter.load_state_dict(weights, assign=True)
     return drafter.requires_grad_(False)
+
+
+def _borrowed_rows(
+    executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile
+) -> Tensor | None:
+    """[Vd,H] the target's output rows of a draft vocabulary; None where all or none are used."""
+    if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
+        return None
+    tied = checkpoint.architecture.tied_head
+    rows = checkpoint.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
+    return torch.from_numpy(rows[draft.target_ids]).to(executor.device, executor.dtype)

@@ -1,0 +1,133 @@
+"""What `forerun train` trains, by method: an EAGLE-3 head, or a block drafter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forerun.executors.torch.block import BlockDrafter, BlockLayer
+from forerun.executors.torch.eagle import EagleHead
+from forerun.models.arch import Architecture
+from forerun.models.block_config import BlockHead, default_block_features
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.draft_config import DraftHead, head_for
+from forerun.models.draft_folder import DraftFile
+from forerun.train.block_loss import BlockPlan, block_loss
+from forerun.train.export import export_head
+from forerun.train.export_block import export_block
+from forerun.train.init import calibrate, calibrate_norm, start_from_draft, start_from_target
+from forerun.train.loop import LossOf, Trial, unrolled_loss
+from forerun.train.loss import Batch, StepScore
+from forerun.train.presets import TrainConfig
+from forerun.types import Ints
+
+
+@dataclass(frozen=True)
+class Student:
+    """A network to be trained.
+
+    about    its description
+    head     its weights, float32
+    begin    (trial, a first batch): fills it; a resumed run overwrites that
+    export   writes it into a folder that servers load
+    loss_of  what it is trained by
+    """
+
+    about: DraftHead | BlockHead
+    head: nn.Module
+    begin: Callable[[Trial, Batch], None]
+    export: Callable[[Path], None]
+    loss_of: LossOf
+
+
+def eagle_student(
+    checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
+) -> Student:
+    """An EAGLE-3 head for the vocabulary `ids`; or `start`, to go on from it."""
+    about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
+    head = EagleHead(about)
+
+    def begin(trial: Trial, first: Batch) -> None:
+        if start is not None:
+            start_from_draft(head, start, trial.vocabulary)
+            return
+        start_from_target(head, checkpoint, trial.vocabulary, config.seed)
+        with trial.computing():
+            calibrate(head, first, trial.embed, trial.vocabulary)
+
+    return Student(about, head, begin, lambda to: export_head(head, ids, to), unrolled_loss)
+
+
+def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:
+    """The block drafter our trainer makes for `target`: its layers' shape, a mask of its own."""
+    return BlockHead(
+        layers=config.block_layers,
+        hidden=target.hidden,
+        heads=target.heads,
+        kv_heads=target.kv_heads,
+        head_size=target.head_size,
+        ffn=target.ffn,
+        vocab=vocab,
+        target_vocab=target.vocab,
+        target_hidden=target.hidden,
+        norm_eps=target.norm_eps,
+        rope=replace(target.rope),
+        context=target.context,
+        features=default_block_features(target.layers, config.block_features),
+        places=config.steps + 1,
+        mask=0,
+        causal=config.block_causal,
+        qk_norm=target.layer_specs[-1].qk_norm,
+        own_mask=True,
+    )
+
+
+def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
+    """A block drafter of `steps` draft tokens for the vocabulary `ids`."""
+    target = checkpoint.architecture
+    about = block_for(target, len(ids), config)
+    about.check_against(target, "train")
+    torch.manual_seed(config.seed)
+    drafter = BlockDrafter(about)
+
+    def loss_of(
+        trial: Trial, batch: Batch, seed: int, judging: bool
+    ) -> tuple[Tensor, list[StepScore]]:
+        plan = BlockPlan(config.block_anchors, config.decay, judging)
+        return block_loss(drafter, batch, trial.embed, trial.vocabulary, plan, seed)
+
+    def begin(trial: Trial, first: Batch) -> None:
+        _start_block(drafter, checkpoint, trial.embed)
+        with trial.computing(), torch.no_grad():
+            calibrate_norm(drafter.norm.weight, lambda: float(loss_of(trial, first, 0, False)[0]))
+
+    def export(folder: Path) -> None:
+        export_block(about, dict(drafter.named_parameters()), ids, folder, target.layers)
+
+    return Student(about, drafter, begin, export, loss_of)
+
+
+@torch.no_grad()
+def _start_block(drafter: BlockDrafter, checkpoint: Checkpoint, embed: Tensor) -> None:
+    """The target's last layers, which read what they read in it: the last feature, nearly; random
+    where the target's block is not Llama's.
+    """
+    target, head = checkpoint.architecture, drafter.head
+    drafter.mask_embedding.copy_(embed.mean(0))
+    drafter.fc.weight.mul_(0.1)
+    drafter.fc.weight[:, -head.hidden :] += torch.eye(head.hidden, device=embed.device)
+    if target.beyond_llama() or head.layers > target.layers:
+        return
+
+    def stored(name: str) -> Tensor:
+        return torch.from_numpy(checkpoint.tensor(name).copy())
+
+    begin = target.layers - head.layers
+    for number, layer in enumerate(drafter.layers):
+        assert isinstance(layer, BlockLayer)
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(stored(f"model.layers.{begin + number}.{name}"))
+    drafter.hidden_norm.weight.copy_(stored(f"model.layers.{begin}.input_layernorm.weight"))
+    drafter.norm.weight.copy_(stored("model.norm.weight"))
