@@ -24,6 +24,7 @@ class Algorithm:
     lookup    drafts with n-grams
     block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
+    max_steps longest path; None = any
     instead   why it cannot be chosen yet, and what to choose; empty = it can
     """
 
@@ -35,6 +36,7 @@ class Algorithm:
     lookup: bool = False
     block: bool = False
     max_topk: int | None = None
+    max_steps: int | None = None
     instead: str = ""
 
 
@@ -92,12 +94,12 @@ ALGORITHMS = (
     ),
     Algorithm(
         "NAIVE",
-        "verify one draft token and draft the next in one program",
+        "a draft head proposes one token a step; on a GPU verifying it and drafting the next are "
+        "one captured program, but for rows with a grammar or log-probabilities",
         aliases=("NAIVE_EAGLE",),
         model=True,
         max_topk=1,
-        instead="the fused program does not exist yet; use EAGLE with speculative-num-steps 1, "
-        "which drafts the same",
+        max_steps=1,
     ),
 )
 """All that exist or are known by name."""
@@ -171,6 +173,12 @@ def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: 
     if topk is not None and method.max_topk is not None and topk > method.max_topk:
         raise ConfigError(
             f"speculative-eagle-topk is {topk}, but {method.name} takes at most {method.max_topk}."
+        )
+    steps = method.max_steps if steps is None else steps
+    if steps is not None and method.max_steps is not None and steps > method.max_steps:
+        raise ConfigError(
+            f"speculative-num-steps is {steps}, but {method.name} drafts at most "
+            f"{method.max_steps}; use EAGLE for longer paths."
         )
     if method.lookup or not method.model or tokens is None:
         return

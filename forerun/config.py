@@ -261,8 +261,9 @@ class EngineConfig:
     @property
     def draft_shape(self) -> DraftShape:
         """The largest tree of draft tokens, defaults filled in."""
+        steps = self.speculative_num_steps
         return draft_shape(
-            self.speculative_num_steps,
+            self.algorithm.max_steps if steps is None else steps,
             self.speculative_eagle_topk,
             self.speculative_num_draft_tokens,
         )

@@ -160,7 +160,8 @@ def test_vllms_speculative_config():
         ("-ngl 12", "not parted between two devices"),
         ("--draft 16", "--draft-max 16"),
         ("--speculative-accept-threshold-acc 0.9", "lossless"),
-        ("--speculative-algorithm naive_eagle", "use EAGLE with speculative-num-steps 1"),
+        ("--speculative-algorithm naive_eagle --speculative-num-steps 3", "NAIVE drafts at most 1"),
+        ("--speculative-algorithm naive --speculative-num-draft-tokens 3", "at most 1 + 1 = 2"),
         ("--speculative-algorithm medusa", "must be one of: AUTO, EAGLE"),
         ("--speculative-algorithm NGRAM --speculative-eagle-topk 4", "branches where the text"),
         ("--speculative-draft-model-revision r", "speculative-draft-model-path names none"),
@@ -211,6 +212,8 @@ def test_what_is_not_said_of_a_tree_goes_with_what_is():
         return found.steps, found.topk, found.tokens
 
     assert shape(None, None, None) == (8, 1, 9)
+    naive = EngineConfig(speculative_algorithm="naive_eagle").draft_shape
+    assert (naive.steps, naive.topk, naive.tokens) == (1, 1, 2)
     assert shape(3, None, None) == (3, 1, 4)
     assert shape(None, None, 6) == (5, 1, 6)
     assert shape(3, 4, None) == (3, 4, 13)

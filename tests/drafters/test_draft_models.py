@@ -98,8 +98,10 @@ PROMPTS += [PROMPTS[4], np.append(PROMPTS[4][:40], 7)]  # Whose pages are found 
 
 def served(target, model=None, temperature=0.0, at_once=None, tokens=TOKENS, **changes):
     """Completions of all prompts, some of which need several steps to be read."""
-    method = "OFF" if model is None else "EAGLE"
-    shape = {"nodes": DEPTH, "depth": DEPTH, "width": 1} | changes
+    naive = changes.pop("method", "EAGLE") == "NAIVE"
+    method = "OFF" if model is None else "NAIVE" if naive else "EAGLE"
+    depth = 1 if naive else DEPTH
+    shape = {"nodes": depth, "depth": depth, "width": 1} | changes
     config = replace(
         target.config,
         speculative_algorithm=method,
@@ -180,6 +182,18 @@ def test_what_was_told_is_accepted_and_what_is_wrong_never(
     # One step per token; the last ones have less than DEPTH to propose, the prompt's nothing.
     wanted = sum(min(DEPTH, TOKENS - 1 - step) for step in range(1, TOKENS))
     assert (accepted, draft_tokens) == (0, wanted * len(PROMPTS))
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("off", [0, 1])
+def test_naive_drafts_one_token_a_step(target, models, plain, temperature, off):
+    """Two tokens of every step with the target's own choices, one with wrong ones."""
+    model = Told(models["small"], told(plain, temperature), off)
+    done, _ = served(target, model, temperature, method="NAIVE")
+    accepted, draft_tokens = exact(done, plain[temperature])
+    steps = TOKENS if off else 1 + (TOKENS - 1) // 2
+    assert [item.stats.steps for item in done] == [steps] * len(done)
+    assert accepted == (0 if off else draft_tokens)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
