@@ -56,8 +56,6 @@ _DRAFTING = [
     ),
     *usual("--speculative-accept-threshold-single --speculative-accept-threshold-acc",
             ("1", "1.0"), SGLANG, why=_LOSSY),
-    *refused("--speculative-token-map", SGLANG,
-              why="reduced output heads are not read yet; EAGLE3 heads bring their own vocabulary"),
     *refused("--speculative-attention-mode --speculative-draft-attention-backend", SGLANG,
               why=_KERNEL),
     *usual("--speculative-draft-model-quantization", ("unquant", "none"), SGLANG,
@@ -213,7 +211,8 @@ ALIASES: tuple[Alias, ...] = (*_DRAFTING, *_MODEL, *_SERVER, *_ASKING)
 
 _DRAFT_NAMES = (
     "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision "
-    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens"
+    "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
+    "speculative_token_map"
 )
 SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_DRAFT_NAMES.split(), (SGLANG,)),

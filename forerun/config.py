@@ -144,6 +144,9 @@ class EngineConfig:
     speculative_draft_model_revision: str | None = option(
         None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
     )
+    speculative_token_map: str | None = option(
+        None, "file of the target ids that a draft model may propose: .json, .safetensors or .pt"
+    )
     speculative_num_steps: int | None = option(
         None,
         "longest path of draft tokens (default: 8, or a block drafter's block)",
@@ -242,6 +245,11 @@ class EngineConfig:
     def _check_speculation(self) -> None:
         asked = (self.speculative_num_steps, self.speculative_eagle_topk)
         check_shape(self.algorithm, *asked, self.speculative_num_draft_tokens)
+        if self.speculative_token_map and not self.algorithm.model:
+            raise ConfigError(
+                f"speculative-token-map limits what a draft model proposes, but "
+                f"{self.algorithm.name} has none; leave it out."
+            )
         if self.speculative_draft_model_revision and not self.speculative_draft_model_path:
             raise ConfigError(
                 "speculative-draft-model-revision names a version of a draft, but "

@@ -7,6 +7,7 @@ load = both
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from forerun.build import tuned
@@ -46,6 +47,7 @@ from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
+from forerun.models.token_map import read_token_map
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
@@ -280,9 +282,13 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
 def _drafts(config: EngineConfig, target: Model) -> Parts:
     """What is wanted of the named draft, of a kind that the executor runs."""
     parts = open_drafts(config, target)
-    if parts.model is not None:
-        check_offered(config, parts.model)
-    return parts
+    if parts.model is None:
+        return parts
+    check_offered(config, parts.model)
+    if config.speculative_token_map is None:
+        return parts
+    token_map = read_token_map(Path(config.speculative_token_map), target.architecture.vocab)
+    return replace(parts, model=parts.model.limited(token_map))
 
 
 def _resolved(

@@ -12,6 +12,7 @@ from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint
+from forerun.types import Ints
 
 
 class DraftSource(Protocol):
@@ -40,6 +41,12 @@ class DraftSource(Protocol):
 
     @property
     def node_numbers(self) -> int: ...  # noqa: D102
+
+    def limited(self, token_map: Ints) -> "DraftSource":
+        """Proposing nothing but these target ids, ascending. Raises ModelError where its ids are
+        its own affair, or nothing is left.
+        """
+        ...
 
 
 MakeDraftModel = Callable[[Any, Checkpoint, Any], DraftModel]

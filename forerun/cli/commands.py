@@ -140,6 +140,11 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     presets = "; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())
     parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
+    parser.add_argument(
+        "--token-map",
+        metavar="FILE",
+        help="only count a text's tokens, for OUT/token_map.json",
+    )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
     unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
     flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)

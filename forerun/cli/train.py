@@ -17,6 +17,7 @@ from forerun.flags import configured
 from forerun.hub.catalog import open_model
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.token_map import write_token_map
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author
 from forerun.train.corpus import Corpus, open_corpus
@@ -25,6 +26,9 @@ from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.served import ServedAuthor
+from forerun.train.token_map import token_map
+
+MAP_FILE = "token_map.json"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -49,6 +53,12 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("the toy has no weights to make a draft for; give --model another target")
     with plain_warnings(), bars() as report:
         model = open_model(engine.model, report)
+        if arguments.token_map:
+            vocab, size = model.architecture.vocab, config.draft_vocab
+            ids = token_map(Path(arguments.token_map), model.tokenizer, vocab, size)
+            write_token_map(ids, out / MAP_FILE)
+            say(f"{len(ids)} token ids are in {out / MAP_FILE}: --speculative-token-map takes it")
+            return 0
         chat = ChatTemplate(model.chat_template, model.tokenizer)
         core = choose_executor(engine, model.architecture).executor == "cpu"
         source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)

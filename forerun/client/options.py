@@ -37,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     speculative_algorithm: str
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
+    speculative_token_map: str | None
     speculative_num_steps: int | None
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None

@@ -71,6 +71,13 @@ class BlockFile:
         """Vd."""
         return self.head.vocab
 
+    def limited(self, token_map: Ints) -> "BlockFile":
+        """Raises ModelError: a block drafter's map is in its own files."""
+        raise ModelError(
+            f"{self.path} holds a block drafter, which takes no token map; leave "
+            "speculative-token-map out"
+        )
+
     @property
     def node_numbers(self) -> int:
         """Beside its logits a node takes next to nothing."""

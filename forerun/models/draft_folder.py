@@ -7,7 +7,7 @@ Nothing is skipped: a missing, unexpected or wrongly shaped tensor stops the loa
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -75,6 +75,17 @@ class DraftFile:
     def vocab(self) -> int:
         """Vd."""
         return self.head.vocab
+
+    def limited(self, token_map: Ints) -> "DraftFile":
+        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError for a
+        head that has an output head of its own.
+        """
+        if self.head.trained_head or len(self.target_ids) < self.head.target_vocab:
+            raise ModelError(
+                f"{self.path} brings its own draft vocabulary; leave speculative-token-map out"
+            )
+        head = replace(self.head, vocab=len(token_map))
+        return replace(self, head=head, target_ids=token_map)
 
     @property
     def node_numbers(self) -> int:

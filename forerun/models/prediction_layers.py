@@ -175,6 +175,10 @@ class PredictionLayers:
             return None
         return Packed(info.kind, file.rows(stored), info.shape[-1])
 
+    def limited(self, token_map: Ints) -> "PredictionLayers":
+        """Proposing nothing but the target ids of `token_map` (FR-Spec)."""
+        return replace(self, target_ids=token_map)
+
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
         """What the layer keeps of a position."""

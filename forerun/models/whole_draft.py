@@ -6,7 +6,7 @@ draft's vocabulary stands in the draft's context as one token of its own. That b
 proposed, at every temperature; what is accepted is the target's own choice as ever.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -66,6 +66,10 @@ class WholeDraft:
     name: str
     checkpoint: Checkpoint
     vocabulary: DraftVocabulary
+
+    def limited(self, token_map: Ints) -> "WholeDraft":
+        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError."""
+        return replace(self, vocabulary=self.vocabulary.limited(token_map))
 
     @property
     def algorithm(self) -> str:

@@ -307,3 +307,29 @@ def test_a_draft_of_more_layers_is_refused(checkpoint, tmp_path):
     with pytest.raises(ModelError, match="runs drafts of one EAGLE layer, not of 3; use the torch"):
         CpuEagleModel(executor, checkpoint, SimpleNamespace(head=deeper, path="deeper"))
     executor.shutdown()
+
+
+def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(checkpoint, tmp_path):
+    world = World(checkpoint, tmp_path, {"algorithm": "eagle1", "fc_bias": True})
+    kept = np.arange(1, world.limits.vocab, 3, dtype=np.int32)
+    mapped = CpuEagleModel(world.executor, checkpoint, world.draft.limited(kept))
+    tokens = np.arange(3, 10, dtype=np.int32)
+    given = np.random.default_rng(0).normal(size=(len(tokens) - 1, checkpoint.architecture.hidden))
+    found = []
+    for model in (world.device, mapped):
+        extension = extension_of(plan_of(tokens[:-1]), tokens, model.traits.vocab)
+        found.append(model.extend(extension, KeptFeatures(given.astype(np.float16))))
+    every, some = found
+    dense = np.empty(world.limits.vocab)
+    dense[every.ids[0]] = every.log_probs[0]
+    wanted = dense[kept] - np.logaddexp.reduce(dense[kept])
+    np.testing.assert_allclose(some.log_probs[0], wanted[some.ids[0]], atol=1e-3)
+    assert mapped.traits.target_ids.tolist() == kept.tolist()
+    world.executor.shutdown()
+
+
+def test_a_head_with_its_own_vocabulary_takes_no_token_map(checkpoint, tmp_path):
+    world = World(checkpoint, tmp_path, {})
+    with pytest.raises(ModelError, match="its own draft vocabulary"):
+        world.draft.limited(np.arange(5, dtype=np.int32))
+    world.executor.shutdown()

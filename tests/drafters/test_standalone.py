@@ -234,6 +234,20 @@ def test_sixty_four_tokens(folders, plain):
         target.close()
 
 
+@NATIVE
+def test_a_token_map_limits_what_a_model_proposes(folders, plain, tmp_path):
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps([id for id in range(tiny.VOCAB) if id % 3]))
+    target = open_target(settings(folders, "cpu", "poorer", speculative_token_map=str(path)))
+    try:
+        ids = target.draft_model.traits.target_ids
+        assert ids.tolist() == [id for id in range(290) if id % 3]
+        accepted, drafted = counts(served(target, 0.0), plain("cpu", 0.0))
+        assert 0 < accepted < drafted
+    finally:
+        target.close()
+
+
 def test_only_shared_tokens_are_proposed_and_the_others_are_read(folders):
     config = settings(folders, "torch", "poorer")
     model = open_model(config.model)

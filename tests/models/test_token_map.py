@@ -1,0 +1,92 @@
+"""Token maps: three formats, one of which is a program that is not run."""
+
+import json
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from forerun.errors import ConfigError, ModelError
+from forerun.models.token_map import read_token_map, write_token_map
+from forerun.text.tokenizer import Tokenizer
+from forerun.train.pipeline import forced_ids
+from forerun.train.token_map import token_map
+from tests.models import tiny
+
+IDS = [*range(0, 3000, 2), 255, 256, 65535, 65536, 70001]
+VOCAB = 70002
+
+
+def archive(path, program):
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("freq/data.pkl", program)
+        made.writestr("freq/version", "3\n")
+    return path
+
+
+def test_every_format_says_the_same(tmp_path):
+    torch.save(IDS, tmp_path / "freq.pt")
+    save_file({"ids": np.array(IDS, np.int64)}, tmp_path / "a.safetensors")
+    save_file({"hot": np.array(IDS, np.int32)}, tmp_path / "b.safetensors")
+    write_token_map(np.array(IDS, np.int32), tmp_path / "c.json")
+    for name in ("freq.pt", "a.safetensors", "b.safetensors", "c.json"):
+        found = read_token_map(tmp_path / name, VOCAB)
+        assert found.tolist() == sorted(set(IDS)) and found.dtype == np.int32
+    for protocol in (2, 3, 4, 5):
+        for ids in ([7], [1, 2], IDS):
+            path = archive(tmp_path / "p.pt", pickle.dumps(ids, protocol))
+            assert read_token_map(path, VOCAB).tolist() == sorted(set(ids))
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize("held", [Evil(), [1, Evil()], {"a": 1}, (1, 2), [1.5], ["x"], [[1]], 7])
+def test_nothing_else_is_read_and_nothing_is_executed(tmp_path, held, capsys):
+    path = archive(tmp_path / "x.pt", pickle.dumps(held, 2))
+    with pytest.raises(ModelError, match="no plain list of token ids"):
+        read_token_map(path, VOCAB)
+    assert capsys.readouterr().out == ""
+
+
+def test_damage_is_one_sentence(tmp_path):
+    whole = pickle.dumps(IDS, 2)
+    for end in (0, 1, 2, 5, 40, len(whole) - 1):
+        with pytest.raises(ModelError, match="no plain list"):
+            read_token_map(archive(tmp_path / "cut.pt", whole[:end]), VOCAB)
+    (tmp_path / "old.pt").write_bytes(whole)
+    (tmp_path / "word.json").write_text('["a"]')
+    (tmp_path / "none.json").write_text("[]")
+    (tmp_path / "x.bin").write_text("[]")
+    save_file({"a": np.zeros((2, 2), np.int64)}, tmp_path / "flat.safetensors")
+    for name, problem in (
+        ("old.pt", "cannot be read as a torch archive"), ("word.json", "a JSON list of token ids"),
+        ("none.json", "names no token"), ("x.bin", "must be .json"), ("y.pt", "there is no token"),
+        ("flat.safetensors", "one vector"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=problem):
+            read_token_map(tmp_path / name, VOCAB)
+    (tmp_path / "far.json").write_text(json.dumps([5, 320]))
+    with pytest.raises(ModelError, match=r"names id 320, outside 0\.\.319"):
+        read_token_map(tmp_path / "far.json", 320)
+
+
+def test_a_map_is_counted_from_text(tmp_path):
+    spec = tmp_path / "tokenizer.json"
+    tiny.tokenizer().save(str(spec))
+    tokenizer = Tokenizer.from_file(spec)
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox " * 50)
+    size = len(forced_ids(tokenizer)) + 4
+    ids = token_map(text, tokenizer, tiny.VOCAB, size)
+    assert len(ids) == size and {*forced_ids(tokenizer).tolist()} <= {*ids.tolist()}
+    free = np.bincount(tokenizer.encode(text.read_text()), minlength=tiny.VOCAB)
+    free[forced_ids(tokenizer)] = 0
+    assert {*np.argsort(-free, kind="stable")[:4].tolist()} <= {*ids.tolist()}
+    with pytest.raises(ConfigError, match="draft-vocab is 3"):
+        token_map(text, tokenizer, tiny.VOCAB, 3)
