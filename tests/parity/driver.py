@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
@@ -115,11 +116,16 @@ class Driver:
         )
         return plan, batch(known, [row.draft for row in rows])
 
-    def step(self, rows: list[Row], masks_of: MasksOf | None = None) -> Result:
+    def step(
+        self,
+        rows: list[Row],
+        masks_of: MasksOf | None = None,
+        draft_request: DraftRequest | None = None,
+    ) -> Result:
         """masks_of: (plan, trees) -> masks; then every row is held by a grammar."""
         plan, trees = self.plan(rows)
         plan.constrained[:] = masks_of is not None
-        scores = self.executor.verify(plan, trees)
+        scores = self.executor.verify(plan, trees, draft_request)
         masks = masks_of(plan, trees) if masks_of is not None else None
         accepted = self.executor.accept(plan, trees, scores, masks)
         outcome = self.executor.commit(plan, trees, scores, accepted)

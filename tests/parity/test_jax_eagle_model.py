@@ -90,6 +90,7 @@ def test_extensions_and_trees_are_the_unrolled_forward(dense, tmp_path, compiled
     compare(Twin(dense, tmp_path, changes), made, 2e-5, JaxEagleModel)
 
 
+@pytest.mark.slow
 def test_served_is_what_the_unrolled_forward_says(target, judge, learned):
     """Text and every step's acceptance, so both are those of the other executors."""
     twin, texts = learned

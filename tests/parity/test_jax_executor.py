@@ -26,7 +26,7 @@ COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(scope="module")
-def warm(checkpoint, compiled):
+def warm(checkpoint, compiled, quickly):
     """Everything compiled at start-up."""
     seen = []
     options = JaxOptions(draft_nodes=3, cache_dir=compiled)

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
+from tests.parity.test_torch_eagle_model import Target, Twin
 from tests.shape.tree import ROOT
 
 
@@ -52,3 +54,27 @@ def test_shards_that_cannot_be(ran):
         "that divides them.",
         "tp-size is 16, but jax sees 8 devices here; lower it to 8 or less.",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("vocab", [160, 159])
+def test_a_head_on_four_devices_drafts_the_same(tmp_path, vocab):
+    """Its map of draft ids is the same on every shard, whether or not they divide."""
+    many = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6, **many)
+    saved = tiny.save_folder(hf, tmp_path / "target")
+    (tmp_path / "head").mkdir()
+    Twin(Target(FolderCheckpoint(saved)), tmp_path / "head", {}, range(1, 2 * vocab + 1, 2))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.parity.sharded_head", str(tmp_path)],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, four = json.loads(done.stdout.splitlines()[-1])
+    assert one == four
+    assert len({tuple(tokens[0]) for tokens, _ in one["trees"]}) > 2
