@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from forerun.errors import EngineError
@@ -21,8 +22,9 @@ START_SECONDS = 120.0
 """Some libraries take their time to load."""
 
 SILENCE = 12.0
-"""A process is given up when it has not answered after so many times the processor time that it
-may take: it was stopped, or the machine is overloaded."""
+"""A process is given up when it has neither answered nor worked for so many times the processor
+time that it may take: it was stopped, or waits for something. On a busy machine one that works a
+little from time to time goes on."""
 
 
 class Fault(StrEnum):
@@ -113,20 +115,24 @@ class SandboxProcess:
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
         """The process's answer to a line; empty where it had to be killed or died by itself."""
-        silent = threading.Event()
+        silent, heard = threading.Event(), threading.Event()
 
-        def give_up() -> None:
-            silent.set()
-            process.kill()
+        def watch() -> None:
+            worked = _processor_time(process.pid)
+            while not heard.wait(patience):
+                before, worked = worked, _processor_time(process.pid)
+                if worked == before:
+                    silent.set()
+                    process.kill()
+                    return
 
-        timer = threading.Timer(patience, give_up)
-        timer.start()
+        threading.Thread(target=watch, name="forerun-sandbox", daemon=True).start()
         try:
             answer = self._written_and_read(process, line)
         except (OSError, ValueError):  # It died before it could listen, or was closed meanwhile.
             answer = ""
         finally:
-            timer.cancel()
+            heard.set()
         if answer.endswith("\n"):
             return answer
         process.kill()
@@ -146,6 +152,15 @@ class SandboxProcess:
             if self._questions is None or not answer.startswith('{"question":'):
                 return answer
             line = json.dumps(self._questions(json.loads(answer)["question"]))
+
+
+def _processor_time(pid: int) -> int:
+    """Of a process, in clock ticks; 0 where that is not known."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return sum(map(int, stat.rpartition(")")[2].split()[11:13]))
 
 
 def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:

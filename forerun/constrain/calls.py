@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.constrain.glm import arguments
 from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.matcher import Compiled
 from forerun.errors import BusyError, RequestError
 from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
+
+LEFT_OUT = "// x-forerun-unenforced: "
+"""Before paths, as a JSON list, of what the grammar leaves out of its schemas."""
 
 ANY_TEXT = r"/(.|\n)*/"
 
@@ -148,45 +152,20 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
     if format is GLM:
-        pairs, rules = _glm_pairs(index, json.loads(tool.arguments.source), tool.arguments)
+        made = arguments(index, tool.arguments, _literal, _json)
+        left = [f"{LEFT_OUT}{_plain(made.left)}"] if made.left else []
         head = _literal(f"{tool.name}\n")
-        return [f"call_{index}: {head} {pairs} {_literal(format.closer)}", *rules]
+        return [*left, f"call_{index}: {head} {made.pairs} {_literal(format.closer)}", *made.rules]
     # Chat templates write arguments on one line, so models do.
-    arguments = f"json_{index}: {_json(tool.arguments.on_one_line())}"
+    written = f"json_{index}: {_json(tool.arguments.on_one_line())}"
     if format is MISTRAL_ARGS:
         divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
-        return [f"call_{index}: {divided} json_{index}", arguments]
+        return [f"call_{index}: {divided} json_{index}", written]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
     end = "}"
     if format.closer == "</tool_call>":
         begin, end = "\n" + begin, end + "\n" + format.closer
-    return [f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}", arguments]
-
-
-def _glm_pairs(index: int, schema: dict[str, Any], grammar: Grammar) -> tuple[str, list[str]]:
-    """Key and value in tags, for each property in order; strings without their quotes."""
-    properties, rules, pairs = schema.get("properties") or {}, [], []
-    for place, (key, value) in enumerate(properties.items()):
-        name = f"value_{index}_{place}"
-        rules.append(_glm_value(name, value, schema, grammar))
-        begin = f"<arg_key>{key}</arg_key>\n<arg_value>"
-        optional = "" if key in schema.get("required", ()) else "?"
-        pairs.append(f"({_literal(begin)} {name} {_literal(chr(10))}){optional}")
-    return " ".join(pairs), rules
-
-
-def _glm_value(name: str, value: Any, schema: dict[str, Any], grammar: Grammar) -> str:
-    """A rule for one value and its closing tag."""
-    closer = _literal("</arg_value>")
-    if isinstance(value, dict) and value.get("type") == "string":
-        if "enum" not in value:
-            return f"{name}[suffix={closer}]: {ANY_TEXT}"
-        words = " | ".join(_literal(word) for word in value["enum"] if word)
-        return f"{name}: ({words}) {closer}"
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    inner = {**shared, **value} if isinstance(value, dict) else value
-    part = Grammar.json_schema(inner, grammar.lenient, grammar.field)
-    return f"{name}: {name}_json {closer}\n{name}_json: {_json(part)}"
+    return [f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}", written]
 
 
 def _content(answer: Grammar) -> str:

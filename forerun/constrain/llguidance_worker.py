@@ -14,6 +14,7 @@ from typing import Any
 
 import llguidance
 
+from forerun.constrain.calls import LEFT_OUT
 from forerun.constrain.gbnf import lark
 from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, RECURSION, SLOW, json_options
 from forerun.constrain.llguidance_backend import GuidanceAutomaton
@@ -78,7 +79,11 @@ def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, 
     """A Lark grammar with its schemas (see calls.py) as llguidance honours them, and the paths of
     what is left out of them.
     """
-    out, left_out, at = "", [], 0
+    out, at = "", 0
+    told = [
+        line.removeprefix(LEFT_OUT) for line in source.splitlines() if line.startswith(LEFT_OUT)
+    ]
+    left_out = [path for line in told for path in json.loads(line)]
     while match := _SCHEMA.search(source, at):
         part, end = json.JSONDecoder().raw_decode(source, match.end())
         place, lenient, one_line = part["x-forerun"]

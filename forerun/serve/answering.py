@@ -72,6 +72,8 @@ async def generated(request: Request, dialect: Dialect) -> Response:
         client = request.client.host if request.client is not None else ""
         compiled = await service.compiled(dialect.served, generation.rules, client)
         generation = generation.under(compiled)
+        dialect.unenforced = compiled.unenforced
+        request.scope["state"]["record"].unenforced = compiled.unenforced
     return Generated(service, dialect, generation)
 
 

@@ -67,7 +67,12 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
             allow_origins=settings.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "x-forerun-ignored"),
+            expose_headers=(
+                "x-request-id",
+                "retry-after",
+                "x-forerun-ignored",
+                "x-forerun-unenforced",
+            ),
         )
     ]
 

@@ -32,6 +32,12 @@ QUIET_PATHS = ("/health", "/metrics", "/server_info")
 IGNORED = b"x-forerun-ignored"
 """Header that names the fields of a request that changed nothing."""
 
+UNENFORCED = b"x-forerun-unenforced"
+"""Header that names the schema keywords that an answer need not follow."""
+
+MAX_NAMED = 32
+"""Of them, at most; the answer's body names all."""
+
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -39,7 +45,8 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 class Record:
     """What the log says of one request. Never a prompt or an answer.
 
-    ignored  fields of it that change nothing
+    ignored     fields of it that change nothing
+    unenforced  keywords of its schemas that are not enforced
     """
 
     id: str
@@ -48,6 +55,16 @@ class Record:
     note: str = ""
     session: GenerationSession | None = None
     ignored: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What an answer says of the request beside itself."""
+        found = [(IGNORED, ", ".join(self.ignored))] if self.ignored else []
+        if self.unenforced:
+            names = [quote(path, safe="[]$:")[:300] for path in self.unenforced[:MAX_NAMED]]
+            more = len(self.unenforced) - len(names)
+            found.append((UNENFORCED, ", ".join([*names, *([f"{more} more"] if more else [])])))
+        return [(name, value.encode()) for name, value in found]
 
     def line(self, method: str, path: str) -> str:
         """One line: id, status, times, and for generations tokens and acceptance length."""
@@ -88,7 +105,7 @@ class RequestMiddleware:
                     *message.get("headers", ()),
                     (b"x-request-id", record.id.encode()),
                     *request_ids(scope["path"], record.id),
-                    *([(IGNORED, ", ".join(record.ignored).encode())] if record.ignored else []),
+                    *record.headers(),
                 ]
             await send(message)
 

@@ -8,7 +8,7 @@ llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_
 """
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from forerun.constrain.calls import Rules, Tag, tag_rules
@@ -35,8 +35,8 @@ _text = text(2**31 - 1)
 
 @takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
-    """A JSON schema: an object, or JSON text of one."""
-    return Rules(Grammar.json_schema(_parsed(value, where), field=where))
+    """A JSON schema: an object, or JSON text of one. What cannot be enforced is left out."""
+    return Rules(Grammar.json_schema(_parsed(value, where), True, where))
 
 
 @takes({"type": "string"})
@@ -95,10 +95,12 @@ def structured_rules(value: Any, where: str) -> Rules:
     found = one_of(given, _KINDS, f"{where}.")
     if found is None:
         raise RequestError(f"{where} needs one of {', '.join(_KINDS)}.", where)
-    for name in ("disable_any_whitespace", "disable_additional_properties"):
+    for name in ("strict", "disable_any_whitespace", "disable_additional_properties"):
         if getattr(given, name) and given.json is None:
             place = f"{where}.{name}"
             raise RequestError(f"{place} is for json only.", place)
+    if given.strict:
+        found = replace(found, grammar=replace(found.grammar, lenient=False))
     if given.disable_additional_properties:
         found = closed_rules(found)
     return found.on_one_line() if given.disable_any_whitespace else found
@@ -137,6 +139,7 @@ class _StructuredOutputs:
     choice: Rules | None = accept(choice_rules)
     grammar: Rules | None = accept(grammar_rules)
     structural_tag: Rules | None = accept(structural_rules)
+    strict: bool = accept(boolean, False)
     disable_any_whitespace: bool = accept(boolean, False)
     disable_additional_properties: bool = accept(boolean, False)
 

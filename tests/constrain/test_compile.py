@@ -18,7 +18,7 @@ from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.errors import BusyError, ModelError, RequestError
-from forerun.sandbox import Fault, SandboxProcess
+from forerun.sandbox import SILENCE, Fault, SandboxProcess
 from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import Ends, Tokenizer
@@ -164,6 +164,21 @@ def test_what_dies_or_does_not_answer_is_told_apart(monkeypatch):
     monkeypatch.setattr(sandbox, "SILENCE", 1.0)
     worker = SandboxProcess(["sleep", "60"], 0.02)
     assert worker.ask({}) is None and worker.fault is Fault.SILENT
+
+
+def test_a_process_that_works_a_little_is_not_given_up():
+    """On a busy machine all do."""
+    code = (
+        "import time\nfrom forerun.sandbox import serve\n"
+        "for _ in range(16):\n"
+        "    end = time.thread_time() + 0.02\n"
+        "    while time.thread_time() < end: pass\n"
+        "    time.sleep(0.1)\n"
+        "serve(lambda request: {})"
+    )
+    worker = SandboxProcess([sys.executable, "-c", code], 0.1)
+    assert worker.ask({}) == {}, f"it took longer than {SILENCE * 0.1:g} s, but worked"
+    worker.close()
 
 
 def test_a_process_may_ask_before_it_answers():

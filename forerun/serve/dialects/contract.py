@@ -30,6 +30,7 @@ class Dialect(ABC):
     ping        what is written after a silence, so that proxies keep the connection open
     served      what was asked, known once `parse` has returned
     ignored     fields of the request that change nothing, known then too
+    unenforced  keywords of its schemas that are not enforced, known before the first answer
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -38,6 +39,7 @@ class Dialect(ABC):
 
     def __init__(self) -> None:
         self.ignored: tuple[str, ...] = ()
+        self.unenforced: tuple[str, ...] = ()
 
     @abstractmethod
     def parse(self, value: Any, service: Service) -> Generation | Ready:

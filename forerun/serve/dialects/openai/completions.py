@@ -38,6 +38,7 @@ class OpenAIDialect(Dialect):
     _format: ResponseFormat
     _options: StreamOptions
     _stats: bool
+    _named = False
     _envelope: dict[str, Any]
 
     def parse(self, value: Any, service: Service) -> Generation:
@@ -74,6 +75,9 @@ class OpenAIDialect(Dialect):
             chunks = [{**chunk, "usage": now} for chunk in chunks]
         if last and options.include_usage:
             chunks.append({**self._envelope, "choices": [], "usage": counts})
+        if chunks and self.unenforced and not self._named:
+            chunks[0]["metadata"] = {"unenforced": list(self.unenforced)}
+            self._named = True
         if last and self._stats:
             chunks[-1]["metrics"] = speculation_metrics(tally.stats)
         return b"".join(event(chunk) for chunk in chunks)
@@ -82,6 +86,8 @@ class OpenAIDialect(Dialect):
         """See Dialect."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": _usage(tally)}
+        if self.unenforced:
+            answer["metadata"] = {"unenforced": list(self.unenforced)}
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
         return answer

@@ -1,0 +1,78 @@
+"""Arguments in tags: strings without quotes that still are what the schema says."""
+
+import json
+
+import pytest
+
+from forerun.constrain.calls import Calling, Signature, tool_rules
+from forerun.constrain.grammar import Grammar
+from forerun.errors import RequestError
+from forerun.text.tools import GLM, ToolReader
+from tests.constrain.tools import compiled, fits
+
+PLACE = "tools[0].function.parameters"
+
+
+def grammar(parameters, lenient=False):
+    tools = [Signature("f", Grammar.json_schema(parameters, lenient, PLACE))]
+    return tool_rules(GLM, tools, Calling(True, False)).grammar
+
+
+def of(value, **more):
+    return {"type": "object", "properties": {"a": value}, "required": ["a"], **more}
+
+
+def called(value):
+    return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+
+TEXT = {"type": "string"}
+TAKEN = [
+    (of(TEXT), ["", "x < y", '"q" \\'], ["</arg_value>"]),
+    (of({**TEXT, "pattern": "^[a-z<]+$"}), ["ab", "a<b"], ["", "a1", "a</arg_value>b"]),
+    (of({**TEXT, "pattern": "b/c"}), ["b/c", "ab/c\nd"], ["bc"]),
+    (of({**TEXT, "pattern": "^a|b$"}), ["ax", "xb"], ["xa"]),
+    (of({**TEXT, "minLength": 2, "maxLength": 3}), ["ab", "é\nc"], ["a", "abcd"]),
+    (of({**TEXT, "pattern": "^a", "maxLength": 2}), ["a", "ab"], ["abc", "b"]),
+    (of({**TEXT, "const": "yes"}), ["yes"], ["no", '"yes"']),
+    (of({**TEXT, "enum": ["yes", "a b"]}), ["yes", "a b"], ["no"]),
+    (of({**TEXT, "format": "date"}), ["2024-02-29", "2023-12-31"], ["2023-02-29", "2023-04-31"]),
+    (of({**TEXT, "format": "ipv4"}), ["1.2.3.4"], ["1.2.3.400"]),
+    (of({**TEXT, "format": "email"}), ["a.b@c.de"], ["a", "a@"]),
+    (of({**TEXT, "not": {"const": "no"}}), ["n", "nope"], ["no"]),
+    (of({"$ref": "#/$defs/n"}, **{"$defs": {"n": {"type": "integer"}}}), ["1"], ["x", '"x"']),
+    (of({"$ref": "#/properties/b"}) | {"properties": {"a": {"$ref": "#/$defs/t"}},
+      "$defs": {"t": {**TEXT, "maxLength": 1}}}, ['"x"'], ['"xy"', "x"]),
+    (of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), ["1", "null"], ["x", "1.5"]),
+    ({"$ref": "#/$defs/o", "$defs": {"o": of({"type": "integer", "maximum": 3})}}, ["3"], ["4"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parameters", "valid", "invalid"), TAKEN, ids=lambda v: str(v)[:60])
+def test_what_a_schema_says_of_a_value_holds(parameters, valid, invalid):
+    made = grammar(parameters)
+    for value in valid:
+        assert fits(made, called(value)), value
+        reader = ToolReader(GLM, [{"function": {"name": "f", "parameters": parameters}}])
+        pieces = [*reader.push(called(value)).calls, *reader.finish().calls]
+        read = json.loads("".join(piece.arguments for piece in pieces))["a"]
+        raw = parameters.get("properties", {}).get("a", {}).get("type") == "string"
+        assert read == (value if raw else json.loads(value))
+    for value in invalid:
+        assert not fits(made, called(value)), value
+
+
+@pytest.mark.parametrize(
+    ("parameters", "path"),
+    [
+        (of(TEXT, dependentRequired={"b": ["a", "c"]}), "allOf"),
+        (of({**TEXT, "not": {"pattern": "x"}}), "properties.a.not"),
+        (of({"type": "array", "uniqueItems": True}), "properties.a.uniqueItems"),
+        ({"type": "object", "required": ["z"]}, "required"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_or_named(parameters, path):
+    with pytest.raises(RequestError, match="cannot be honoured") as error:
+        compiled(grammar(parameters))
+    assert error.value.field == PLACE and f"{PLACE}: {path} " in str(error.value)
+    assert compiled(grammar(parameters, lenient=True)).unenforced == (f"{PLACE}.{path}",)

@@ -1,0 +1,73 @@
+"""What is not enforced is told, in a header and in the body; what is strict is refused."""
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.serve.app import create_app
+from tests.cli.toys import toy_loaded
+
+HEADER = "x-forerun-unenforced"
+SCHEMA = {
+    "type": "array",
+    "maxItems": 2,
+    "uniqueItems": True,
+    "items": {"type": "boolean", "not": {"minimum": 3}},
+}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20}
+PATHS = ("items.not",)
+
+
+def wrapped(strict):
+    return {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}}
+
+
+ASKED = [
+    ("response_format.json_schema.schema", {"response_format": wrapped(False)}),
+    ("structured_outputs.json", {"structured_outputs": {"json": SCHEMA}}),
+    ("guided_json", {"guided_json": SCHEMA}),
+]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("field", "body"), ASKED, ids=[field for field, _ in ASKED])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_it_is_named(client, field, body, path):
+    asked = (CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 20}) | body
+    names = [f"{field}.{path}" for path in PATHS]
+    answer = client.post(path, json=asked)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER].split(", ") == names
+    assert answer.json()["metadata"] == {"unenforced": names}
+    answer = client.post(path, json=asked | {"stream": True})
+    assert answer.headers[HEADER].split(", ") == names
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    told = [json.loads(event).get("metadata") for event in events]
+    assert told == [{"unenforced": names}, *[None] * (len(told) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("response_format.json_schema.schema", {"response_format": wrapped(True)}),
+        ("structured_outputs.json", {"structured_outputs": {"json": SCHEMA, "strict": True}}),
+    ],
+)
+def test_what_is_strict_is_refused(client, field, body):
+    answer = client.post("/v1/chat/completions", json=CHAT | body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field
+    assert error["message"].startswith(f"{field}: items.not cannot be honoured")
+
+
+def test_nothing_is_named_where_all_is_enforced(client):
+    body = {"guided_json": {"type": "boolean", "title": "x"}}
+    answer = client.post("/v1/chat/completions", json=CHAT | body)
+    assert HEADER not in answer.headers and "metadata" not in answer.json()
