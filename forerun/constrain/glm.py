@@ -152,7 +152,8 @@ class _Writer:
         for keyword in schema.keys() - _STRING:
             self._fault(Fault(f"{path}.{keyword}", "not supported in calls of this form"))
         for part in (schema, *schema.get("allOf", ())):
-            if part is not schema and (not isinstance(part, dict) or part.keys() - {"pattern", "type"}):
+            known = isinstance(part, dict) and not part.keys() - {"pattern", "type"}
+            if part is not schema and not known:
                 self._fault(Fault(f"{path}.allOf", "not supported in calls of this form"))
                 continue
             if isinstance(part.get("pattern"), str):
