@@ -1,0 +1,82 @@
+"""An answer that fails after it began says so in the words of whom it is for."""
+
+import json
+
+import anthropic
+import ollama
+import openai
+import pytest
+
+from tests.dialects.asked import ASKED
+from tests.e2e.processes import serving
+
+LONG, PLAIN = 4000, {"speculative_algorithm": "NONE"}
+LATE = "The answer took longer than 1 s."
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory):
+    """Gives an answer a second; the toy takes 20 ms for every step."""
+    settings = {"request_seconds": 1.0}
+    path = tmp_path_factory.mktemp("hasty")
+    with serving(path, delay=0.02, settings=settings, config=PLAIN) as server:
+        yield server
+        assert server.idle()
+        assert "Traceback" not in server.logged()
+
+
+def test_chunks_of_openai(hasty):
+    client = openai.OpenAI(base_url=hasty.url, api_key="none", max_retries=0)
+    stream = client.chat.completions.create(model="toy", messages=ASKED, max_tokens=LONG,
+                                            stream=True)  # fmt: skip
+    with pytest.raises(openai.APIError) as caught:
+        list(stream)
+    assert caught.value.message == LATE
+
+
+def test_events_of_responses(hasty):
+    client = openai.OpenAI(base_url=hasty.url, api_key="none", max_retries=0)
+    *events, last = client.responses.create(model="toy", input="Hi", max_output_tokens=LONG,
+                                            stream=True, temperature=0)  # fmt: skip
+    assert events[0].type == "response.created"
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert (last.response.error.message, last.response.error.code) == (LATE, "timeout")
+
+
+def test_events_of_anthropic(hasty):
+    client = anthropic.Anthropic(base_url=hasty.root, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        list(client.messages.create(model="toy", messages=ASKED, max_tokens=LONG, stream=True))
+    assert caught.value.body["error"] == {"type": "timeout_error", "message": LATE}
+
+
+def test_lines_of_ollama(hasty):
+    client = ollama.Client(hasty.root, trust_env=False)
+    stream = client.chat("toy", ASKED, options={"num_predict": LONG}, stream=True)
+    with pytest.raises(ollama.ResponseError) as caught:
+        list(stream)
+    assert caught.value.error == LATE
+
+
+def test_events_of_sglang(hasty):
+    body = {"text": "Hi", "sampling_params": {"max_new_tokens": LONG}, "stream": True}
+    answer = hasty.post("/generate", body)
+    *events, end = [line[6:] for line in answer.text.splitlines() if line]
+    assert end == "[DONE]" and json.loads(events[0])["text"]
+    assert json.loads(events[-1])["error"]["message"] == LATE
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/v1/messages", {"messages": ASKED, "max_tokens": LONG}, "timeout_error"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": LONG}, "server_error"),
+        ("/api/chat", {"messages": ASKED, "options": {"num_predict": LONG}, "stream": False}, None),
+    ],
+)
+def test_whole_answers(hasty, path, body, kind):
+    answer = hasty.post(path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 504
+    assert (error if kind is None else error["message"]) == LATE
+    assert kind is None or error["type"] == kind
