@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import RequestError
+from forerun.serve.dialects.anthropic.schema import Message
+from forerun.serve.dialects.ollama.schema import Message as OllamaMessage
 from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.dialects.responses.schema import Message as Item
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import (
     accept,
@@ -24,7 +27,7 @@ from forerun.serve.fields import (
     shown,
     text,
 )
-from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.serve.openapi import BODIES
 from forerun.serve.wire import dump_json, parse_json
 
 
@@ -121,12 +124,12 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
-NAMES = sorted({item.name for kind in BODIES for item in fields(kind)} | {"tools", "suffix", "x"})
+KINDS = (*BODIES.values(), Message, Item, OllamaMessage)
+NAMES = sorted({item.name for kind in KINDS for item in fields(kind)} | {"suffix", "x"})
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(BODIES), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6))
 def test_any_json_is_read_or_refused_by_name(kind, value):
     """No other exception, and an error that can be sent."""
     try:
