@@ -23,6 +23,12 @@ from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
 from tests.parity.test_torch_eagle_model import Target, learn, opened, opened_config
+from tests.shape.walk import Walk
+
+FILES, LINES = 41, 7_470
+"""Of steps that overlap, with a draft head's chains: the host's half from plan to delta, and the
+program, which is run once more before it is captured (tests/shape/walk.py). They may only shrink.
+"""
 
 OFF = {"speculative_algorithm": "OFF"}
 SHAPES = [OFF] + [
@@ -284,3 +290,23 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         assert tape.captures == len(captured)  # None of them twice.
     finally:
         target.close()
+
+
+def test_the_walk_through_rounds_is_counted(slow, learned, capsys):
+    target, _ = slow
+    engine = make_engine(target, replace(target.config, overlap=True, **SHAPES[2]))
+    engine.submit(asked(learned[1], 0.0, [20])[0], lambda news: None)
+    for _ in range(3):  # The prompt, and the first steps of the slot.
+        engine.step_once()
+    with torch.inference_mode():
+        target.executor.runner._programs.forget()
+    with Walk() as walk:
+        while engine.step_once():
+            pass
+    carried = engine.stats().carried
+    engine.shutdown()
+    with capsys.disabled():
+        print(f"\nOne token through captured rounds with a draft head opens:\n{walk.listing()}")
+    assert carried > 3
+    assert "executors/torch/captured/drafting.py" in walk.calls
+    assert walk.files <= FILES and walk.lines <= LINES, walk.listing()

@@ -154,7 +154,7 @@ class Decoder:
             if layer in features:
                 kept[layer] = x
             x = block(x, rotary[spec.rope], attend, self.row_sizes)
-        kept[self.arch.layers] = x
+        kept[len(self._blocks)] = x
         return x, [kept[layer] for layer in features]
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -260,12 +260,10 @@ class TorchExecutor:
         rows: Sequence[int],
         place: Ints | None = None,
     ) -> None:
-        """Copy what was accepted of these rows from scratch into their pages.
+        """Copy what was accepted of these rows, at least one, from scratch into their pages.
 
         place  int32[M] a flat node's number in scratch; None: as they are numbered
         """
-        if not rows:
-            return
         position, cache = positions(trees, plan.kv_len), self.cache
         paths = [accepted.paths[row] for row in rows]
         slots = [

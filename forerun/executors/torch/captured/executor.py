@@ -75,11 +75,11 @@ class CapturedExecutor:
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
-        self.eager.open(slot_init)
+        self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence."""
-        self.eager.close(slot)
+        self._sampler.close(slot)
 
     @property
     def runner(self) -> CudaGraphRunner:
@@ -283,7 +283,8 @@ class CapturedExecutor:
         if isinstance(scores, Scores):
             return self.eager.commit(plan, trees, scores, accepted)
         left = np.flatnonzero(~scores.decided).tolist()
-        self.eager.keep(plan, trees, accepted, left, scores.places())
+        if left:
+            self.eager.keep(plan, trees, accepted, left, scores.places())
         return self._sampler.outcome(plan, trees, accepted, scores.node_features(), scores.drafts())
 
     def describe(self) -> dict[str, Any]:
