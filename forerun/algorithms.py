@@ -43,8 +43,8 @@ class Algorithm:
 ALGORITHMS = (
     Algorithm(
         "AUTO",
-        "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter is, else "
-        "NGRAM",
+        "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter, "
+        "STANDALONE if a GGUF file; on a GPU NEXTN if the target has prediction layers; else NGRAM",
         model=True,
         lookup=True,
     ),

@@ -51,8 +51,11 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
              itself as its draft, means them
 
     AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
-    measured a head's draft tokens were not as much better as they are dearer (docs/log.md).
+    measured a head's draft tokens were not as much better as they are dearer (docs/log.md). For
+    the same reason it takes prediction layers on no CPU. A GGUF file is a whole model.
     """
+    if config.speculative_algorithm == AUTO:
+        config = replace(config, speculative_algorithm=_automatic(config, layered))
     if config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE"):
         if config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
             return replace(config, speculative_algorithm="NEXTN", speculative_draft_model_path=None)
@@ -81,6 +84,43 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
             f"{'FOLDER' if head else 'MODEL'}."
         )
     return replace(config, speculative_draft_model_path=None)
+
+
+def _automatic(config: EngineConfig, layered: bool) -> str:
+    """What AUTO means as far as the names of target and draft tell; AUTO where a draft's folder
+    has to be opened first.
+    """
+    named = config.speculative_draft_model_path
+    if named is not None and named.endswith(".gguf"):
+        return "STANDALONE"
+    alone = layered and named is None and config.executor == "torch"
+    return "NEXTN" if alone and config.device != "cpu" else AUTO
+
+
+def drafting_sentence(
+    asked: EngineConfig, resolved: EngineConfig, table: bool, fault: str | None
+) -> str:
+    """One line for the start: what drafts, and why that.
+
+    asked     the configuration before it was resolved
+    resolved  the same afterwards
+    table     there is an n-gram table
+    fault     why nothing drafts although it should
+    """
+    method, named = resolved.algorithm, resolved.speculative_draft_model_path
+    if not resolved.speculates:
+        return f"drafting: OFF ({fault or 'as asked'})"
+    if asked.speculative_algorithm != AUTO:
+        why = "as asked"
+    elif method.name == "NEXTN":
+        why = "AUTO: the target has prediction layers of its own"
+    elif method.model:
+        why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
+    elif asked.speculative_draft_model_path is None:
+        why = "AUTO: no draft is named" + (", and the model's own has an n-gram table" * table)
+    else:
+        why = f"AUTO: {named} holds no draft model"
+    return f"drafting: {method.name}, {method.meaning} ({why})"
 
 
 def resolved_drafting(

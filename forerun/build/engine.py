@@ -15,6 +15,7 @@ from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     Parts,
+    drafting_sentence,
     excused,
     model_drafter,
     open_drafts,
@@ -172,7 +173,13 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         name=target.name,
         context=target.memory.limits.context,
         config=target.config,
-        info=_facts(target) | {"profile": profile.name if profile else None},
+        info=_facts(target)
+        | {
+            "profile": profile.name if profile else None,
+            "drafting": drafting_sentence(
+                config, target.config, target.table is not None, target.fault
+            ),
+        },
         target=target,
     )
 

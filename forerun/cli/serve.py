@@ -40,6 +40,7 @@ def _load(config: EngineConfig, probe: bool) -> Loaded:
     device = loaded.target.device
     if device is not None and not device.gpu:  # Of a GPU `load_shown` has told.
         say(device.sentence())
+    say(loaded.info["drafting"])
     say(f"{loaded.name}: {loaded.target.memory.sentence()}")
     return loaded
 

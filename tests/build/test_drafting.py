@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.build.drafting import resolved_drafting, with_shipped
+from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 
@@ -28,3 +28,31 @@ def test_auto_is_decided():
     assert resolved_drafting(wide, True, None).draft_shape.topk == 4
     with pytest.raises(ConfigError, match="NGRAM branches where the text did"):
         resolved_drafting(wide, False, None)
+
+
+def automatic(layered=False, **asked):
+    return with_shipped(EngineConfig(model="m", **asked), layered).speculative_algorithm
+
+
+def test_auto_takes_what_the_checkpoint_and_the_name_offer():
+    assert automatic() == "AUTO"  # NGRAM, once it is known that there is no draft.
+    assert automatic(layered=True, executor="cpu", device="cpu") == "AUTO"
+    assert automatic(layered=True, executor="torch", device="cuda") == "NEXTN"
+    assert automatic(layered=True, executor="jax", device="tpu") == "AUTO"
+    assert automatic(speculative_draft_model_path="small.gguf") == "STANDALONE"
+    named = {"speculative_draft_model_path": "none", "executor": "torch", "device": "cuda"}
+    assert automatic(layered=True, **named) == "AUTO"
+
+
+def test_the_start_says_what_drafts_and_why():
+    asked = EngineConfig(model="m")
+    ngram = resolved_drafting(asked, head=False, fault=None)
+    assert "NGRAM" in drafting_sentence(asked, ngram, False, None)
+    assert "no draft is named)" in drafting_sentence(asked, ngram, False, None)
+    assert "has an n-gram table" in drafting_sentence(asked, ngram, True, None)
+    off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
+    assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
+        "drafting: OFF (the draft has no fc.weight)"
+    )
+    said = EngineConfig(model="m", speculative_algorithm="NGRAM")
+    assert drafting_sentence(said, ngram, False, None).endswith("(as asked)")
