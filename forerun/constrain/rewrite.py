@@ -22,6 +22,7 @@ from forerun.constrain.rewrite_string import (
     NATIVE,
     NO_LEAP_SECOND,
     NUMBERS,
+    RAW_FORMATS,
     SAME,
     Unenforceable,
     plain_patterns,
@@ -35,6 +36,7 @@ _COPIED = (
     "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     "multipleOf", "additionalProperties",
 )  # fmt: skip
+_DATES = ("date", "time", "date-time")
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
 
 
@@ -70,14 +72,15 @@ class Rewritten:
         return ".".join(part for part in (self.origins.get(name, ""), rest) if part)
 
 
-def rewritten(schema: Any, plain: bool = True) -> Rewritten:
+def rewritten(schema: Any, plain: bool = True, exact: bool = False) -> Rewritten:
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
+    exact  the library writes integers of any size, and takes formats for no more than their form
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    rewriter = Rewriter(schema)
+    rewriter = Rewriter(schema, exact)
     found = rewriter.schema(schema, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
@@ -92,9 +95,11 @@ class Rewriter:
     defined  schemas that others refer to, by name
     origins  and where they stood
     faults   what was left out so far
+    exact    see rewritten
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: dict[str, Any], exact: bool = False) -> None:
+        self.exact = exact
         self.defined: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -211,6 +216,8 @@ def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
 
 
 def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if rewriter.exact:
+        return out
     if "const" in out and not exact(out["const"]):
         rewriter.fault(path, "const", "integers beyond 2**53 would be rounded")
         out.setdefault("type", type_of(out.pop("const")))
@@ -241,7 +248,10 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
             out = also({**out, "pattern": first}, *({"pattern": one} for one in more))
     name = raw.get("format")
     name = SAME.get(name, name) if isinstance(name, str) else None
-    if name in NATIVE:
+    if rewriter.exact and name in _DATES:
+        pattern = {"pattern": RAW_FORMATS[name]}
+        out = also(out, pattern) if "pattern" in out else out | pattern
+    elif name in NATIVE:
         out["format"] = name
         if name in ("date-time", "time"):
             whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}

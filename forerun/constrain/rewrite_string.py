@@ -39,6 +39,32 @@ FORMATS = {
 """Texts of formats that libraries do not know: some of them, for a schema only promises that no
 others come."""
 
+_DAY = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))|([0-9]{2}(0[48]|[2468][048]|[13579][26])"
+    "|(0[048]|[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+RAW_FORMATS = {
+    **FORMATS,
+    "date": f"^{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}T{_TIME}$",
+    "duration": "^P([0-9]{1,4}D(T[0-9]{1,4}H)?|T[0-9]{1,4}[HMS])$",
+    "email": rf"^[A-Za-z0-9_+-]{{1,40}}(\.[A-Za-z0-9_+-]{{1,20}})?@{_HOST}$",
+    "hostname": f"^{_HOST}$",
+    "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "ipv6": "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
+    "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+    "uri": rf"^https?://{_HOST}(:[0-9]{{1,4}})?(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9=&_-]*)?$",
+}
+"""Some texts of every format."""
+
 NO_LEAP_SECOND = ":[0-5][0-9]:[0-5][0-9]"
 """In a time: libraries allow second 60 at any, JSON Schema only at some."""
 

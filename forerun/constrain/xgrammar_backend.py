@@ -236,7 +236,7 @@ class Xgrammar:
     def build(self, grammar: Grammar, compiled: str) -> "XgrammarGrammar | str":
         """See Backend. It compiles once more, without holding other threads up."""
         try:
-            ready = compile_grammar(self._compiler, grammar.kind, grammar.source, grammar.one_line)
+            ready = compile_grammar(self._compiler, grammar.kind, compiled, grammar.one_line)
         except RuntimeError as error:
             return str(error)
         words = self._words
@@ -245,5 +245,7 @@ class Xgrammar:
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """See Backend. Without the time and the place in xgrammar's own source."""
+        if " cannot be honoured by xgrammar: " in message:
+            return f"{grammar.field}: {message}"
         length = re.sub(r"^\[[^\]]*\] \S+:\d+: ", "", message, flags=re.MULTILINE).strip()
         return f"{grammar.field} cannot be compiled by xgrammar: {length}"

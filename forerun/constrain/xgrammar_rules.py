@@ -9,22 +9,14 @@ import re
 from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.rewrite import Fault, rewritten
+from forerun.constrain.rewrite_flat import flat
 from forerun.constrain.schema import schemas
 from forerun.errors import RequestError
 
 _NOTES = frozenset(
     {
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$comment",
-        "$schema",
         "$defs",
-        "definitions",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
     }
 )
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
@@ -74,15 +66,32 @@ def check(grammar: Grammar) -> None:
             "grammar of your own.",
             grammar.field,
         )
-    if grammar.kind is Kind.JSON_SCHEMA and not grammar.lenient:
-        for path, schema in schemas(json.loads(grammar.source)):
-            fault = _fault(schema)
-            if fault is not None:
-                here = ".".join(part for part in (path, fault[0]) if part)
-                raise RequestError(
-                    f"{grammar.field}: {here} cannot be honoured by xgrammar: {fault[1]}",
-                    grammar.field,
-                )
+
+
+def honoured(schema: Any, lenient: bool) -> tuple[Any, list[str]]:
+    """A schema in what xgrammar honours, and the paths of what is left out of a lenient one.
+
+    Raises ValueError naming the path where a strict one asks for more.
+    """
+    found = rewritten(schema, plain=False, exact=True)
+    faults = list(found.unenforced)
+
+    def fault(path: str, keyword: str, why: str) -> None:
+        here = f"{path}.{keyword}" if path else keyword
+        faults.append(Fault(found.original(here), why))
+
+    out = flat(found.schema, fault)
+    for path, inner in schemas(out):
+        while (told := _fault(inner)) is not None:
+            place = inner
+            *above, keyword = told[0].split(".", 1)
+            for name in above:
+                place = place[name]
+            del place[keyword]
+            fault(path, told[0], told[1])
+    if faults and not lenient:
+        raise ValueError(f"{faults[0].path} cannot be honoured by xgrammar: {faults[0].why}")
+    return out, list(dict.fromkeys(one.path for one in faults))
 
 
 def plain_dots(pattern: str) -> str:

@@ -18,8 +18,10 @@ from typing import IO, Any
 import numpy as np
 import xgrammar
 
-from forerun.constrain.limits import MEMORY
+from forerun.constrain.grammar import Kind
+from forerun.constrain.limits import MEMORY, RECURSION
 from forerun.constrain.xgrammar_backend import compile_grammar, compiler_of
+from forerun.constrain.xgrammar_rules import honoured
 from forerun.sandbox import serve
 
 _HARMLESS = re.compile(r"Escape sequence '\\[^a-zA-Z0-9]' is not recognized")
@@ -37,17 +39,22 @@ class Checker:
         self._words = -(-len(tokens) // 32)
         self._warnings = warnings
 
-    def answer(self, request: dict[str, Any]) -> dict[str, str]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Compile one grammar and ask for its first mask."""
         self._warnings.seek(0)
         self._warnings.truncate()
         bits = np.zeros(self._words, np.int32)
+        source, lenient = request["source"], request["lenient"]
+        left_out: list[str] = []
         try:
-            ready = compile_grammar(
-                self._compiler, request["kind"], request["source"], request["one_line"]
-            )
+            if request["kind"] == Kind.JSON_SCHEMA:
+                schema, left_out = honoured(json.loads(source), lenient)
+                if schema is False:
+                    return {"error": "no text satisfies it"}
+                source = json.dumps(schema, ensure_ascii=False)
+            ready = compile_grammar(self._compiler, request["kind"], source, request["one_line"])
             constrained = xgrammar.GrammarMatcher(ready).fill_next_token_bitmask(bits)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError) as error:
             return {"error": str(error) or type(error).__name__}
         if constrained and not bits.any():
             return {"error": "no text satisfies it"}
@@ -55,14 +62,15 @@ class Checker:
         ignored = [
             line for line in self._warnings if "Warning" in line and not _HARMLESS.search(line)
         ]
-        if ignored and not request["lenient"]:
+        if ignored and not lenient:
             return {"error": ignored[0]}
-        return {"grammar": request["source"]}
+        return {"grammar": source, "unenforced": left_out}
 
 
 def main() -> None:
     """Answer until standard input ends."""
     with tempfile.TemporaryFile("w+") as warnings:
+        sys.setrecursionlimit(RECURSION)
         os.dup2(warnings.fileno(), sys.stderr.fileno())
         checker = Checker(json.loads(sys.stdin.readline()), warnings)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
