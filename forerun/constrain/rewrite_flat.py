@@ -7,25 +7,13 @@ keyword only beside its `type`. Here what stands side by side is joined into one
 from collections.abc import Callable
 from typing import Any
 
-from forerun.constrain.rewrite_logic import key, type_of, values_of
+from forerun.constrain.rewrite_logic import key, values_of
+from forerun.constrain.rewrite_typed import common, listed, typed
 
 MAX_BRANCHES = 64
 _DEPTH = 6
 
 Schema = dict[str, Any]
-
-KEYWORDS = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset(
-        {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    ),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
-    "object": frozenset(
-        {"properties", "required", "additionalProperties", "patternProperties", "minProperties",
-         "maxProperties"}
-    ),
-}  # fmt: skip
-"""Keywords of each type."""
 
 _LARGER = frozenset({"minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum"})
 _SMALLER = frozenset({"maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum"})
@@ -42,18 +30,24 @@ def flat(root: Any, fault: Callable[[str, str, str], None]) -> Any:
     """
     if not isinstance(root, dict):
         return root
-    defined = root.get("$defs", {})
-    flattener = _Flattener(defined, fault)
+    flattener = _Flattener(root.get("$defs", {}), fault)
     out = flattener.schema({name: root[name] for name in root if name != "$defs"}, "")
-    if not isinstance(out, dict):
-        return out
-    inner = {name: flattener.schema(one, f"$defs.{name}") for name, one in defined.items()}
-    return {**out, "$defs": inner} if inner else out
+    inner = {name: flattener.definition(name) for name in root.get("$defs", {})}
+    found, inner = typed(out, inner)
+    return {**found, "$defs": inner} if inner and isinstance(found, dict) else found
 
 
 class _Flattener:
-    def __init__(self, defined: dict[str, Any], fault: Callable[[str, str, str], None]) -> None:
-        self._defined, self._fault = defined, fault
+    def __init__(self, defined: Schema, fault: Callable[[str, str, str], None]) -> None:
+        self._fault = fault
+        self._defined, self._done = defined, dict[str, Any]()
+
+    def definition(self, name: str) -> Any:
+        """One of `$defs`, joined once; as it was sent while that is under way."""
+        if name not in self._done:
+            self._done[name] = self._defined.get(name, True)
+            self._done[name] = self.schema(self._done[name], f"$defs.{name}")
+        return self._done[name]
 
     def schema(self, schema: Any, path: str) -> Any:
         if not isinstance(schema, dict):
@@ -71,7 +65,7 @@ class _Flattener:
         for name in ("items", "additionalProperties"):
             if name in out:
                 out[name] = self.schema(out[name], begin + name)
-        return self._typed(self._joined(out, path))
+        return self._joined(out, path)
 
     def _joined(self, schema: Schema, path: str) -> Any:
         """One schema of those that stand side by side."""
@@ -102,7 +96,7 @@ class _Flattener:
             raise _Apart("it refers to itself beside other keywords")
         for a, b in ((one, other), (other, one)):
             if "$ref" in a:
-                target = self._defined.get(a["$ref"].rpartition("/")[2], True)
+                target = self.definition(a["$ref"].rpartition("/")[2])
                 rest = {name: a[name] for name in a if name != "$ref"}
                 return self._both(self._both(target, rest, depth + 1), b, depth + 1)
             if "allOf" in a:
@@ -124,7 +118,7 @@ class _Flattener:
     def _merged(self, one: Schema, other: Schema, depth: int) -> Any:
         out = {**one, **other}
         if "type" in one and "type" in other:
-            kinds = _common(_list(one["type"]), _list(other["type"]))
+            kinds = common(listed(one["type"]), listed(other["type"]))
             if not kinds:
                 return False
             out["type"] = kinds[0] if len(kinds) == 1 else kinds
@@ -170,53 +164,3 @@ class _Flattener:
             )
             found[name] = self._both(a, b, depth + 1)
         return found
-
-    def _typed(self, schema: Any) -> Any:
-        """With the types that its keywords are for."""
-        if not isinstance(schema, dict) or schema.keys() & {"$ref", "anyOf"} or not schema:
-            return schema
-        if "const" in schema or "enum" in schema:
-            return _constant(schema)
-        if "type" not in schema:
-            kinds = [kind for kind, names in KEYWORDS.items() if names & schema.keys()]
-            if len(kinds) != 1:
-                return schema
-            schema = {"type": kinds[0], **schema}
-        schema = {**schema, "type": schema["type"]}
-        kinds = ["number" if kind == "integer" else kind for kind in _list(schema["type"])]
-        known = frozenset({"type"}).union(*(KEYWORDS.get(kind, frozenset()) for kind in kinds))
-        foreign = frozenset().union(*KEYWORDS.values()) - known
-        schema = {name: schema[name] for name in schema if name not in foreign}
-        properties = schema.get("properties", {})
-        if not isinstance(properties, dict) or "object" not in kinds:
-            return schema
-        further = schema.get("additionalProperties", True)
-        required = schema.get("required", [])
-        more = {name: further for name in required if name not in properties}
-        if any(value is False for value in properties.values()):
-            schema["additionalProperties"] = False
-        kept = {name: value for name, value in properties.items() if value is not False}
-        if any(({**properties, **more}).get(name) is False for name in required):
-            return False
-        return {**schema, "properties": kept | more} if kept or more else schema
-
-
-def _constant(schema: Schema) -> Any:
-    """Only the constants that the keywords beside them allow, as far as that is by type."""
-    values = values_of(schema) or []
-    if "type" in schema:
-        kinds = _list(schema["type"])
-        values = [value for value in values if _common([type_of(value)], kinds)]
-    rest = {name: schema[name] for name in schema if name not in ("const", "enum", "type")}
-    return {"enum": values, **rest} if values else False
-
-
-def _list(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
-
-
-def _common(one: list[str], other: list[str]) -> list[str]:
-    found = [kind for kind in one if kind in other]
-    if ("number" in one and "integer" in other) or ("integer" in one and "number" in other):
-        found += [] if "integer" in found or "number" in found else ["integer"]
-    return found

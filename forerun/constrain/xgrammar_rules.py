@@ -14,11 +14,7 @@ from forerun.constrain.rewrite_flat import flat
 from forerun.constrain.schema import schemas
 from forerun.errors import RequestError
 
-_NOTES = frozenset(
-    {
-        "$defs",
-    }
-)
+_NOTES = frozenset({"$defs"})
 _NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 _LENGTHS = frozenset({"minLength", "maxLength"})
 _BY_TYPE = {
@@ -87,11 +83,19 @@ def honoured(schema: Any, lenient: bool) -> tuple[Any, list[str]]:
             *above, keyword = told[0].split(".", 1)
             for name in above:
                 place = place[name]
-            del place[keyword]
+            _leave_out(place, keyword)
             fault(path, told[0], told[1])
     if faults and not lenient:
         raise ValueError(f"{faults[0].path} cannot be honoured by xgrammar: {faults[0].why}")
     return out, list(dict.fromkeys(one.path for one in faults))
+
+
+def _leave_out(schema: dict[str, Any], keyword: str) -> None:
+    """Take a keyword away. Keys that fit a pattern then are further ones."""
+    gone = schema.pop(keyword)
+    if keyword == "patternProperties" and schema.get("additionalProperties") is False:
+        kept = [inner for inner in gone.values() if inner is not False]
+        schema["additionalProperties"] = {"anyOf": kept} if kept else False
 
 
 def plain_dots(pattern: str) -> str:

@@ -77,6 +77,35 @@ def test_what_is_not_strict_ignores_keywords():
 
 
 TAKEN = [
+    (
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": TEXT},
+            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
+        },
+        [{"a": 1}, {"b": 1, "c": ""}],
+        [{}, {"a": 1, "b": 1}, {"c": ""}, {"a": 1, "d": 1}],
+    ),
+    ({"type": ["array", "null"], "items": False, "minItems": 1}, [None], [[], [1], {}]),
+    ({"type": "array", "prefixItems": [TEXT], "items": False}, [["a"]], [["a", 1], [1], 1]),
+    (
+        {
+            "$defs": {"no": {"allOf": [TEXT, {"type": "null"}]}},
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/no"}, "b": TEXT},
+        },
+        [{}, {"b": ""}],
+        [{"a": None}, {"a": ""}, {"b": 1}],
+    ),
+    (
+        {
+            "$defs": {"t": {"properties": {"n": {"$ref": "#/$defs/t"}}, "minProperties": 0}},
+            "allOf": [{"$ref": "#/$defs/t"}, {"required": ["n"], "type": "object"}],
+        },
+        [{"n": {}}, {"n": {"n": {}}}],
+        [{}, {"n": 1}],
+    ),
     ({"$id": "http://x/y", "id": 1, "title": "t", "maxLength": 1}, ["", "a"], ["ab"]),
     ({"oneOf": [TEXT, {"type": "null"}]}, ["a", None], [1]),
     ({"type": "object", "required": ["a"]}, [{"a": 1}, {"a": 1, "b": 2}], [{}, {"b": 1}]),
