@@ -117,6 +117,10 @@ class Told:
 
     def extend(self, extension, features):
         self._model.extend(extension, features)
+        return Candidates(*self._says([(slot, 0) for slot in self._read(extension)]))
+
+    def _read(self, extension):
+        """The slots whose candidates are wanted, when all texts are as long as they are now."""
         for row, slot in enumerate(extension.slots.tolist()):
             part = slice(extension.start[row], extension.start[row + 1])
             kept, length = self._rows.get(slot, [])[:-1], int(extension.kv_len[row])
@@ -125,14 +129,18 @@ class Told:
             text = kept + extension.tokens[part].tolist()
             self._rows[slot] = [*text, int(extension.next_tokens[part][-1])]
         rows = np.searchsorted(extension.start, extension.scored, side="right") - 1
-        return Candidates(*self._says([(slot, 0) for slot in extension.slots[rows]]))
+        return extension.slots[rows]
 
     def expand(self, level):
         self._model.expand(level)
+        return Candidates(*self._says(self._below(level)))
+
+    def _below(self, level):
+        """Slot and depth of what may follow each of the level's nodes."""
         above = np.where(level.parents < 0, 0, self._depth[level.parents])
         self._depth[level.first : level.first + len(above)] = above + 1
         slots = np.repeat(level.slots, np.diff(level.start))
-        return Candidates(*self._says(zip(slots, above + 1, strict=True)))
+        return list(zip(slots, above + 1, strict=True))
 
     def block(self, block):
         self._model.block(block)

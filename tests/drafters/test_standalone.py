@@ -50,14 +50,15 @@ def folders(tmp_path_factory):
         "target": str(tiny.save_folder(hf, root / "target")),
         "gguf": str(tiny.write_gguf(hf, root / "self.gguf")),
         "small": str(tiny.save_folder(small, root / "small")),
-        "renumbered": str(_other_vocabulary(hf, root / "renumbered", turned)),
-        "poorer": str(_other_vocabulary(hf, root / "poorer", turned[turned < 290])),
+        "renumbered": str(other_vocabulary(hf, root / "renumbered", turned)),
+        "poorer": str(other_vocabulary(hf, root / "poorer", turned[turned < 290])),
     }
 
 
-def _other_vocabulary(hf, folder, ids):
+def other_vocabulary(hf, folder, ids):
     """The same network over the target's tokens `ids`, in this order."""
-    other = tiny.model("llama", num_hidden_layers=4, vocab_size=len(ids), eos_token_id=None)
+    layers = hf.config.num_hidden_layers
+    other = tiny.model("llama", num_hidden_layers=layers, vocab_size=len(ids), eos_token_id=None)
     state = dict(hf.state_dict())
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         state[name] = state[name][torch.from_numpy(ids)]

@@ -330,10 +330,12 @@ def learned(dense, tmp_path_factory):
     return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
-def learn(dense, folder):
-    """A head that has read half of a few texts of the target, and the texts."""
+def learn(dense, folder, begin=None):
+    """A head that has read half of a few texts of the target, and the texts; begin: how, int[B,T],
+    or anyhow.
+    """
     random = np.random.default_rng(5)
-    texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)))
+    texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)) if begin is None else begin)
     for _ in range(60):
         _, choices = dense.run(texts, ())
         texts = torch.cat([texts, choices[:, -1:]], 1)

@@ -1,0 +1,251 @@
+"""No answer depends on drafting: every method x shape x page size x temperature x parameters.
+
+Each cell is a `prove` of requests of nine kinds (penalties, bias, log-probabilities, several
+choices, stop strings, truncation, none: bench/mixed.py), with a grammar and without, alone and in
+batches that are preempted. Random drafters are hardly ever right, so draft models are hinted
+(`Hinted`): what the reference said is put before what they say, at three of four places.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.bench import prove as proving
+from forerun.bench.prove import Trial, answers, prove
+from forerun.bench.workload import Prompt
+from forerun.build.engine import open_target
+from forerun.config import EngineConfig
+from forerun.constrain.grammar import Grammar
+from forerun.executors import cpu
+from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch.captured import executor as captured_executor
+from forerun.models.folder import FolderCheckpoint
+from tests.e2e.drafts import METHODS, Hinted, make
+from tests.models import tiny
+from tests.parity.tape import Tape
+from tests.parity.test_torch_captured import twins
+from tests.parity.test_torch_eagle_model import Target, learn
+
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+SHAPES = {
+    "chain": {"speculative_num_steps": 3},
+    "tree": {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 16,
+    },
+    "wide": {
+        "speculative_num_steps": 5,
+        "speculative_eagle_topk": 8,
+        "speculative_num_draft_tokens": 64,
+    },
+}
+TEXT = "the quick brown fox jumps over the lazy dog and then there is another one"
+WORDS = TEXT.split()
+SAID = [" ".join((WORDS * 2)[n : n + 4 + n % 3]) for n in range(9)]
+SAID += [TEXT, f"{TEXT} of"]  # Of which one begins as the other does.
+PROMPTS = tuple(
+    Prompt(f"p{n}", "e2e", ({"role": "user", "content": said},)) for n, said in enumerate(SAID)
+)
+TRIAL = Trial(PROMPTS, tokens=20, temperatures=(0.0, 0.8, 1.0), group=5, mixed=True)
+TRIALS = {
+    "parameters": TRIAL,
+    "grammar": replace(TRIAL, grammar=Grammar.regex("([a-p]{2},){20}[a-p]!")),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("made"))
+
+
+def configured(made, method, **changes):
+    asked = dict(METHODS[method])
+    draft, token_map = asked.pop("draft", None), asked.pop("map", None)
+    found = EngineConfig(
+        model=str(made / asked.pop("model", "target")),
+        speculative_draft_model_path=str(made / draft) if draft else None,
+        speculative_token_map=str(made / token_map / "map.json") if token_map else None,
+        executor="cpu",
+        policy="fixed",
+        draft_on_error="stop",
+        max_sequences=5,
+        max_step_nodes=320,
+        kv_tokens=192,
+        threads=1,
+        **asked,
+    )
+    return replace(found, **changes)
+
+
+def paged(made, method, page):
+    """Room for two or three of five sequences: some are preempted, where pages are small."""
+    return configured(made, method, page_size=page, kv_tokens=192 if page > 16 else 144)
+
+
+@pytest.fixture
+def hints(monkeypatch):
+    """Texts of the reference: what was answered without speculation, newest first."""
+    texts = []
+
+    def noted(target, config, requests, *rest):
+        done = answers(target, config, requests, *rest)
+        if not config.speculates:
+            texts[:] = [
+                np.concatenate([requests[index].prompt, item.tokens]).tolist()
+                for index, item in zip(done.prompts, done.done, strict=True)
+            ]
+        return done
+
+    monkeypatch.setattr(proving, "answers", noted)
+    return texts
+
+
+def shaped(config, shape):
+    """The configuration with this shape, as far as its method has one."""
+    changes = {"speculative_num_steps": None, "speculative_num_draft_tokens": None} | SHAPES[shape]
+    if config.speculative_algorithm == "NAIVE":
+        changes = dict.fromkeys(changes)
+    if config.speculative_algorithm == "NGRAM":
+        changes.pop("speculative_eagle_topk", None)
+    return replace(config, **changes)
+
+
+def proved(config, trial, hints, note=lambda *_: None, shapes=("chain", "tree")):
+    """Prove the trial on one target under each shape."""
+    target = open_target(config)
+    try:
+        if target.draft_model is not None and hints is not None:
+            model = Hinted(target.draft_model, (), 0)
+            model._texts = hints
+            target = replace(target, draft_model=model)
+        for shape in shapes:
+            proof = prove(target, shaped(target.config, shape), trial)
+            runs = [run for run in proof.runs if run.speculation != "OFF"]
+            assert [run.divergence for run in proof.runs if run.divergence] == [], shape
+            assert len(runs) == 2 * len(trial.temperatures)
+            assert all(run.identical == run.answers >= len(trial.prompts) for run in runs)
+            assert all(run.draft_tokens > 0 for run in runs), shape
+            assert sum(run.accepted for run in runs) > 0, shape
+            note(shape, runs)
+    finally:
+        target.close()
+
+
+@pytest.fixture
+def note(record_property):
+    def noted(shape, runs):
+        names = ("answers", "tokens", "draft_tokens", "accepted", "preemptions", "steps")
+        sums = " ".join(str(sum(getattr(run, name) for run in runs)) for name in names)
+        record_property(f"{shape}", sums)
+
+    return noted
+
+
+CHAINS = ("NAIVE", "NGRAM")
+"""Methods that shape their drafts themselves."""
+ON_DEVICE = ("EAGLE", "EAGLE3", "EAGLE+NGRAM", "NAIVE")
+"""Methods whose heads a captured round runs: nobody can hint, so the head has learned."""
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("trial", TRIALS)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_native_core(made, hints, note, method, trial, page):
+    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
+    proved(paged(made, method, page), TRIALS[trial], hints, note, shapes)
+
+
+@NATIVE
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["EAGLE", "EAGLE3", "STANDALONE, smaller", "NEXTN", "DFLASH"])
+def test_sixty_four_tokens(made, hints, note, method):
+    config = replace(paged(made, method, 16), kv_tokens=1024)
+    proved(config, TRIALS["grammar"], hints, note, ("wide",))
+
+
+SHORT = replace(TRIALS["grammar"], prompts=PROMPTS[:9], tokens=8, temperatures=(0.8,))
+
+
+def in_torch(made, method, page, **changes):
+    config = paged(made, method, page)
+    return replace(config, executor="torch", device="cpu", dtype="float32", **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_torch(made, hints, note, method):
+    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
+    proved(in_torch(made, method, 16, disable_cuda_graph=True), SHORT, hints, note, shapes)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Rounds are captured by a tape, which is held to CUDA's rules."""
+    monkeypatch.setattr(executor, "kernels_for", twins)
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def learned(made):
+    """A head that drafts on the device, and some prompts after which it is often right."""
+    ids = tiny.tokenizer()
+    ask = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    said = [
+        " ".join(WORDS[n:4] + WORDS[:n] + WORDS[m : m + 1]) for n in (1, 2, 3) for m in range(15)
+    ]
+    whole = [ids.encode(ask.format(each)).ids for each in said]
+    length = max(map(len, whole), key=[len(each) for each in whole].count)
+    same = [(text, each) for text, each in zip(said, whole, strict=True) if len(each) == length][
+        :12
+    ]
+    dense = Target(FolderCheckpoint(made / "target"))
+    learn(dense, made / "learned", np.array([each for _, each in same]))
+    return made / "learned", tuple(
+        Prompt(text, "e2e", ({"role": "user", "content": text},)) for text, _ in same[:6]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE+NGRAM", "NAIVE"])
+def test_captured_rounds_that_draft(made, learned, emulated, note, method, page, overlap):
+    """With requests that are decided on the device, and with all kinds."""
+    folder, prompts = learned
+    path, shapes = str(folder), ("chain",) if method in CHAINS else ("chain", "tree")
+    config = in_torch(made, method, page, overlap=overlap, speculative_draft_model_path=path)
+    plain = replace(SHORT, prompts=prompts, tokens=16, grammar=None, mixed=False)
+    proved(config, replace(plain, temperatures=(0.0, 0.8)), None, note, shapes)
+    proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), shapes[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [method for method in METHODS if method not in ON_DEVICE])
+def test_captured_rounds(made, emulated, hints, note, method):
+    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
+    proved(in_torch(made, method, 16), SHORT, hints, note, shapes)
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("method", "page"),
+    [("EAGLE3", 1), ("NEXTN", 16), ("STANDALONE, other vocabulary", 64), ("DFLASH", 16)],
+)
+def test_some_of_it(made, hints, note, method, page):
+    """What the whole suite always runs."""
+    trial = replace(TRIALS["grammar"], tokens=12, temperatures=(0.8,))
+    proved(paged(made, method, page), trial, hints, note, ("tree",))
