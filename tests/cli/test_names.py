@@ -212,6 +212,7 @@ def test_what_is_not_said_of_a_tree_goes_with_what_is():
         return found.steps, found.topk, found.tokens
 
     assert shape(None, None, None) == (8, 1, 9)
+    assert not EngineConfig(speculative_algorithm="off", speculative_token_map="m").speculates
     naive = EngineConfig(speculative_algorithm="naive_eagle").draft_shape
     assert (naive.steps, naive.topk, naive.tokens) == (1, 1, 2)
     assert shape(3, None, None) == (3, 1, 4)

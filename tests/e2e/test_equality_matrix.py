@@ -243,7 +243,7 @@ def test_captured_rounds(made, emulated, hints, note, method):
 @NATIVE
 @pytest.mark.parametrize(
     ("method", "page"),
-    [("EAGLE3", 1), ("NEXTN", 16), ("STANDALONE, other vocabulary", 64), ("DFLASH", 16)],
+    [("EAGLE3", 1), ("NEXTN, map", 16), ("STANDALONE, other vocabulary", 64), ("DFLASH", 16)],
 )
 def test_some_of_it(made, hints, note, method, page):
     """What the whole suite always runs."""
