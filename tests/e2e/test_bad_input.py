@@ -123,7 +123,18 @@ FIELDS = [
     ("regex", "(?=a)", "regex"),
     ("ebnf", "root ::= (", "ebnf"),
     ("grammar", 'start: "a" | b', "grammar"),
-    ("json_schema", {"properties": {"a": {"not": {}}}}, "json_schema"),
+    (
+        "response_format",
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "strict": True,
+                "schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+            },
+        },
+        "response_format.json_schema.schema",
+    ),
     ("json_schema", {"type": "object", "const": 1}, "json_schema"),
     ("response_format", "json", "response_format"),
     ("response_format", {"type": "yaml"}, "response_format.type"),

@@ -24,6 +24,7 @@ from forerun.build.engine import open_target
 from forerun.cli.main import main
 from forerun.config import EngineConfig
 from forerun.executors import cpu
+from forerun.executors.cpu import hidden_state_model
 from forerun.executors.torch.eagle import EagleHead
 from forerun.hub.catalog import shipped_draft
 from forerun.models.draft_config import head_for
@@ -86,7 +87,7 @@ def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
         return true_extend(self, work, features.select(np.zeros_like(work.tokens)))
 
     if mistake == "no cache":
-        monkeypatch.setattr(cpu.CpuEagleModel, "_commit", lambda self, places: None)
+        monkeypatch.setattr(hidden_state_model, "commit", lambda library, model, places: None)
     if mistake == "features of one node":
         monkeypatch.setattr(cpu.CpuEagleModel, "extend", starved)
     histogram, accepted = served(small, small.draft, draft_reading=reading)

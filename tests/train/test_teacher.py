@@ -84,7 +84,7 @@ def test_threads_reach_the_core_teacher(checkpoint, monkeypatch, tmp_path):
     corpus = write_chats(tmp_path, chats, 1)
     about = head_for(checkpoint.architecture, 10)
     source = Source(checkpoint, None, None, "tiny", core=True, threads=1)
-    with pipeline._teacher(source, about, corpus) as teach:
+    with pipeline._teacher(source, about.features, corpus) as teach:
         features, _ = teach(np.arange(9, dtype=np.int32), np.array([4], np.int32))
     assert seen == [1]
     assert features.shape == (9, 3 * checkpoint.architecture.hidden)
