@@ -59,17 +59,31 @@ def fitted(
     if found.schema is False:
         raise ValueError("no text satisfies it")
     left_out = [fault.path for fault in found.unenforced]
-    options: Any = json_options(one_line)
+    brief = False
     for _ in range(MAX_LEFT_OUT if lenient else 0):
-        text = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(found.schema), overrides=options
-        )
-        matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
-        path = matcher.is_error() and without(found.schema, matcher.get_error())
+        message = _refusal(found.schema, one_line, vocabulary)
+        if not brief and any(words in message for words in _TOO_LARGE):
+            brief = True
+            found = rewritten(schema, plain=False, brief=True)
+            left_out = [fault.path for fault in found.unenforced]
+            continue
+        path = message and without(found.schema, message)
         if not path:
             break
         left_out.append(found.original(path))
     return found.schema, left_out
+
+
+_TOO_LARGE = ("schema too large", "Schema intersection stack level exceeded", "grammar size")
+"""What llguidance says of a schema that grows beyond its limits as it joins its parts."""
+
+
+def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) -> str:
+    """What llguidance says against a schema; empty where it takes it."""
+    options: Any = json_options(one_line)
+    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
+    return str(matcher.get_error()) if matcher.is_error() else ""
 
 
 _SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')

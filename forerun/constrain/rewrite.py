@@ -31,6 +31,8 @@ from forerun.constrain.rewrite_string import (
 HOISTED = 20
 """Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
 
+TOO_LARGE = "the schema is too large with it"
+
 _COPIED = (
     "type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems",
     "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
@@ -72,15 +74,18 @@ class Rewritten:
         return ".".join(part for part in (self.origins.get(name, ""), rest) if part)
 
 
-def rewritten(schema: Any, plain: bool = True, exact: bool = False) -> Rewritten:
+def rewritten(
+    schema: Any, plain: bool = True, exact: bool = False, brief: bool = False
+) -> Rewritten:
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
     exact  the library writes integers of any size, and takes formats for no more than their form
+    brief  conditions and negations are left out, for they may multiply
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    rewriter = Rewriter(schema, exact)
+    rewriter = Rewriter(schema, exact, brief)
     found = rewriter.schema(schema, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
@@ -96,10 +101,11 @@ class Rewriter:
     origins  and where they stood
     faults   what was left out so far
     exact    see rewritten
+    brief    see rewritten
     """
 
-    def __init__(self, root: dict[str, Any], exact: bool = False) -> None:
-        self.exact = exact
+    def __init__(self, root: dict[str, Any], exact: bool = False, brief: bool = False) -> None:
+        self.exact, self.brief = exact, brief
         self.defined: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -322,6 +328,9 @@ def _count(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, An
 def _negation(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
     if "not" not in raw:
         return out
+    if rewriter.brief:
+        rewriter.fault(path, "not", TOO_LARGE)
+        return out
     found = negated(rewriter.resolve(raw["not"]), raw, rewriter.resolve)
     if found is None:
         rewriter.fault(path, "not", "not supported here")
@@ -334,6 +343,9 @@ def _negation(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
 
 def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
     if "if" not in raw or not ({"then", "else"} & raw.keys()):
+        return out
+    if rewriter.brief:
+        rewriter.fault(path, "if", TOO_LARGE)
         return out
     begin = f"{path}." if path else ""
     then, otherwise = (

@@ -119,6 +119,23 @@ def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, 
     assert fits(loose, json.dumps(value))
 
 
+@pytest.mark.parametrize("count", [6, 8])
+def test_conditions_that_multiply_are_left_out_and_named(count):
+    rules = [
+        {
+            "if": {"properties": {f"a{i}": {"const": 1}}, "required": [f"a{i}"]},
+            "then": {"required": [f"b{i}"]},
+        }
+        for i in range(count)
+    ]
+    schema = {"type": "object", "properties": {"a0": {"type": "integer"}}, "allOf": rules}
+    with pytest.raises(RequestError, match="too (big|large)"):
+        compiled(Grammar.json_schema(schema))
+    loose = Grammar.json_schema(schema, lenient=True)
+    assert compiled(loose).unenforced == tuple(f"grammar.allOf[{i}].if" for i in range(count))
+    assert fits(loose, '{"a0": 2}') and not fits(loose, '{"a0": "x"}')
+
+
 def test_a_listed_key_has_one_spelling():
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     for further in ({}, {"additionalProperties": TEXT}):
