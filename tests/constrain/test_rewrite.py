@@ -129,7 +129,7 @@ def test_conditions_that_multiply_are_left_out_and_named(count):
         for i in range(count)
     ]
     schema = {"type": "object", "properties": {"a0": {"type": "integer"}}, "allOf": rules}
-    with pytest.raises(RequestError, match="too (big|large)"):
+    with pytest.raises(RequestError, match=r"too (big|large)"):
         compiled(Grammar.json_schema(schema))
     loose = Grammar.json_schema(schema, lenient=True)
     assert compiled(loose).unenforced == tuple(f"grammar.allOf[{i}].if" for i in range(count))
