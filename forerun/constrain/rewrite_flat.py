@@ -133,11 +133,13 @@ class _Flattener:
             out[name] = self._word(name, one, other, out, depth)
         if "properties" in out:
             out["properties"] = self._properties(one, other, depth)
+        if "prefixItems" in out:
+            out["prefixItems"] = self._places(one, other, depth)
         return out
 
     def _word(self, name: str, one: Schema, other: Schema, out: Schema, depth: int) -> Any:
         a, b = one[name], other[name]
-        if name in ("type", "const", "enum", "properties"):
+        if name in ("type", "const", "enum", "properties", "prefixItems"):
             return out.get(name, a)
         if name == "required":
             return list(dict.fromkeys([*a, *b]))
@@ -150,6 +152,18 @@ class _Flattener:
         if a != b:
             raise _Apart(f"two schemas with {name}")
         return a
+
+    def _places(self, one: Schema, other: Schema, depth: int) -> list[Any]:
+        first = [side.get("prefixItems", []) for side in (one, other)]
+        rest = [side.get("items", True) for side in (one, other)]
+        found = []
+        for index in range(max(map(len, first))):
+            a, b = (
+                begin[index] if index < len(begin) else further
+                for begin, further in zip(first, rest, strict=True)
+            )
+            found.append(self._both(a, b, depth + 1))
+        return found
 
     def _properties(self, one: Schema, other: Schema, depth: int) -> dict[str, Any]:
         sides = one, other

@@ -78,6 +78,11 @@ def test_what_is_not_strict_ignores_keywords():
 
 TAKEN = [
     (
+        {"allOf": [{"prefixItems": [{"type": "integer", "minimum": 3}]}], "items": {"minimum": 5}},
+        [[5, 5], [5], []],
+        [[3, 5], [5, 4]],
+    ),
+    (
         {
             "type": "object",
             "additionalProperties": False,
