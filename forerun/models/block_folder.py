@@ -6,25 +6,21 @@ a missing, unexpected or wrongly shaped tensor stops the load and is named.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.block_config import BlockHead, expected_block_tensors
-from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import shortened
 from forerun.models.config_json import harmless, read_json
 from forerun.models.draft_folder import canonical, mapped_ids
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
-from forerun.models.mapped import TensorFile
+from forerun.models.opened_draft import OpenedDraft
 from forerun.models.rope_config import rope_from
-from forerun.types import Floats, Ints
+from forerun.types import Ints
 
 _DFLASH, _DSPARK = ("DFlashDraftModel", "DFlashSpeculator"), ("Qwen3DSparkModel",)
 _OTHERS = {
@@ -45,31 +41,10 @@ _BOOKKEEPING = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class BlockFile:
-    """An opened block drafter. Fields and properties as in draft_folder.DraftFile."""
+class BlockFile(OpenedDraft[BlockHead]):
+    """An opened block drafter. kind: what it is, in a sentence's words."""
 
     kind: ClassVar[str] = "block drafter"
-
-    path: Path
-    head: BlockHead
-    target_ids: Ints
-    warnings: tuple[str, ...]
-    files: Mapping[str, tuple[TensorFile, str]]
-
-    @property
-    def parameters(self) -> int:
-        """Numbers of weights that are loaded."""
-        return self.head.parameters
-
-    @property
-    def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position."""
-        return self.head.cache
-
-    @property
-    def vocab(self) -> int:
-        """Vd."""
-        return self.head.vocab
 
     def limited(self, token_map: Ints) -> "BlockFile":
         """Raises ModelError: a block drafter's map is in its own files."""
@@ -77,19 +52,6 @@ class BlockFile:
             f"{self.path} holds a block drafter, which takes no token map; leave "
             "speculative-token-map out"
         )
-
-    @property
-    def node_numbers(self) -> int:
-        """Beside its logits a node takes next to nothing."""
-        return 0
-
-    def tensor(self, name: str) -> Floats:
-        """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""
-        file, stored = self.files[name]
-        values = file.floats(stored)
-        if not np.isfinite(values).all():
-            raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the draft is damaged")
-        return values
 
 
 def holds_block(folder: Path) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
-from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import shortened
 from forerun.models.config_json import read_json
 from forerun.models.config_variants import read_as
@@ -29,8 +28,9 @@ from forerun.models.draft_config import (
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.mapped import TensorFile
+from forerun.models.opened_draft import OpenedDraft
 from forerun.models.rope_config import rope_from
-from forerun.types import AnyArray, Floats, Ints
+from forerun.types import AnyArray, Ints
 
 _RENAMED = (
     (re.compile(r"^model\."), ""),
@@ -45,36 +45,10 @@ _DERIVED = re.compile(r"^(t2d|.*rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True, slots=True)
-class DraftFile:
-    """An opened draft head.
-
-    kind        what it is, in a sentence's words
-    target_ids  int32[Vd] target id of every draft id
-    warnings    sentences about known traps, each naming the configuration key
-    """
+class DraftFile(OpenedDraft[DraftHead]):
+    """An opened draft head. kind: what it is, in a sentence's words."""
 
     kind: ClassVar[str] = "EAGLE head"
-
-    path: Path
-    head: DraftHead
-    target_ids: Ints
-    warnings: tuple[str, ...]
-    files: Mapping[str, tuple[TensorFile, str]]
-
-    @property
-    def parameters(self) -> int:
-        """Numbers of weights that run."""
-        return self.head.parameters
-
-    @property
-    def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position."""
-        return self.head.cache
-
-    @property
-    def vocab(self) -> int:
-        """Vd."""
-        return self.head.vocab
 
     def limited(self, token_map: Ints) -> "DraftFile":
         """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError for a
@@ -87,22 +61,10 @@ class DraftFile:
         head = replace(self.head, vocab=len(token_map))
         return replace(self, head=head, target_ids=token_map)
 
-    @property
-    def node_numbers(self) -> int:
-        """Beside its logits a node takes next to nothing."""
-        return 0
-
-    def tensor(self, name: str) -> Floats:
-        """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""
-        file, stored = self.files[name]
-        values = file.floats(stored)
-        if not np.isfinite(values).all():
-            raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the draft is damaged")
-        return values
-
 
 def open_draft(folder: Path, target: Architecture, variant: str | None = None) -> DraftFile:
-    """Read a draft for `target`, its configuration as `variant` says (readings.py), if given.
+    """Read a draft for `target`, its configuration as `variant` says (config_variants.py), if
+    given.
 
     Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
     """
