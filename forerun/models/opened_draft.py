@@ -1,0 +1,79 @@
+"""What the kinds of drafts on disk have in common, once their folder was read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.cache_layer import CacheLayer
+from forerun.models.mapped import TensorFile
+from forerun.types import Floats, Ints
+
+
+class Described(Protocol):
+    """What a draft's configuration and tensors say of its network."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of weights that run."""
+        ...
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer keeps of a position."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Vd, the draft ids it chooses among."""
+        ...
+
+
+Head = TypeVar("Head", bound=Described)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft(Generic[Head]):
+    """A draft's folder, read and checked.
+
+    target_ids  int32[Vd] target id of every draft id
+    warnings    sentences about known traps, each naming the configuration key
+    files       by canonical name: the file that holds a tensor, and its name there
+    """
+
+    path: Path
+    head: Head
+    target_ids: Ints
+    warnings: tuple[str, ...]
+    files: Mapping[str, tuple[TensorFile, str]]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of weights that run."""
+        return self.head.parameters
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer keeps of a position."""
+        return self.head.cache
+
+    @property
+    def vocab(self) -> int:
+        """Vd."""
+        return self.head.vocab
+
+    @property
+    def node_numbers(self) -> int:
+        """Beside its logits a node takes next to nothing."""
+        return 0
+
+    def tensor(self, name: str) -> Floats:
+        """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""
+        file, stored = self.files[name]
+        values = file.floats(stored)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the draft is damaged")
+        return values
