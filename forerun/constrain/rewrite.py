@@ -14,7 +14,7 @@ from forerun.constrain.references import Place, References
 from forerun.constrain.rewrite_array import arrays
 from forerun.constrain.rewrite_choice import conditional, exclusive_choice, negated
 from forerun.constrain.rewrite_keys import with_plain_keys
-from forerun.constrain.rewrite_logic import type_of
+from forerun.constrain.rewrite_logic import TYPES, type_of
 from forerun.constrain.rewrite_number import bounded, exact, exclusive
 from forerun.constrain.rewrite_object import counted, dependencies, depending, named
 from forerun.constrain.rewrite_string import (
@@ -27,6 +27,7 @@ from forerun.constrain.rewrite_string import (
     Unenforceable,
     plain_patterns,
 )
+from forerun.constrain.schema import schemas
 
 HOISTED = 20
 """Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
@@ -82,9 +83,12 @@ def rewritten(
     plain  keys have no escapes where they could hide a listed one
     exact  the library writes integers of any size, and takes formats for no more than their form
     brief  conditions and negations are left out, for they may multiply
+
+    Raises ValueError where a `type` names none: that is a mistake, and not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
+    _check_types(schema)
     rewriter = Rewriter(schema, exact, brief)
     found = rewriter.schema(schema, "")
     if rewriter.defined and isinstance(found, dict):
@@ -92,6 +96,15 @@ def rewritten(
     if plain and isinstance(found, dict):
         with_plain_keys(found)
     return Rewritten(found, tuple(rewriter.faults), rewriter.origins)
+
+
+def _check_types(schema: dict[str, Any]) -> None:
+    for path, inner in schemas(schema):
+        named = inner.get("type", [])
+        for name in named if isinstance(named, list) else [named]:
+            if name not in TYPES:
+                where = f"{path}.type" if path else "type"
+                raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
 
 
 class Rewriter:

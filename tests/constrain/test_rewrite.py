@@ -170,3 +170,9 @@ def test_a_tool_names_what_it_leaves_out():
     found = compiled(tool_rules(HERMES, tools, Calling(True, True)).grammar)
     assert found.unenforced == (f"{place}.properties.a.not",)
     assert Matcher(found).advance(ord("<"))
+
+
+@pytest.mark.parametrize("named", ["what", ["string", "what"], 5, {"a": 1}])
+def test_a_type_that_is_none_is_no_keyword_to_leave_out(named):
+    with pytest.raises(ValueError, match=r"properties\.a\.type is"):
+        rewritten({"properties": {"a": {"type": named}, "type": {"type": "string"}}})

@@ -52,7 +52,7 @@ def schema(value, lenient=False) -> Grammar:
         (schema({"oneOf": [TEXT, {"minLength": 3}]}), "oneOf cannot"),
         (schema({"$ref": "https://example.org/a"}), "$ref cannot"),
         (schema({"type": "boolean", "const": 1}), "no text satisfies it"),
-        (schema({"type": "foo"}), 'Unsupported type "foo"'),
+        (schema({"type": "foo"}), "type is 'foo'"),
         (schema({**TEXT, "minLength": 3, "maxLength": 2}), "minLength 3 is greater"),
         (schema({"const": "a" * 70_000}), "at most 65536"),
         (Grammar.regex("(?=a)b"), "Lookahead is not supported"),

@@ -206,6 +206,7 @@ def stepped(target, monkeypatch, kinds):
         found.append((programs.dispatches - before[0], copied[before[1] :]))
 
 
+@pytest.mark.slow
 def test_what_a_second_program_decides_it_drafts_for(markov, compiled, quickly, monkeypatch):
     """A bias of next to nothing: every draft token is right, and no logits cross to the host."""
     folder, head = markov

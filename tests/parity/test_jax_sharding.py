@@ -12,6 +12,8 @@ from tests.models import tiny
 from tests.parity.test_torch_eagle_model import Target, Twin
 from tests.shape.tree import ROOT
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, compiled):
@@ -33,7 +35,6 @@ def ran(tmp_path_factory, compiled):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(900)
 def test_any_number_of_shards_says_the_same(ran):
     dense, experts = ran["tokens"][:5], ran["tokens"][5:]
     assert all(tokens == dense[0] for tokens in dense)
@@ -56,8 +57,6 @@ def test_shards_that_cannot_be(ran):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("vocab", [160, 159])
 def test_a_head_on_four_devices_drafts_the_same(tmp_path, vocab):
     """Its map of draft ids is the same on every shard, whether or not they divide."""
