@@ -80,6 +80,8 @@ def settings_of(
     method = config.algorithm
     for deep, wide, most in product(steps, topks or (None,), tokens):
         try:
+            if most < 2:
+                raise ConfigError(f"{most} draft tokens are the last accepted one: none is drafted")
             check_shape(method, deep, wide, most)
             setting = Setting(method.name, most, deep, "fixed", wide)
             setting.on(config)

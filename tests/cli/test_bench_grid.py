@@ -68,6 +68,11 @@ def test_what_a_method_has_not_is_refused(capsys):
     assert "NGRAM has no top-k" in capsys.readouterr().err
 
 
+def test_a_setting_that_drafts_nothing_is_none(capsys):
+    assert main([*FLAGS, "--grid-tokens", "1"]) == 2
+    assert "none is drafted" in capsys.readouterr().err
+
+
 def test_the_best_is_kept(capsys):
     cells(capsys, "--grid-steps", "8", "--grid-tokens", "5", "--keep")
     loaded = load(EngineConfig(model="toy", kv_tokens=8192, context=1024))
