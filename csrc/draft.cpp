@@ -8,7 +8,7 @@ namespace forerun {
 
 EagleHead::EagleHead(Model& target, const Sizes& sizes, const HeadKind& kind,
                      const float* frequencies, size_t weight_bytes)
-    : Draft(target, sizes, kind.slots, false, frequencies, weight_bytes),
+    : Draft(target, sizes, kind.slots, false, frequencies, weight_bytes, kind.begin),
       target_(target),
       kind_(kind),
       feature_norms_(kind.features) {
@@ -34,6 +34,7 @@ const float** EagleHead::vector(int layer, int which) {
 
 bool EagleHead::sound(const DraftStep& step, int source) const {
     const auto within = [](int64_t value, int64_t end) { return 0 <= value && value < end; };
+    if (step.hidden) return true;
     if (step.extend) return step.features || within(source, target_.sizes.max_nodes);
     return source < 0 ? within(-1 - (int64_t)source, slots_) : source < step.first;
 }
@@ -58,10 +59,12 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
     for (int n = mine.first; n < mine.last; n++) {
         const int source = step.sources[n];
         float* x = &stream_[(size_t)n * hidden];
-        const float* features = !step.extend    ? nullptr
+        const float* features = !step.extend || step.hidden ? nullptr
                                 : step.features ? step.features + (size_t)n * wide
                                                 : target_.aux_hidden_states(source);
-        if (!step.extend) {
+        if (step.hidden) {
+            memcpy(x, step.hidden + (size_t)n * hidden, sizeof(float) * hidden);
+        } else if (!step.extend) {
             const float* from = source < 0 ? &kept_[(size_t)(-1 - source) * hidden]
                                            : &outputs_[(size_t)source * hidden];
             memcpy(x, from, sizeof(float) * hidden);
@@ -83,7 +86,7 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
         }
     }
     pool.barrier();
-    if (!step.extend || kind_.fusion != kBeside) return;
+    if (!step.extend || step.hidden || kind_.fusion != kBeside) return;
     multiply({&fuse_}, {&stream_[0]}, fuse_q_.data(), step.nodes, hidden, false, thread);
     pool.barrier();
 }
@@ -142,6 +145,7 @@ void EagleHead::keep(const DraftStep& step, int thread) {
         } else {
             memcpy(out, x, sizeof(float) * hidden);
         }
+        if (step.outputs) memcpy(step.outputs + n * hidden, out, sizeof(float) * hidden);
         const int row = rows_[n];
         if (step.extend && n + 1 == step.start[row + 1]) {
             memcpy(&kept_[step.slots[row] * hidden], out, sizeof(float) * hidden);

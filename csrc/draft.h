@@ -22,6 +22,7 @@ struct HeadKind {
     int32_t fusion;          // of Fusion
     int32_t feature_norm;    // 0 none, 1 one norm over all, 2 one norm each
     int32_t normed_residual, normed_feedback;
+    int32_t begin;           // the first position whose entry others see
 };
 
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:
@@ -30,6 +31,7 @@ struct HeadKind {
 // own draft tokens: node n reads the output of draft node sources[n], or, where that is negative,
 // what
 // slot -1 - sources[n] kept of its last extension.
+// Either kind, where `hidden` is given: node n reads its row n, as it is.
 // A whole model reads tokens alone (its own ids): no sources, no features. The last node of a row
 // of its extension is the row's root, which waits in the slot's place; its draft tokens see it.
 struct DraftStep {
@@ -42,6 +44,8 @@ struct DraftStep {
     const int32_t* scored_nodes;  // [scored] among this step's nodes, from 0
     float* logits;                // [scored][vocab]
     const float* features;        // [nodes][features * width], or null
+    const float* hidden;          // [nodes][hidden], or null
+    float* outputs;               // [nodes][hidden] out: what a next step would receive; or null
 };
 
 // Draft nodes are numbered from `first` on and live until a step begins at 0 again.
@@ -52,8 +56,9 @@ public:
 
 protected:
     // roots: every slot has a place for its root, behind those of `sizes.max_nodes - slots` nodes.
+    // begin: as in HeadKind.
     Draft(Model& target, const Sizes& sizes, int slots, bool roots, const float* frequencies,
-          size_t weight_bytes);
+          size_t weight_bytes, int begin = 0);
 
     virtual const Matrix& embeddings() = 0;
     // Whether a node may read what its source says.
@@ -72,7 +77,7 @@ private:
     void list_places(const DraftStep& step, int row);
 
     const bool roots_;
-    const int most_nodes_;
+    const int most_nodes_, begin_;
 };
 
 class EagleHead : public Draft {

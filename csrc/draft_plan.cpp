@@ -1,6 +1,8 @@
 // Before a pass of a draft model: is it sound, and who sees what?
 #include "draft.h"
 
+#include <algorithm>
+
 namespace forerun {
 namespace {
 
@@ -9,14 +11,15 @@ bool within(int64_t value, int64_t end) { return 0 <= value && value < end; }
 }  // namespace
 
 Draft::Draft(Model& target, const Sizes& sizes, int slots, bool roots, const float* frequencies,
-             size_t weight_bytes)
+             size_t weight_bytes, int begin)
     : Model(sizes, frequencies, weight_bytes, target.kernels, &target.pool),
       slots_(slots),
       depths_(sizes.max_nodes),
       parents_(sizes.max_nodes),
       rows_(sizes.max_nodes),
       roots_(roots),
-      most_nodes_(sizes.max_nodes - (roots ? slots : 0)) {}
+      most_nodes_(sizes.max_nodes - (roots ? slots : 0)),
+      begin_(begin) {}
 
 std::string Draft::step(const DraftStep& step) {
     const std::string fault = check(step);
@@ -90,12 +93,13 @@ void Draft::prepare(const DraftStep& step) {
     plan_attention(nodes_);
 }
 
+// A node before `begin_` sees itself alone; the others, from there on, what is on their way.
 void Draft::list_places(const DraftStep& step, int row) {
     const int32_t scratch = (int32_t)(places_ - sizes.max_nodes);
     const int kv_len = step.kv_len[row], first = step.start[row], end = step.start[row + 1];
     const int32_t* pages = step.pages + (int64_t)row * step.page_width;
     trunk_at_.push_back((int64_t)trunks_.size());
-    for (int p = 0; p < kv_len; p++) {
+    for (int p = begin_; p < kv_len; p++) {
         trunks_.push_back(pages[p / sizes.page_size] * sizes.page_size + p % sizes.page_size);
     }
     const bool below_root = roots_ && !step.extend;
@@ -104,20 +108,21 @@ void Draft::list_places(const DraftStep& step, int row) {
         const int at = step.first + n;
         rows_[n] = row;
         place_of_[n] = scratch + at;
-        if (step.extend) {
+        position_[n] = kv_len + (step.extend ? n - first : depths_[at]);
+        if (step.extend && position_[n] >= begin_) {
             trunks_.push_back(scratch + at);
-            position_[n] = kv_len + n - first;
-            sights_[n] = {position_[n] + 1, 0, nullptr};
+            sights_[n] = {position_[n] + 1 - begin_, 0, nullptr};
             continue;
         }
-        position_[n] = kv_len + depths_[at];
-        const int tail = depths_[at] + 1 - below_root;
+        const int trunk = kv_len + below_root - begin_;
+        const int sees = position_[n] < begin_ ? 1 : position_[n] + 1 - begin_;
+        const int tail = std::min(sees, depths_[at] + 1 - below_root);
         const size_t begin = paths_.size();
         paths_.resize(begin + tail);
         for (int above = at, i = tail - 1; i >= 0; i--, above = parents_[above]) {
             paths_[begin + i] = scratch + above;
         }
-        sights_[n] = {kv_len + below_root, tail, paths_.data() + begin};
+        sights_[n] = {trunk > 0 ? trunk : 0, tail, paths_.data() + begin};
     }
 }
 

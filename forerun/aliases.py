@@ -71,8 +71,8 @@ _DRAFTING = [
         "--speculative-ngram-match-type --speculative-ngram-branch-length "
         "--speculative-ngram-max-trie-depth --speculative-ngram-capacity "
         "--speculative-ngram-external-corpus-path", SGLANG, why=_LOOKUP),
-    *refused("--enable-multi-layer-eagle", SGLANG,
-              why="prediction layers of the target are not read yet", takes=NOTHING),
+    *usual("--enable-multi-layer-eagle", (), SGLANG, takes=NOTHING, why="where a checkpoint has a "
+            "prediction layer per depth, each drafts its depth"),
     *[alias for flag in ("--draft-max", "--draft-n", "--spec-draft-n-max") for alias in other(
         flag, ("speculative_num_steps", "speculative_num_draft_tokens"), drafted, LLAMA,
         meaning="N means `--speculative-num-steps N --speculative-num-draft-tokens N+1`")],

@@ -167,7 +167,7 @@ def open_drafts(config: EngineConfig, target: Model) -> Parts:
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers":
-        return Parts(_prediction_layers(target.checkpoint))
+        return Parts(_prediction_layers(config, target.checkpoint))
     if named is None or not config.speculates:
         return Parts()
     if method.kind == "whole":
@@ -205,16 +205,14 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
     return draft
 
 
-def _prediction_layers(target: Checkpoint) -> PredictionLayers:
-    files = target.prediction_files if isinstance(target, FolderCheckpoint) else {}
-    layers = open_prediction_layers(target, files)
-    if layers.count > 1:
-        warnings.warn(
-            f"{target.path} has {layers.count} prediction layers, each made for one depth: the "
-            "first is used for all depths, so acceptance falls beyond it",
-            stacklevel=2,
-        )
-    return layers
+def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:
+    """Those that the configuration's depth has a use for."""
+    files, declared = {}, None
+    if isinstance(target, FolderCheckpoint):
+        files = target.prediction_files
+        declared = target.config.get("num_nextn_predict_layers")
+    layers = open_prediction_layers(target, files, declared)
+    return layers.first(config.speculative_num_steps or layers.count)
 
 
 def _folder(named: str, revision: str | None) -> Path:

@@ -1,15 +1,19 @@
 """The target's own prediction layers ("multi-token prediction", MTP; SGLang's NEXTN), read from the
 target's checkpoint under any of the published namings.
 
-A prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads the target's hidden state h_q
-after the final norm beside the embedding of the token after it, and predicts the one after that:
+A prediction layer (DeepSeek-V3, arXiv 2412.19437, section 2.2) reads a hidden state beside the
+embedding of a token, and predicts the token after it. Of K layers the k-th (from 1) has an entry at
+every token from t_k on, in one of the paper's rows each (its row i is the entry at t_{i+k}):
 
-    x   = fuse [norm_e(embed(t_{q+1})); norm_h(h_q)]
-    out = norm_f(layer(x))          logits of t_{q+2} = head(out)
+    x        = fuse_k [norm_e(embed(t_p)); norm_h(o_{k-1}(p-1))]
+    o_k(p)   = norm_f(layer_k(x))       logits of t_{p+1} = head(o_k(p))
 
-with the target's embedding and output head. The next depth receives `out` in the place of h, as
-SGLang serves all of these. DeepSeek's and Qwen's fuse reads the embedding first, MiMo's the hidden
-state.
+where o_0 is the target's hidden state after the final norm, embedding and output head are the
+target's, and a layer's attention sees its own entries, from t_k on. So layer k predicts the k-th
+token behind what the target has run. What comes further behind is predicted by layer K from its own
+outputs, o_K(p-1) in the place of o_{K-1}(p-1): with one layer, all depths, as SGLang serves these.
+DeepSeek's and Qwen's fuse reads the embedding first, MiMo's the hidden state; Qwen's layers share
+one fuse and its norms.
 """
 
 import math
@@ -28,9 +32,9 @@ from forerun.models.checkpoint import Checkpoint, Packed, shortened
 from forerun.models.mapped import TensorFile
 from forerun.types import Floats, Ints
 
-EMBEDDING_NORM, HIDDEN_NORM = "predict.embedding_norm.weight", "predict.hidden_norm.weight"
-FUSE = "predict.fuse.weight"
-_FINAL_NORM, _EMBEDDING, _HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
+"""What a layer has besides a decoder layer; see PredictionLayers.own."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Files = Mapping[str, TensorFile]
 """Stored name -> the file that has it."""
@@ -42,8 +46,9 @@ class Naming:
 
     title         whose it is
     layer         prefix of a layer's own tensors; its number in group 1
-    own           what else there is, behind that prefix or, with `apart`, as it is -> canonical
-    apart         those belong to no layer
+    own           what else there is, behind that prefix or, with `apart`, as it is -> its part, or
+                  the target's tensor that it is a copy of
+    apart         those belong to no layer: all share them
     hidden_first  the fuse reads the hidden state before the embedding
     """
 
@@ -61,7 +66,7 @@ _DEEPSEEK = Naming(
         "enorm.weight": EMBEDDING_NORM,
         "hnorm.weight": HIDDEN_NORM,
         "eh_proj.weight": FUSE,
-        "shared_head.norm.weight": _FINAL_NORM,
+        "shared_head.norm.weight": FINAL_NORM,
         "embed_tokens.weight": _EMBEDDING,
         "shared_head.head.weight": _HEAD,
     },
@@ -73,7 +78,7 @@ _MIMO = Naming(
         "token_layernorm.weight": EMBEDDING_NORM,
         "hidden_layernorm.weight": HIDDEN_NORM,
         "input_proj.weight": FUSE,
-        "final_layernorm.weight": _FINAL_NORM,
+        "final_layernorm.weight": FINAL_NORM,
     },
     hidden_first=True,
 )
@@ -84,7 +89,7 @@ _QWEN = Naming(
         "mtp.pre_fc_norm_embedding.weight": EMBEDDING_NORM,
         "mtp.pre_fc_norm_hidden.weight": HIDDEN_NORM,
         "mtp.fc.weight": FUSE,
-        "mtp.norm.weight": _FINAL_NORM,
+        "mtp.norm.weight": FINAL_NORM,
         "mtp.embed_tokens.weight": _EMBEDDING,
     },
     apart=True,
@@ -116,12 +121,14 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionLayers:
-    """A target's first prediction layer, whole: a Checkpoint of one decoder layer with a norm, the
-    target's embedding and head, and FUSE [H,2H], EMBEDDING_NORM and HIDDEN_NORM [H].
+    """A target's prediction layers, whole: a Checkpoint of as many decoder layers, the target's
+    embedding and head, and of each layer FUSE [H,2H], EMBEDDING_NORM, HIDDEN_NORM and FINAL_NORM
+    [H], called as `own` says.
 
     kind          what it is, in a sentence's words
     hidden_first  the fuse reads the hidden state before the embedding
-    count         layers that the file has; the first is applied again and again
+    apart         all layers share what `own` names
+    count         K: layer k drafts depth k, the last one all that is deeper
     target_ids    int32[Vd] the tokens that may be proposed, and whose rows the head has
     """
 
@@ -130,13 +137,27 @@ class PredictionLayers:
     target: Checkpoint
     files: Mapping[str, tuple[TensorFile, str]]
     hidden_first: bool
+    apart: bool
     count: int
     target_ids: Ints
 
     @property
     def architecture(self) -> Architecture:
-        """One layer, as the target's last."""
-        return _one_layer(self.target.architecture)
+        """K layers, as the target's last."""
+        return _layers(self.target.architecture, self.count)
+
+    def own(self, layer: int, part: str) -> str:
+        """Canonical name of a part of layer 0 .. K-1."""
+        return _own(0 if self.apart else layer, part)
+
+    def first(self, count: int) -> "PredictionLayers":
+        """Without the layers beyond the first `count`, which nothing shallower reads."""
+        if count >= self.count:
+            return self
+        beyond = [f"model.layers.{layer}." for layer in range(count, self.count)]
+        beyond += [_own(layer, "") for layer in range(count, self.count) if not self.apart]
+        files = {n: item for n, item in self.files.items() if not n.startswith(tuple(beyond))}
+        return replace(self, files=files, count=count)
 
     @property
     def path(self) -> Path:
@@ -181,9 +202,9 @@ class PredictionLayers:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What the layer keeps of a position."""
+        """What the layers keep of a position."""
         arch = self.architecture
-        return (CacheLayer(arch.kv_heads, arch.head_size),)
+        return (CacheLayer(arch.kv_heads, arch.head_size),) * self.count
 
     @property
     def vocab(self) -> int:
@@ -204,90 +225,150 @@ class PredictionLayers:
         return 6 * self.architecture.hidden + 3 * self.architecture.ffn
 
 
-def _one_layer(arch: Architecture) -> Architecture:
-    return replace(arch, layer_specs=arch.layer_specs[-1:])
+def _layers(arch: Architecture, count: int) -> Architecture:
+    return replace(arch, layer_specs=arch.layer_specs[-1:] * count)
 
 
-def open_prediction_layers(target: Checkpoint, files: Files) -> PredictionLayers:
-    """The first prediction layer of `target`, of the tensors that `divided` set aside.
+def _own(layer: int, part: str) -> str:
+    return f"predict.{layer}.{part}.weight" if part else f"predict.{layer}."
 
-    Raises ModelError: there is none; missing, unexpected or wrongly shaped tensors, all named.
+
+def open_prediction_layers(
+    target: Checkpoint, files: Files, declared: int | None = None
+) -> PredictionLayers:
+    """The prediction layers of `target`, of the tensors that `divided` set aside.
+
+    declared  how many its configuration promises, if it says so
+
+    Raises ModelError: there are none; more or fewer than declared; missing, unexpected or wrongly
+    shaped tensors, all named.
     """
-    where, arch = target.path, target.architecture
+    where = target.path
     if not files:
         raise ModelError(f"{where} has no prediction layers (no tensors called mtp or eh_proj)")
-    naming, first, count = _naming(files, where)
+    naming, first, count = _naming(files, target.architecture, where)
+    if declared and declared != count:
+        raise ModelError(
+            f"{where}: its configuration promises {declared} prediction layers "
+            f"(num_nextn_predict_layers), its tensors are those of {count}"
+        )
+    arch = _layers(target.architecture, count)
     found: dict[str, tuple[TensorFile, str]] = {}
     faults = []
     for stored, file in files.items():
         name = _canonical(stored, naming, first)
         if name is None:
             faults.append(f"unexpected {stored}")
-        elif name:
+        else:
             found[name] = (file, stored)
-    expected = _expected(_one_layer(arch))
-    faults += [f"missing {_as_stored(name, naming, first)}" for name in expected - found.keys()]
-    shapes = {name: file.tensors[stored].shape for name, (file, stored) in found.items()}
-    wanted = _shapes(_one_layer(arch))
-    for name, shape in shapes.items():
-        if name not in wanted:
-            faults.append(f"unexpected {found[name][1]}")
-        elif shape != wanted[name]:
-            faults.append(f"{found[name][1]} is {list(shape)}, not {list(wanted[name])}")
+    wanted = _shapes(arch, count, naming.apart)
+    borrowed = {_copy(name, layer): name for name in _BORROWED for layer in range(count)}
+    missing = wanted.keys() - borrowed.keys() - found.keys()
+    faults += [f"missing {_as_stored(name, naming, first)}" for name in missing]
+    for name, (file, stored) in found.items():
+        shape, right = file.tensors[stored].shape, wanted.get(borrowed.get(name, name))
+        if right is None:
+            faults.append(f"unexpected {stored}")
+        elif shape != right:
+            faults.append(f"{stored} is {list(shape)}, not {list(right)}")
     if faults:
         raise ModelError(
             f"{where}: its prediction layers are not those of {naming.title}: "
             + shortened(sorted(faults))
         )
-    kept = {n: item for n, item in found.items() if n not in _BORROWED or _differs(target, n, item)}
+    kept = {name: item for name, item in found.items() if name not in borrowed}
+    kept |= _copies(target, found, borrowed, where)
     ids = np.arange(arch.vocab, dtype=np.int32)
-    return PredictionLayers(target, kept, naming.hidden_first, count, ids)
+    return PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids)
 
 
-def _naming(files: Files, where: Path) -> tuple[Naming, int, int]:
+def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
     """The naming, the first layer's number, and how many there are."""
     for naming in (_MIMO, _QWEN, _DEEPSEEK):
         numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})
+        first = arch.layers if naming is _DEEPSEEK else 0
+        if numbers and numbers != list(range(first, first + len(numbers))):
+            raise ModelError(
+                f"{where}: its prediction layers have the numbers {numbers}; they must count from "
+                f"{first} on"
+            )
         if numbers:
-            return naming, numbers[0], len(numbers)
+            return naming, first, len(numbers)
     raise ModelError(f"{where}: prediction layers without a layer: {shortened(sorted(files))}")
 
 
 def _canonical(stored: str, naming: Naming, first: int) -> str | None:
-    """Empty for a tensor of a further layer; None for one that has no place."""
+    """None for a tensor that has no place."""
     if naming.apart and stored in naming.own:
-        return naming.own[stored]
+        return _placed(naming.own[stored], 0)
     found = naming.layer.match(stored)
     if found is None:
         return None
-    if int(found[1]) != first:
-        return ""
-    rest = stored[found.end() :]
-    return naming.own.get(rest, f"model.layers.0.{rest}")
+    layer, rest = int(found[1]) - first, stored[found.end() :]
+    if not naming.apart and rest in naming.own:
+        return _placed(naming.own[rest], layer)
+    return f"model.layers.{layer}.{rest}"
+
+
+def _placed(part: str, layer: int) -> str:
+    return _copy(part, layer) if part in _BORROWED else _own(layer, part)
+
+
+def _copy(name: str, layer: int) -> str:
+    """A layer's copy of what it shares with the target; the first layer's is called as that."""
+    return f"copy.{layer}.{name}" if layer else name
 
 
 def _as_stored(name: str, naming: Naming, first: int) -> str:
     """What a canonical name is called in the file."""
-    own = next((stored for stored, known in naming.own.items() if known == name), None)
-    if own is not None and naming.apart:
-        return own
-    prefix = naming.layer.pattern.replace("\\", "").replace("(d+)", str(first))
-    return prefix + (own or name.removeprefix("model.layers.0."))
+    kind, layer, part = name.removeprefix("model.").removesuffix(".weight").split(".", 2)
+    if kind == "layers":
+        part = name.split(".", 3)[3]
+    else:
+        part = next(stored for stored, known in naming.own.items() if known == part)
+    if kind == "predict" and naming.apart:
+        return part
+    pattern = naming.layer.pattern.replace("\\", "")
+    return pattern.replace("(d+)", str(int(layer) + first)) + part
 
 
-def _shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def _shapes(arch: Architecture, count: int, apart: bool) -> dict[str, tuple[int, ...]]:
     """Canonical name -> shape of all that a file may have."""
     hidden = arch.hidden
-    return expected_tensors(replace(arch, tied_head=False)) | {
-        FUSE: (hidden, 2 * hidden),
-        EMBEDDING_NORM: (hidden,),
-        HIDDEN_NORM: (hidden,),
-    }
+    shapes = expected_tensors(replace(arch, tied_head=False))
+    del shapes["model.norm.weight"]  # Each layer has its own.
+    for layer in range(1 if apart else count):
+        shapes[_own(layer, FUSE)] = (hidden, 2 * hidden)
+        norms = (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)
+        shapes |= {_own(layer, norm): (hidden,) for norm in norms}
+    return shapes
 
 
-def _expected(arch: Architecture) -> set[str]:
-    """Canonical names of what a file must have."""
-    return _shapes(arch).keys() - {*_BORROWED}
+def _copies(
+    target: Checkpoint,
+    found: Mapping[str, tuple[TensorFile, str]],
+    borrowed: Mapping[str, str],
+    where: Path,
+) -> dict[str, tuple[TensorFile, str]]:
+    """The file's embedding and head, by the target's names, where they are others than the
+    target's. Raises ModelError where not all layers have the same.
+    """
+    kept: dict[str, tuple[TensorFile, str]] = {}
+    for name in _BORROWED:
+        mine = [found[copy] for copy in borrowed if borrowed[copy] == name and copy in found]
+        others = [item for item in mine if _differs(target, name, item)]
+        odd = [i for i in others if len(others) < len(mine) or not _equal(i, others[0])]
+        if odd:
+            raise ModelError(
+                f"{where}: {odd[0][1]} is another than that of the other prediction layers, which "
+                "share one embedding and one head"
+            )
+        kept |= {name: others[0]} if others else {}
+    return kept
+
+
+def _equal(one: tuple[TensorFile, str], other: tuple[TensorFile, str]) -> bool:
+    return np.array_equal(one[0].rows(one[1]), other[0].rows(other[1]))
 
 
 def _differs(target: Checkpoint, name: str, item: tuple[TensorFile, str]) -> bool:

@@ -52,8 +52,12 @@ def hf():
 
 @pytest.fixture(scope="module")
 def layer(hf):
+    return random_layer(hf, 5)
+
+
+def random_layer(hf, seed):
     """A random prediction layer: its decoder layer, its three norms, its fuse."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     made = LlamaDecoderLayer(hf.config, 0)
     width = hf.config.hidden_size
     with torch.no_grad():
@@ -64,33 +68,36 @@ def layer(hf):
     return made, *norms, torch.randn(width, 2 * width) / width**0.5
 
 
-def with_layers(hf, layer, folder, naming, extra=None):
-    """The model's folder with the layer under one of the namings."""
+def with_layers(hf, layers, folder, naming, extra=None):
+    """The model's folder with the layers under one of the namings."""
     tiny.save_folder(hf, folder)
-    prefix, *names = NAMINGS[naming]
-    made, *own = layer
+    first, *names = NAMINGS[naming]
+    before, number, _ = first.rsplit(".", 2)
     tensors = load_file(folder / "model.safetensors")
-    tensors |= {
-        prefix + name: weight.detach().clone() for name, weight in made.state_dict().items()
-    }
-    order = dict(zip(("embedding", "hidden", "final", "fuse"), own, strict=True))
-    for kind, name in zip(("embedding", "hidden", "fuse", "final"), names, strict=True):
-        stored = name if name.startswith("mtp.") else prefix + name
-        tensors[f"{stored}.weight"] = order[kind]
-    if naming == "deepseek":  # Copies of what is shared, as its files have them.
-        tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for depth, (made, *own) in enumerate(layers):
+        prefix = f"{before}.{int(number) + depth}."
+        tensors |= {
+            prefix + name: weight.detach().clone() for name, weight in made.state_dict().items()
+        }
+        order = dict(zip(("embedding", "hidden", "final", "fuse"), own, strict=True))
+        for kind, name in zip(("embedding", "hidden", "fuse", "final"), names, strict=True):
+            stored = name if name.startswith("mtp.") else prefix + name
+            tensors[f"{stored}.weight"] = order[kind].clone()
+        if naming == "deepseek":  # Copies of what is shared, as its files have them.
+            tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     tensors |= extra or {}
     save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    said = {"num_nextn_predict_layers": len(layers)}
+    (folder / "config.json").write_text(json.dumps(config | said))
     return folder
 
 
 @pytest.fixture(scope="module")
 def folders(hf, layer, tmp_path_factory):
     root = tmp_path_factory.mktemp("nextn")
-    return {name: with_layers(hf, layer, root / name, name) for name in NAMINGS}
+    return {name: with_layers(hf, [layer], root / name, name) for name in NAMINGS}
 
 
 def settings(folder, executor, algorithm="NEXTN", **changes):
@@ -116,30 +123,40 @@ def rms(x, weight, eps):
 
 
 @torch.no_grad()
-def dense(hf, layer, hidden_first, text, drafted):
-    """Logits of what follows `text` and then each of `drafted`, which hangs below it: entry q
-    reads the normed hidden state of the target at q, or the layer's own output before it, and
-    the token at q + 1. One causal pass over all entries, from transformers' own layer.
+def dense(hf, layers, hidden_first, text, drafted):
+    """Logits of what follows `text` and then each of `drafted`, which hangs below it, as the paper
+    has them: row i of layer k reads row i of layer k - 1, the normed hidden state of the target for
+    k = 1, and the token at i + k; the last row predicts. The last layer goes on with further rows,
+    which read its own row before. Causal passes over all rows, from transformers' own layer.
     """
+    whole, rows = [*text, *drafted], len(text) - 1
+    states = hf.model(torch.tensor(text)[None]).last_hidden_state[0, :-1]
+    found = []
+    for k, layer in enumerate(layers[: len(drafted) + 1], 1):
+        read, tokens = states, whole[k : k + rows]
+        states = layer_rows(hf, layer, hidden_first, read, tokens)
+        found.append(hf.lm_head(states[-1]))
+    for token in whole[rows + len(layers) :]:
+        read, tokens = torch.cat([read, states[-1:]]), [*tokens, token]
+        states = layer_rows(hf, layers[-1], hidden_first, read, tokens)
+        found.append(hf.lm_head(states[-1]))
+    return found
+
+
+def layer_rows(hf, layer, hidden_first, states, tokens):
+    """Outputs of one layer's rows, which read a hidden state and a token each."""
     made, embedding_norm, hidden_norm, final_norm, fuse = layer
     eps = hf.config.rms_norm_eps
-    states = hf.model(torch.tensor(text)[None]).last_hidden_state[0, :-1]
-    tokens, found, out = list(text[1:]), [], states
-    for token in [None, *drafted]:
-        if token is not None:
-            states, tokens = torch.cat([states, out[-1:]]), [*tokens, token]
-        parts = [
-            rms(hf.model.embed_tokens(torch.tensor(tokens)), embedding_norm, eps),
-            rms(states, hidden_norm, eps),
-        ]
-        x = (torch.cat(parts[::-1] if hidden_first else parts, -1) @ fuse.T)[None]
-        position = torch.arange(len(tokens))[None]
-        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
-        rotary = hf.model.rotary_emb(x, position)
-        y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
-        out = rms((y[0] if isinstance(y, tuple) else y).view(len(tokens), -1), final_norm, eps)
-        found.append(hf.lm_head(out[-1]))
-    return found
+    parts = [
+        rms(hf.model.embed_tokens(torch.tensor(tokens)), embedding_norm, eps),
+        rms(states, hidden_norm, eps),
+    ]
+    x = (torch.cat(parts[::-1] if hidden_first else parts, -1) @ fuse.T)[None]
+    position = torch.arange(len(tokens))[None]
+    mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+    rotary = hf.model.rotary_emb(x, position)
+    y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
+    return rms((y[0] if isinstance(y, tuple) else y).view(len(tokens), -1), final_norm, eps)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +199,8 @@ def test_drafts_are_what_the_description_says(hf, layer, folders, executor, nami
         chain = [int(level.tokens[0]) for level, _ in below]
         mine = [found, *(after for _, after in below)]
         errors = [
-            max(map(_error, mine, dense(hf, layer, naming == "mimo", text, chain))) for text in able
+            max(map(_error, mine, dense(hf, [layer], naming == "mimo", text, chain)))
+            for text in able
         ]
         worst.append(min(errors))
         compared += len(mine)
@@ -238,7 +256,7 @@ def certain(tmp_path_factory):
         made.mlp.down_proj.weight.zero_()
     fuse = torch.cat([torch.eye(width), torch.zeros(width, width)], 1)
     layer = made, torch.ones(width), torch.ones(width), hf.model.norm.weight.detach().clone(), fuse
-    return with_layers(hf, layer, tmp_path_factory.mktemp("certain"), "deepseek")
+    return with_layers(hf, [layer], tmp_path_factory.mktemp("certain"), "deepseek")
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -282,7 +300,7 @@ def test_trees_change_nothing(folders, page_size, temperature):
 def test_mimo_is_qwen2_with_prediction_layers(layer, tmp_path):
     """MiMo-7B's configuration, and the command line its documentation gives."""
     hf = tiny.model("qwen2")
-    folder = with_layers(hf, layer, tmp_path, "mimo", _biases(hf))
+    folder = with_layers(hf, [layer], tmp_path, "mimo", _biases(hf))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True,
                "use_mrope": False, "auto_map": {"AutoModel": "modeling.MiMoModel"}}  # fmt: skip
@@ -309,7 +327,7 @@ def _biases(hf):
 def test_what_is_missing_or_unknown_is_named(hf, layer, tmp_path, naming):
     prefix, *names = NAMINGS[naming]
     stray = {f"{prefix}self_attn.k_norm.weight": torch.ones(16)}
-    folder = with_layers(hf, layer, tmp_path, naming, stray)
+    folder = with_layers(hf, [layer], tmp_path, naming, stray)
     tensors = load_file(folder / "model.safetensors")
     lost = names[-1] if naming == "qwen3-next" else prefix + names[-1]
     del tensors[f"{lost}.weight"]

@@ -50,7 +50,7 @@ def make(root):
     Twin(dense, root / "eagle3", {})
     random_block(arch, root / "block")
     random_block(arch, root / "causal", causal=True, layers=1)
-    with_layers(hf, prediction_layer(hf), root / "layered", "mimo")
+    with_layers(hf, [prediction_layer(hf)], root / "layered", "mimo")
     tiny.save_folder(small, root / "small")
     turned = np.roll(np.arange(tiny.VOCAB), 3)
     other_vocabulary(hf, root / "poorer", turned[turned < 290])

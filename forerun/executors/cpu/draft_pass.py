@@ -18,6 +18,8 @@ class DraftPass:
 
     sources   int32[n] see there
     features  float32[n,F*H], where an extension does not read the core's own last step
+    hidden    float32[n,H] what the nodes read instead of all that
+    outputs   float32[n,H] is filled with what a next step would receive
     """
 
     tokens: Ints
@@ -31,6 +33,8 @@ class DraftPass:
     scored: Ints
     extend: bool
     features: Floats | None = None
+    hidden: Floats | None = None
+    outputs: Floats | None = None
 
 
 def run(
@@ -52,7 +56,9 @@ def run(
     }
     held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
     step = native.DraftStep(
-        features=None if work.features is None else work.features.ctypes.data,
+        features=_address(work.features),
+        hidden=_address(work.hidden),
+        outputs=_address(work.outputs),
         rows=len(work.kv_len),
         nodes=len(work.tokens),
         first=work.first,
@@ -64,6 +70,11 @@ def run(
     )
     refuse(library, library.forerun_draft(model, ctypes.byref(step)))
     return likeliest(logits[: len(work.scored)], candidates)
+
+
+def _address(floats: Floats | None) -> int | None:
+    """Of a contiguous array."""
+    return None if floats is None else floats.ctypes.data
 
 
 def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:

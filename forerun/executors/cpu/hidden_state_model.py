@@ -65,60 +65,71 @@ class CpuHiddenStateModel:
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
         """Run the tokens after those that became permanent, beside these' features."""
-        count = len(extension.tokens)
-        sources, given = np.zeros(count, np.int32), None
-        if isinstance(features, KeptFeatures):
-            given = np.ascontiguousarray(features.values, np.float32)
-        elif isinstance(features, CpuFeatures):
-            sources = features.nodes.astype(np.int32)
-        else:
-            raise EngineError("a draft head was extended without features of the compiled core")
-        if len(sources if given is None else given) != count:
-            raise EngineError("an extension whose features are not one row per token")
+        work = pass_of_extension(extension, features)
         places = page_slots(extension, self._executor.limits)
-        candidates = self._run(
-            DraftPass(
-                tokens=extension.next_tokens,
-                sources=sources,
-                parents=np.full(count, -1, np.int32),
-                start=extension.start,
-                kv_len=extension.kv_len,
-                slots=extension.slots,
-                pages=extension.pages,
-                first=0,
-                scored=extension.scored,
-                extend=True,
-                features=given,
-            ),
-            extension.candidates,
-        )
+        candidates = self._run(work, extension.candidates)
         commit(self._library, self._model, places)
         return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Run draft tokens."""
-        kept = -1 - np.repeat(level.slots, np.diff(level.start))
-        return self._run(
-            DraftPass(
-                tokens=level.tokens,
-                sources=np.where(level.parents < 0, kept, level.parents),
-                parents=level.parents,
-                start=level.start,
-                kv_len=level.kv_len,
-                slots=level.slots,
-                pages=level.pages,
-                first=level.first,
-                scored=np.arange(len(level.tokens), dtype=np.int32),
-                extend=False,
-            ),
-            level.candidates,
-        )
+        return self._run(pass_of_level(level), level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
         """It proposes level by level. Raises EngineError."""
         raise EngineError("a draft head proposes level by level, not a block")
 
     def _run(self, work: DraftPass, candidates: int) -> Candidates:
-        if len(work.scored) > len(self._logits) or not self._logits.size:
-            self._logits = np.empty((max(1, len(work.scored)), self.traits.vocab), np.float32)
-        return run(self._library, self._model, work, self._logits, candidates)
+        return run(self._library, self._model, work, self._room(len(work.scored)), candidates)
+
+    def _room(self, scored: int) -> Floats:
+        """float32[scored or more,Vd] for logits."""
+        if scored > len(self._logits) or not self._logits.size:
+            self._logits = np.empty((max(1, scored), self.traits.vocab), np.float32)
+        return self._logits
+
+
+def pass_of_extension(extension: Extension, features: Features | None) -> DraftPass:
+    """A pass over the tokens after those that became permanent, beside these' features. Raises
+    EngineError where those are missing, of another executor, or not one row per token.
+    """
+    count = len(extension.tokens)
+    sources, given = np.zeros(count, np.int32), None
+    if isinstance(features, KeptFeatures):
+        given = np.ascontiguousarray(features.values, np.float32)
+    elif isinstance(features, CpuFeatures):
+        sources = features.nodes.astype(np.int32)
+    else:
+        raise EngineError("a draft head was extended without features of the compiled core")
+    if len(sources if given is None else given) != count:
+        raise EngineError("an extension whose features are not one row per token")
+    return DraftPass(
+        tokens=extension.next_tokens,
+        sources=sources,
+        parents=np.full(count, -1, np.int32),
+        start=extension.start,
+        kv_len=extension.kv_len,
+        slots=extension.slots,
+        pages=extension.pages,
+        first=0,
+        scored=extension.scored,
+        extend=True,
+        features=given,
+    )
+
+
+def pass_of_level(level: DraftLevel) -> DraftPass:
+    """A pass over draft tokens, all of which are scored."""
+    kept = -1 - np.repeat(level.slots, np.diff(level.start))
+    return DraftPass(
+        tokens=level.tokens,
+        sources=np.where(level.parents < 0, kept, level.parents),
+        parents=level.parents,
+        start=level.start,
+        kv_len=level.kv_len,
+        slots=level.slots,
+        pages=level.pages,
+        first=level.first,
+        scored=np.arange(len(level.tokens), dtype=np.int32),
+        extend=False,
+    )

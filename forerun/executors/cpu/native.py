@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 13
+ABI = 14
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -70,6 +70,7 @@ class HeadKind(ctypes.Structure):
             "feature_norm",
             "normed_residual",
             "normed_feedback",
+            "begin",
         )
     )
 
@@ -82,7 +83,7 @@ class DraftStep(ctypes.Structure):
         ("scored", c_int32),
         *((name, c_void_p) for name in ("tokens", "sources", "parents")),
         *((name, c_void_p) for name in ("start", "kv_len", "pages", "slots")),
-        *((name, c_void_p) for name in ("scored_nodes", "logits", "features")),
+        *((name, c_void_p) for name in ("scored_nodes", "logits", "features", "hidden", "outputs")),
     )
 
 

@@ -1,33 +1,59 @@
-"""The target's own prediction layer on the compiled core: what it computes is said in
-models/prediction_layers.py.
+"""The target's own prediction layers on the compiled core: what they compute is said in
+models/prediction_layers.py, where they find it in executors/layer_states.py.
 """
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
+from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
-from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel
+from forerun.executors.cpu.hidden_state_model import (
+    CpuHiddenStateModel,
+    pass_of_extension,
+    pass_of_level,
+)
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.weights import Packer, Place, matrices, vectors
-from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
-from forerun.models.prediction_layers import EMBEDDING_NORM, FUSE, HIDDEN_NORM, PredictionLayers
+from forerun.executors.layer_states import LayerStates, layer_read, layers_at
+from forerun.interface.draft_model import (
+    Candidates,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+    FeatureNeeds,
+)
+from forerun.interface.features import Features
+from forerun.models.prediction_layers import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+    PredictionLayers,
+)
+from forerun.types import Floats, Ints
 
-_HEAD, _FUSE = Place("lm_head", -1, 1), Place(FUSE.removesuffix(".weight"), -1, 2)
-_NORMS = [Place(HIDDEN_NORM, -1, 1), Place(EMBEDDING_NORM, -1, 2)]
+_HEAD = Place("lm_head", -1, 1)
+_FUSE = -1, 2
+_NORMS = {FINAL_NORM: (-1, 0), HIDDEN_NORM: (-1, 1), EMBEDDING_NORM: (-1, 2)}
 _EMBEDDING_FIRST, _HIDDEN_FIRST = 2, 3
+_UNSCORED: Ints = np.zeros(0, np.int32)
 
 
 class CpuPredictionModel(CpuHiddenStateModel):
     """DraftModel on the compiled core, with the target's embedding and, unless it has some rows
-    only, its output head.
+    only, its output head. Each layer is a native model with its own keys and values; a single one
+    keeps what it feeds back by itself.
 
-    Raises ModelError for a layer that the core cannot run, MemoryPlanError where it does not fit.
+    Raises ModelError for layers that the core cannot run, MemoryPlanError where they do not fit.
     """
 
     def __init__(self, executor: CpuExecutor, draft: PredictionLayers) -> None:
-        arch = draft.architecture
-        check_runs(arch, executor.limits.context)
+        arch, limits = draft.architecture, executor.limits
+        check_runs(arch, limits.context)
         if "model.embed_tokens.weight" in draft.files or arch.hidden % 32:
             raise ModelError(
                 f"{draft.path}: the CPU executor runs prediction layers that share the target's "
@@ -37,25 +63,40 @@ class CpuPredictionModel(CpuHiddenStateModel):
             name="nextn",
             cache=draft.cache,
             target_ids=draft.target_ids,
-            max_nodes=executor.limits.max_nodes,
+            max_nodes=limits.max_nodes,
             features=FeatureNeeds("last"),
         )
         super().__init__(executor)
-        self._draft = draft
-        shared = draft.vocab == arch.vocab and "lm_head.weight" not in draft.files
-        tied = arch.tied_head and "lm_head.weight" not in draft.files
-        head = Place("model.embed_tokens", _HEAD.layer, _HEAD.which) if tied else _HEAD
-        layer = [place for place in matrices(arch) if place.layer == 0]
-        some = ([*layer, _FUSE, *([] if shared else [head])], [*vectors(arch), *_NORMS])
-        rows = None if shared else draft.target_ids
-        packer = Packer(self._library, draft, rows, some)
-        self._weight_bytes = packer.planned_bytes()
-        self._model = self._open()
-        packer.load(self._model)
-        if shared:
-            self._library.forerun_share_head(self._model, executor.native_model())
+        self._draft, self._packed_bytes = draft, 0
+        self._models = [self._layer(number) for number in range(draft.count)]
+        self._model = self._models[0]
+        self._rows = LayerStates(limits)
+        rows = self._rows.rows if draft.count > 1 else 0
+        self._states = np.zeros((draft.count, rows, arch.hidden), np.float32)
 
-    def _open(self) -> int:
+    def _layer(self, number: int) -> int:
+        """A native model with one layer's tensors."""
+        draft = self._draft
+        arch = draft.architecture
+        own_head = "lm_head.weight" in draft.files
+        shared = draft.vocab == arch.vocab and not own_head
+        tied = arch.tied_head and not own_head
+        head = Place("model.embed_tokens", _HEAD.layer, _HEAD.which) if tied else _HEAD
+        fuse = Place(draft.own(number, FUSE).removesuffix(".weight"), *_FUSE)
+        norms = [Place(draft.own(number, part), *where) for part, where in _NORMS.items()]
+        layer = [replace(p, layer=0) for p in matrices(arch) if p.layer == number]
+        vector = [replace(p, layer=0) for p in vectors(arch) if p.layer == number]
+        some = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
+        packer = Packer(self._library, draft, None if shared else draft.target_ids, some)
+        self._weight_bytes = packer.planned_bytes()
+        self._packed_bytes += self._weight_bytes
+        model = self._open(number)
+        packer.load(model)
+        if shared:
+            self._library.forerun_share_head(model, self._executor.native_model())
+        return model
+
+    def _open(self, number: int) -> int:
         arch, limits = self._draft.architecture, self._executor.limits
         sizes = native.Sizes(
             layers=1,
@@ -79,9 +120,55 @@ class CpuPredictionModel(CpuHiddenStateModel):
             slots=limits.slots,
             fusion=_HIDDEN_FIRST if self._draft.hidden_first else _EMBEDDING_FIRST,
             normed_feedback=1,
+            begin=number,
         )
         last = (self._draft.target.architecture.layers,)
         return self.opened(sizes, kind, last, arch.rope.frequencies(arch.head_size))
+
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run the tokens after those that became permanent through all layers, the first beside
+        these' features.
+        """
+        if self._draft.count == 1:
+            return super().extend(extension, features)
+        work = pass_of_extension(extension, features)
+        places = page_slots(extension, self._executor.limits)
+        before, count = self._rows.before(extension), len(extension.tokens)
+        found = self._ran(0, work, self._states[0, :count], extension.candidates)
+        work = replace(work, scored=_UNSCORED)
+        for number in range(1, self._draft.count):
+            work = replace(work, hidden=self._states[number - 1, before])
+            self._ran(number, work, self._states[number, :count], 1)
+        for model in self._models:
+            commit(self._library, model, places)
+        kept = self._rows.kept(extension)
+        self._states[:, kept.targets] = self._states[:, kept.nodes]
+        return found
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens through the layer of their depth, and through those of greater ones for
+        what may hang below.
+        """
+        if self._draft.count == 1:
+            return super().expand(level)
+        depth, count = self._rows.depth(level), self._draft.count
+        above = self._rows.above(level)
+        rows = slice(level.first, level.first + len(level.tokens))
+        works = [pass_of_level(level)]
+        works.append(replace(works[0], scored=_UNSCORED))
+        found: list[Candidates] = []
+        for number in layers_at(depth, count):
+            work = works[bool(found)]
+            work = replace(work, hidden=self._states[layer_read(number, depth, count), above])
+            found.append(self._ran(number, work, self._states[number, rows], level.candidates))
+        return found[0]
+
+    def _ran(self, number: int, work: DraftPass, outputs: Floats, candidates: int) -> Candidates:
+        """Run one layer, whose outputs float32[n,H] are filled in."""
+        work = replace(work, outputs=outputs)
+        return run(
+            self._library, self._models[number], work, self._room(len(work.scored)), candidates
+        )
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
@@ -89,5 +176,5 @@ class CpuPredictionModel(CpuHiddenStateModel):
             "algorithm": "nextn",
             "layers": self._draft.count,
             "vocab": self.traits.vocab,
-            "weight_bytes": self._weight_bytes,
+            "weight_bytes": self._packed_bytes + self._states.nbytes,
         }

@@ -66,14 +66,16 @@ class Seen:
     last: Ints
 
     @staticmethod
-    def of(position: Ints, window: int | None) -> "Seen":
-        """What the nodes at `position` int32[M] see. Nobody sees everything, which saves it from
-        a softmax over nothing.
+    def of(position: Ints, window: int | None, begin: int = 0) -> "Seen":
+        """What the nodes at `position` int32[M] see: nothing before `begin` but themselves. Nobody
+        sees everything, which saves it from a softmax over nothing.
         """
         last = np.append(position, np.iinfo(np.int32).max)
-        if window is None:
+        if window is None and begin == 0:
             return Seen(None, last)
-        first = np.maximum(position.astype(np.int64) - window + 1, 0)
+        first = np.minimum(position.astype(np.int64), begin)
+        if window is not None:
+            first = np.maximum(position.astype(np.int64) - window + 1, first)
         return Seen(np.append(first, 0), last)
 
     def first_block(self, nodes: Ints) -> int:
@@ -123,14 +125,16 @@ def blocks_of(
     null: int,
     device: torch.device,
     window: int | None = None,
+    begin: int = 0,
 ) -> list[KeyBlock]:
     """All blocks of a pass, by ascending position.
 
     position  int32[M] of every flat node
     null      where there is no key
     window    as in key_blocks
+    begin     the first position, within the first block, that others may see
     """
-    seen = Seen.of(position, window)
+    seen = Seen.of(position, window, begin)
     tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
     for row in rows:
         for block, nodes, slots in _row_tiles(row, seen, null):

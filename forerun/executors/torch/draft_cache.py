@@ -55,6 +55,7 @@ class DraftCache:
     layers     what each keeps; layers of equal shape lie in one tensor
     roots      the model runs each row's root itself
     attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
+    begins     the first position at which each layer has an entry; empty = 0
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class DraftCache:
         dtype: torch.dtype,
         roots: bool = False,
         attention: tuple[AttentionSpec, ...] = (),
+        begins: tuple[int, ...] = (),
     ) -> None:
+        self._begins = begins or (0,) * len(layers)
         self._attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(layers)
         self._device, self._roots, self._scratch = device, roots, limits.max_nodes + limits.slots
         room = _room(limits)
@@ -195,9 +198,13 @@ class DraftCache:
     ) -> DraftPass:
         null = self.parts[0].null
         position = position.astype(np.int32)
-        windows = dict.fromkeys(spec.window if spec else None for spec in self._attention)
-        blocks: dict[int | None, list[KeyBlock]] = {
-            window: blocks_of(rows, position, null, self._device, window) for window in windows
+        sights = [
+            (spec.window if spec else None, begin)
+            for spec, begin in zip(self._attention, self._begins, strict=True)
+        ]
+        blocks: dict[tuple[int | None, int], list[KeyBlock]] = {
+            sight: blocks_of(rows, position, null, self._device, *sight)
+            for sight in dict.fromkeys(sights)
         }
         count = len(position)
 
@@ -206,8 +213,7 @@ class DraftCache:
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
             (part, number), spec = self._where[layer], self._attention[layer]
             self.parts[part].write(number, keys[:count], values[:count], first)
-            seen = blocks[spec.window if spec else None]
-            return attend(queries, *self.of_layer(layer), seen, spec)
+            return attend(queries, *self.of_layer(layer), blocks[sights[layer]], spec)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 

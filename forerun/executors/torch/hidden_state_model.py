@@ -96,11 +96,21 @@ class HiddenStateModel:
         raise EngineError("a draft head proposes level by level, not a block")
 
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
-        logits = self.logits(read[self.index(scored)]).float()
-        best, ids = logits.topk(min(count, self.traits.vocab), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
+        return likeliest(self.logits(read[self.index(scored)]), count)
 
     def index(self, values: AnyArray) -> Tensor:
         """int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
+        return indices(values, self._executor.device)
+
+
+def indices(values: AnyArray, device: torch.device) -> Tensor:
+    """int64 on the device."""
+    return torch.from_numpy(values.astype(np.int64)).to(device)
+
+
+def likeliest(logits: Tensor, count: int) -> Candidates:
+    """The best `count` of each row of logits [s,Vd]."""
+    logits = logits.float()
+    best, ids = logits.topk(min(count, logits.shape[-1]), -1)
+    log_probs = best - logits.logsumexp(-1, keepdim=True)
+    return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())

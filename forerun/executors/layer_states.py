@@ -1,0 +1,97 @@
+"""Where prediction layers, one per depth, find what they read (models/prediction_layers.py).
+
+What layer k made of a token, o_k, is read by layer k + 1 at the token after it. An entry lies at
+the position of the token before its own, as all of a draft's do: entry q of layer k stands for
+t_{q+1} and reads o_{k-1} of entry q - 1. Of each layer one table of states [rows, H] holds
+
+    node 0 .. max_nodes - 1   draft nodes, and the tokens of an extension, which forgets them
+    slot 0 .. slots - 1       a sequence's last entry: its root
+    page 0 .. pages - 1       a page's last entry, for a sequence that goes on behind shared pages
+    last                      nothing: what the first entry of all reads, whom nobody sees
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.interface.draft_model import DraftLevel, Extension
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an extension leaves behind: the states of its `nodes` int[n] in the rows `targets`."""
+
+    nodes: AnyArray
+    targets: AnyArray
+
+
+class LayerStates:
+    """Rows of the tables, and how deep draft nodes are; the tables are the executor's.
+
+    rows   of a table
+    """
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self._slots, self._pages = limits.max_nodes, limits.max_nodes + limits.slots
+        self.rows = self._pages + limits.pages + 1
+        self._page_size = limits.page_size
+        self._depth = np.zeros(limits.max_nodes, np.int32)
+
+    def before(self, extension: Extension) -> Ints:
+        """int32[n] rows of the entries before each of an extension's. Only what `keep` has put
+        there is read behind cached positions.
+        """
+        rows = np.arange(-1, len(extension.tokens) - 1, dtype=np.int32)
+        for row, first in enumerate(extension.start[:-1]):
+            length = int(extension.kv_len[row])
+            if length == 0:
+                rows[first] = self.rows - 1
+            elif length % self._page_size:
+                rows[first] = self._slots + extension.slots[row]
+            else:
+                rows[first] = self._pages + extension.pages[row, length // self._page_size - 1]
+        return rows
+
+    def kept(self, extension: Extension) -> Kept:
+        """Each row's last entry, and those that are the last of their pages."""
+        position, size = extension.position, self._page_size
+        row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
+        full = np.flatnonzero(position % size == size - 1)
+        pages = self._pages + extension.pages[row[full], position[full] // size]
+        return Kept(
+            np.append(extension.start[1:] - 1, full),
+            np.append(self._slots + extension.slots, pages),
+        )
+
+    def above(self, level: DraftLevel) -> Ints:
+        """int32[n] rows of the entries above each draft token."""
+        slots = np.repeat(self._slots + level.slots, np.diff(level.start))
+        rows: Ints = np.where(level.parents < 0, slots, level.parents).astype(np.int32)
+        return rows
+
+    def depth(self, level: DraftLevel) -> int:
+        """How deep a level's tokens are; a child of the root is at 1. Raises EngineError where
+        they are not all as deep.
+        """
+        above = np.where(level.parents < 0, 0, self._depth[level.parents])
+        if np.any(above != above[0]):
+            raise EngineError("a draft step was refused: a level's tokens are not all as deep")
+        self._depth[level.first : level.first + len(above)] = above + 1
+        return int(above[0]) + 1
+
+
+def layers_at(depth: int, count: int) -> range:
+    """Which of `count` layers (from 0) run the tokens at a depth; the first of them predicts what
+    follows, the others serve what is deeper.
+    """
+    return range(min(depth, count - 1), count)
+
+
+def layer_read(layer: int, depth: int, count: int) -> int:
+    """Of which layer the one that runs tokens at this depth reads the states: the one before, or
+    beyond the last layer's depth its own.
+    """
+    return layer if depth >= count else layer - 1
