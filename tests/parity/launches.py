@@ -1,0 +1,408 @@
+"""Kernels that a captured round launches, counted without a GPU: the round's own program runs over
+meta tensors, and every operation stands for as many launches as it makes on CUDA.
+
+    python -m tests.parity.launches --table docs/gpu-roofline.md [--check]
+
+Our Triton kernels are one launch each, through the functions that launch them. Of torch's own the
+counts are read off ATen's CUDA sources (MULTIPLICITY); an operation that is not listed is an error.
+Bytes are those of every operation's tensors, as if nothing stayed in a cache; of keys and values
+what is behind the rows.
+"""
+
+import argparse
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.drafting import Drafting
+from forerun.executors.torch.captured.graphs import Recorder
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.sizes import padded_size
+from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.eagle_model import HeadArrays
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.executors.torch.layers import Elementwise
+from forerun.executors.torch.weights import Weights
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.arch import Architecture
+from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
+
+META = torch.device("meta")
+DRAFT_VOCAB = 32_000
+SPLIT = 2**31
+"""Bytes that one kernel of a TensorIterator reaches; larger ones are halved until they fit."""
+
+SMALL_SORT, SMALL_SLICE = 4096, 20_000
+"""ATen: sorts of at most so many use one kernel; topk of larger slices uses several blocks each."""
+
+
+def tensors(values):
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def bytes_of(tensor):
+    return tensor.numel() * tensor.itemsize
+
+
+def halved(args, out):
+    """A TensorIterator over something that may be larger than 32 bits reach."""
+    largest = max(bytes_of(each) for each in args if isinstance(each, torch.Tensor))
+    return 2 ** max(0, math.ceil(math.log2(largest / SPLIT)))
+
+
+def sort(args, out):
+    """Copy, number, sort; larger ones by segments: keys, then places."""
+    return 3 if args[0].shape[-1] <= SMALL_SORT else 10
+
+
+def topk(args, out):
+    """One block each: gather, then a small sort. Several blocks: of each of four passes over 8
+    bits a count and its sums, two prefix sums of two kernels each, gather, sort.
+    """
+    several = args[0].shape[-1] >= SMALL_SLICE
+    return 1 + 3 + (1 + 4 * 2 + 4 if several else 0)
+
+
+VIEWS = {
+    *("view", "_unsafe_view", "reshape", "slice", "select", "split", "split_with_sizes"),
+    *("transpose", "t", "permute", "expand", "unsqueeze", "squeeze", "alias", "detach"),
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "unfold"),
+    *("unbind", "as_strided", "chunk", "lift_fresh"),
+}
+"""No launch."""
+
+ONE = {
+    *("mm", "addmm", "bmm", "embedding", "cat", "stack", "copy_", "clone", "_to_copy", "zero_"),
+    *("arange", "full", "full_like", "new_full", "zeros", "new_zeros", "zeros_like", "ones_like"),
+    *("add", "add_", "sub", "mul", "div", "neg", "abs", "where", "clamp", "clamp_min", "fill_"),
+    *("clamp_max", "maximum", "minimum", "floor_divide", "remainder", "exp", "log", "cos", "sin"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "bitwise_or", "bitwise_and", "bitwise_and_"),
+    *("bitwise_not", "logical_not", "__lshift__", "__rshift__", "isnan", "isinf", "rsub", "round"),
+    *("bitwise_left_shift", "bitwise_right_shift", "logical_and", "constant_pad_nd", "isfinite"),
+    *("any", "sum", "max", "amax", "argmax", "cumsum", "gather", "scatter_", "index_select"),
+    *("index", "masked_fill", "repeat", "roll", "bitwise_xor", "tanh"),
+    *("scalar_tensor",),
+}
+
+MULTIPLICITY: dict[str, Callable] = {
+    **dict.fromkeys(VIEWS, lambda args, out: 0),
+    **dict.fromkeys(ONE, lambda args, out: 1),
+    # Greatest, which of them are infinite, zero there, less, exponential, sum, logarithm, plus.
+    "logsumexp": lambda args, out: 9,
+    "index_copy_": halved,
+    "sort": sort,
+    "topk": topk,
+}
+"""By ATen's name: (arguments, result) -> launches."""
+
+
+FEW_BYTES = {"index_select", "index_copy_", "embedding", "gather", "index"}
+"""Operations that touch no more of a tensor than they are asked for."""
+
+
+class Launches(TorchDispatchMode):
+    """Of what runs inside:
+
+    found    launches by name
+    traffic  bytes read and written
+    floor    bytes of weights, keys and values alone
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self):
+        self.found, self.traffic, self.floor = Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        assert name in MULTIPLICITY, f"how many kernels {func} launches is not listed"
+        count = MULTIPLICITY[name](args, out)
+        if count:
+            self.found[name] += count
+            given, made = (sum(map(bytes_of, tensors(each))) for each in (args, out))
+            if name in FEW_BYTES:
+                given = made = bytes_of(args[3] if name == "index_copy_" else out)
+            self.traffic += given + (0 if name.endswith("_") else made)
+            if name == "mm":
+                self.floor += bytes_of(args[1])
+        return out
+
+    def launched(self, name, args, behind):
+        """One of our kernels; behind: positions of keys and values that the rows have, in all."""
+        self.found[name] += 1
+        moved = sum(bytes_of(each) for each in args if isinstance(each, torch.Tensor))
+        if name in CACHES:
+            given = [args[place] for place in CACHES[name]]
+            moved -= sum(map(bytes_of, given))
+        if name == "_attend":
+            keys = given[0]
+            cached = 2 * behind * keys.shape[0] * keys.shape[2] * keys.itemsize
+            self.traffic += cached
+            self.floor += cached
+        self.traffic += moved
+
+
+CACHES = {"_attend": (1, 2, 3, 4), "_write": (2, 3, 4, 5)}
+"""Arguments that are a cache's, by kernel."""
+
+
+class Launched:
+    """Stands for a Triton kernel."""
+
+    def __init__(self, name, told):
+        self._name, self._told = name, told
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            assert math.prod(grid), "a grid without a program"
+            self._told(self._name, args)
+
+        return launch
+
+
+@contextmanager
+def counted_kernels(told):
+    """Our kernels tell their name and arguments instead of running."""
+    with ExitStack() as stack:
+        for module in modules():
+            for name, value in list(vars(module).items()):
+                if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
+                    stack.enter_context(patch.object(module, name, Launched(name, told)))
+        yield
+
+
+def modules():
+    names = ("triton_attention", "triton_choice", "triton_layers")
+    return [import_module(f"forerun.executors.torch.{name}") for name in names]
+
+
+def kernels():
+    attention, choice, layers = modules()
+    return Kernels(
+        attend=attention.attend,
+        choose=choice.choose,
+        pick=choice.pick,
+        write=layers.write,
+        parts=Elementwise(layers.norm, layers.gate, layers.rotate, layers.gelu_gate),
+    )
+
+
+class Nothing(Recorder):
+    """Captures nothing."""
+
+    def forget(self):
+        pass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is counted.
+
+    carries  rounds leave on the device what the next one needs
+    pages    of the cache, for the sake of its size
+    """
+
+    arch: Architecture
+    drafts: bool = True
+    carries: bool = False
+    pages: int = 16 * 1024
+    slots: int = 64
+    context: int = 4096
+
+    @property
+    def limits(self):
+        return ExecutorLimits(
+            page_size=16,
+            pages=self.pages,
+            slots=self.slots,
+            max_nodes=1024,
+            context=self.context,
+            vocab=self.arch.vocab,
+        )
+
+
+LLAMA = shape_named("llama-3.1-8b")
+DTYPE = torch.bfloat16
+BEHIND = 1024
+"""Positions behind every row, for bytes."""
+
+
+@cache
+def decoder(arch):
+    def meta(self, name):
+        return torch.empty(self._checkpoint.shape(name), device=META)
+
+    with patch.object(Weights, "_load", meta):
+        return Decoder(RandomCheckpoint(arch), META, DTYPE, parts=kernels().parts)
+
+
+def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
+    """One round's, of which so many rows are real."""
+    arch, limits = setting.arch, setting.limits
+    shape = KvShape(arch.layers, arch.kv_heads, arch.head_size)
+    cache = PagedCache(shape, limits, META, DTYPE)
+    mode = Launches()
+    runner = CudaGraphRunner(decoder(arch), cache, limits, kernels(), Nothing())
+    if setting.drafts:
+        attach(runner, limits)
+    if setting.carries:
+        runner.keep_state()
+        runner.staging(size)
+
+    def told(name, args):
+        mode.launched(name, args, (rows or size.rows) * BEHIND)
+
+    with counted_kernels(told), torch.no_grad():
+        # What is made when a size first comes up is none of a replay's.
+        runner._work(size)
+        mode.clear()
+        with mode:
+            runner._work(size)
+    return mode
+
+
+def attach(runner, limits):
+    """An EAGLE-3 head, as TorchEagleModel.arrays has it."""
+    about = random_draft(runner._decoder.arch, DRAFT_VOCAB).head
+    with META:
+        module = EagleHead(about).to(DTYPE)
+    module.use(kernels().parts)
+    runner.request_aux_hidden_states(about.features, DTYPE)
+    outputs = limits.max_nodes + limits.slots + 1, about.hidden
+    arrays = HeadArrays(
+        module=module.requires_grad_(False),
+        cache=PagedCache(KvShape(1, about.kv_heads, about.head_size), limits, META, DTYPE),
+        outputs=torch.empty(outputs, dtype=DTYPE, device=META),
+        turning=torch.empty(about.head_size // 2, device=META),
+        ids=torch.empty(about.vocab, dtype=torch.int32, device=META),
+        embed=runner._decoder.embed,
+        enter=module.fuse,
+    )
+    runner.drafting = Drafting(arrays, kernels(), limits.max_nodes)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Launches of a round: of a layer; of what is no layer, the first level included; of a level
+    beyond the first; and those of `index_copy_`, which grow with the cache.
+    """
+
+    layer: int
+    outside: int
+    level: int
+    moves: int
+
+
+def budget(size: Size, **setting) -> Budget:
+    """By differences: one layer fewer, one level more."""
+    whole = Setting(LLAMA, drafts=size.levels > 0, **setting)
+    fewer = replace(LLAMA, layer_specs=LLAMA.layer_specs[:-1])
+
+    def launches(setting, size):
+        found = count(setting, size).found
+        return found.total() - found["index_copy_"], found["index_copy_"]
+
+    found, moves = launches(whole, size)
+    layer = found - launches(replace(whole, arch=fewer), size)[0]
+    level = 0
+    if size.levels:
+        level = launches(whole, size._replace(levels=size.levels + 1))[0] - found
+    outside = found - layer * LLAMA.layers - max(size.levels - 1, 0) * level
+    return Budget(layer, outside, level, moves)
+
+
+ASKED = (
+    *((1, 1, 0), (1, 2, 0), (1, 4, 0), (1, 8, 0), (16, 1, 0), (33, 5, 0), (64, 1, 0), (64, 2, 0)),
+    *((64, 8, 0), (1, 1, 3), (1, 4, 3), (16, 4, 3), (64, 2, 1), (64, 4, 3)),
+)
+"""Rows, nodes of each, levels of a chain that is grown: what the table has."""
+
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes per second that NVIDIA's data sheets give for the SXM modules."""
+
+FLOPS = 989e12
+"""Of both, in bfloat16 without sparsity, by the same sheets."""
+
+HEAD = f"""# What a round costs at least, by bytes
+
+Written by `python -m tests.parity.launches --table docs/gpu-roofline.md` and checked by
+`--check`; nothing here was run on a device. Llama-3.1-8B in bfloat16 with an EAGLE-3 head of
+{DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row. Launches are
+counted over the round's own program (tests/parity/launches.py). Floor: the bytes of weights, keys
+and values; all: those of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are
+the floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
+{FLOPS / 1e12:.0f} TFLOP/s where that is more (marked *). Times that a device shows go beside them,
+from `sized` in gpu.json ([gpu-pending](gpu-pending.md)).
+
+"""
+
+
+def table() -> str:
+    """The document."""
+    heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
+    lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
+    lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
+    for rows, nodes, levels in ASKED:
+        size = padded_size(rows, nodes, 1024)._replace(levels=levels, width=min(levels, 1))
+        found = count(Setting(LLAMA, drafts=levels > 0), size, rows)
+        products = 2 * size.total * LLAMA.parameters / FLOPS
+        times = [
+            f"{max(read, products) * 1e3:.2f}{'*' * (read < products)}"
+            for read in (found.floor / speed for speed in BANDWIDTH.values())
+        ]
+        numbers = (
+            *(f"{rows} x {nodes}, {levels}", f"{size.rows} x {size.nodes}"),
+            *(f"{size.total / (rows * nodes):.2f}", found.found.total()),
+            *(f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
+        )
+        lines.append("| " + " | ".join(map(str, numbers)) + " |")
+    return HEAD + "\n".join(lines) + "\n\n" + budgets()
+
+
+AIMS = Budget(layer=10, outside=15, level=25, moves=0)
+COUNTED = {"plain": Size(1, 1), "verified": Size(64, 2), "drafted": Size(1, 4, 3, 1)}
+"""What budgets are kept of."""
+
+
+def budgets() -> str:
+    """Launches beside what they should be."""
+    lines = ["| launches | a layer | outside | a level more | moves of accepted keys and values |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for name, found in {"aim": AIMS, **{n: budget(s) for n, s in COUNTED.items()}}.items():
+        lines.append(
+            f"| {name} | {found.layer} | {found.outside} | {found.level} | {found.moves} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--check", action="store_true", help="say whether the file is up to date")
+    arguments = parser.parse_args()
+    text = table()
+    if arguments.check:
+        return int(arguments.table.read_text() != text)
+    arguments.table.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
