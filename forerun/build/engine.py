@@ -46,7 +46,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
-from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.models.token_map import read_token_map
 from forerun.text.chat import ChatTemplate
@@ -263,8 +262,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         )
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block)
-    headed = drafts is not None and isinstance(draft, DraftFile)
-    prepare(config, executor, headed, progress)
+    within = drafts is not None and draft is not None and draft.kind in entry.within
+    prepare(config, executor, within, progress)
     costs = _costs(config, executor)
     if costs is not None and drafts is not None:
         costs = with_draft_model(costs, drafts, executor, config.page_size)

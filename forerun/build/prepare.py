@@ -10,13 +10,13 @@ from forerun.interface.executor import DraftShape, Executor, PreparedExecutor
 def prepare(
     config: EngineConfig,
     executor: Executor,
-    head: bool,
+    within: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
     """Have all that slows first steps done, in an order in which nothing done is voided: the draft
     head (whose features are asked for when it is loaded) and overlap come before the captures.
 
-    head  whether a draft head is loaded
+    within  whether a draft is loaded whose trees steps grow by themselves
     """
     if config.overlap:
         carrying(executor)
@@ -24,7 +24,7 @@ def prepare(
         return
     shape = config.draft_shape
     drafts = shape.nodes if config.speculates else 0
-    levels = min(drafts, shape.steps) if head else 0
+    levels = min(drafts, shape.steps) if within else 0
     width = shape.topk if levels else 0
 
     def report(done: int, total: int) -> None:

@@ -102,5 +102,6 @@ ENTRY = ExecutorEntry(
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },
+    within=frozenset(),
     dtype="file",
 )

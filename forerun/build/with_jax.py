@@ -10,8 +10,11 @@ from forerun.hub.cache_dir import cache_dir
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
+from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
+from forerun.models.prediction_layers import PredictionLayers
+from forerun.models.whole_draft import WholeDraft
 
 LEAST = (0, 10)
 """The oldest jax whose public names are used here."""
@@ -68,6 +71,27 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
     return JaxEagleModel(executor, checkpoint, draft)
 
 
+def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
+    from forerun.executors.jax import JaxBlockModel, JaxExecutor
+
+    assert isinstance(executor, JaxExecutor)
+    return JaxBlockModel(executor, checkpoint, draft)
+
+
+def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
+    from forerun.executors.jax import JaxDecoderModel, JaxExecutor
+
+    assert isinstance(executor, JaxExecutor)
+    return JaxDecoderModel(executor, draft)
+
+
+def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
+    from forerun.executors.jax import JaxExecutor, JaxPredictionModel
+
+    assert isinstance(executor, JaxExecutor)
+    return JaxPredictionModel(executor, draft)
+
+
 ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
@@ -77,6 +101,12 @@ ENTRY = ExecutorEntry(
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,
-    draft_models={DraftFile.kind: _eagle},
+    draft_models={
+        DraftFile.kind: _eagle,
+        BlockFile.kind: _block,
+        WholeDraft.kind: _whole,
+        PredictionLayers.kind: _layers,
+    },
+    within=frozenset({DraftFile.kind, WholeDraft.kind, PredictionLayers.kind}),
     shards=True,
 )

@@ -84,4 +84,5 @@ ENTRY = ExecutorEntry(
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },
+    within=frozenset({DraftFile.kind}),
 )

@@ -1,7 +1,18 @@
 """The JAX executor: one step as one XLA program, for TPUs and whatever else XLA compiles to."""
 
+from forerun.executors.jax.block_model import JaxBlockModel
+from forerun.executors.jax.decoder_model import JaxDecoderModel
 from forerun.executors.jax.eagle_model import JaxEagleModel
 from forerun.executors.jax.executor import JaxExecutor, JaxOptions
 from forerun.executors.jax.memory import free_bytes
+from forerun.executors.jax.prediction_model import JaxPredictionModel
 
-__all__ = ["JaxEagleModel", "JaxExecutor", "JaxOptions", "free_bytes"]
+__all__ = [
+    "JaxBlockModel",
+    "JaxDecoderModel",
+    "JaxEagleModel",
+    "JaxExecutor",
+    "JaxOptions",
+    "JaxPredictionModel",
+    "free_bytes",
+]

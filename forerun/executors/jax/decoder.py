@@ -43,6 +43,13 @@ class Forwarded(NamedTuple):
     values: Array
     streams: tuple[Array, ...]
 
+    @property
+    def features(self) -> Array:
+        """[R,N,F*H] those streams side by side."""
+        if not self.streams:
+            return self.last[..., :0]
+        return jnp.concatenate(self.streams, -1)
+
 
 class Decoder(NamedTuple):
     """What does not change: the model's description and where its arrays lie."""
@@ -75,7 +82,7 @@ class Decoder(NamedTuple):
             last, kept = x, []
             for number, (spec, weights) in enumerate(zip(specs, layers, strict=True)):
                 entering, turned = last, rotary[spec.rope]
-                last, own = self._layer(spec, weights, last, turned, _of(attend, number, spec))
+                last, own = self.layer(spec, weights, last, turned, _of(attend, number, spec))
                 kept.append((*own, entering) if number in aux_layers else own)
             streams = {number: own[2] for number, own in enumerate(kept) if len(own) > 2}
             keys, values = (jnp.stack([own[part] for own in kept]) for part in range(2))
@@ -91,7 +98,7 @@ class Decoder(NamedTuple):
 
         def layer(x: Array, numbered: tuple[Params, Array]) -> tuple[Array, tuple[Array, ...]]:
             weights, number = numbered
-            after, kept = self._layer(spec, weights, x, rotary, _of(attend, number, spec))
+            after, kept = self.layer(spec, weights, x, rotary, _of(attend, number, spec))
             return after, (*kept, x) if entering else kept
 
         return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
@@ -102,12 +109,19 @@ class Decoder(NamedTuple):
 
     def logits(self, params: Params, last: Array) -> Array:
         """float32[n,V] from residual streams [n,H] after the last layer."""
+        return self.read(params, self.final_norm(params, last))
+
+    def final_norm(self, params: Params, last: Array) -> Array:
+        """[...,H]: what the head reads, from residual streams [...,H] after the last layer."""
+        return rms_norm(last, params["norm"], self.arch.norm_eps)
+
+    def read(self, params: Params, normed: Array) -> Array:
+        """float32[n,V] from what `final_norm` gives, [n,H]."""
         head: Array = params["embed"] if self.arch.tied_head else params["head"]
-        normed = rms_norm(last, params["norm"], self.arch.norm_eps)
         made = self.sharding.put(product(normed, head).astype(jnp.float32), None, None)
         return softcapped(made, self.arch.final_softcap)
 
-    def _layer(
+    def layer(
         self,
         spec: LayerSpec,
         weights: Params,

@@ -1,12 +1,10 @@
-"""Passes of a draft head that the host asks for: what rounds do not do themselves.
+"""Passes of a draft network that the host asks for: what rounds do not do themselves.
 
     extend      (R, N)       chains that became permanent: prompts, rows that the host decided
     expand      (R, N, D)    draft tokens, at most D below their roots
     candidates  (FEW, k)     the likeliest tokens of nodes of the last pass
-    features    (FEW,)       streams, for the host to keep
-    load        (N,)         streams that the host has kept, back into their room
 
-The first two and `load` take the state, donated, and give it back.
+The first two take the state, donated, and give it back.
 """
 
 from typing import NamedTuple
@@ -17,7 +15,7 @@ from jax import Array, lax
 
 from forerun.executors.jax.attention import Past, Tree
 from forerun.executors.jax.batches import Size
-from forerun.executors.jax.drafting import Drafting, committed, log_normaliser
+from forerun.executors.jax.drafting import NOWHERE, Drafting, committed, log_normaliser
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.kv import DraftArrays, State, slots_of
 from forerun.executors.jax.weights import Params
@@ -29,12 +27,10 @@ FEW = 8
 DEPTHS = (4, 16, 64)
 """Draft tokens above one that the host runs, at most: what programs are compiled for."""
 
-NOWHERE = np.int32(np.iinfo(np.int32).max)
-"""A place behind every array: what is written there is dropped."""
-
 
 def extend_shapes(size: Size, width: int) -> Shapes:
-    """kv_len and root (where the last node's output is kept) of rows; tokens, where their streams
+    """kv_len and root (where the last node's output is kept, and its keys and values where it is a
+    root that is a node) of rows; tokens, where their streams
     are, where what the output head reads is kept, and real (1 = is a node) of nodes.
     """
     nodes = dict.fromkeys(("tokens", "stream", "read", "real"), (size.rows, size.nodes))
@@ -47,12 +43,14 @@ def extend_shapes(size: Size, width: int) -> Shapes:
 
 
 def expand_shapes(size: Size, width: int, depth: int) -> Shapes:
-    """kv_len of rows; tokens, where the output above is, the node's number and its depth below the
-    first level, and the numbers of what is above, -1 = nothing, of nodes.
+    """kv_len of rows, and root (where its output is); tokens, where the output above is, the node's
+    number and its depth below the first level, and the numbers of what is above, -1 = nothing, of
+    nodes.
     """
     nodes = dict.fromkeys(("tokens", "above", "number", "depth"), (size.rows, size.nodes))
     return {
         "kv_len": (size.rows,),
+        "root": (size.rows,),
         **nodes,
         "path": (size.rows, size.nodes, depth),
         "table": (size.rows, width),
@@ -72,26 +70,33 @@ def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
 
 
 class DraftPasses(NamedTuple):
-    """The programs as pure functions. width: places of a page table's row; slots: of pages."""
+    """The programs as pure functions. width: places of a page table's row."""
 
     drafting: Drafting
     width: int
-    slots: int
+
+    @property
+    def _runs_root(self) -> bool:
+        return self.drafting.network.sizes.runs_root
 
     def extend(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
         """Make chains permanent."""
         held, given = _held(state), views_of(whole, extend_shapes(size, self.width))
-        hidden = self.drafting.head.enter(params, held.streams[given["stream"]])
+        hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         past = Past(held.keys, held.values, given["table"], given["kv_len"])
         order = jnp.arange(size.nodes)
         seen = jnp.broadcast_to(order[:, None] >= order, (*size, size.nodes))
         attend = self.drafting.attention(past, Tree(seen, position))
-        ran = self.drafting.head.run(params, given["tokens"], hidden, position, attend)
+        ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
         target = slots_of(given["table"], position, self.drafting.page_size)
-        held = committed(held, ran, jnp.where(given["real"] > 0, target, NOWHERE))
-        last = jnp.maximum(given["real"].sum(1) - 1, 0)[:, None, None]
-        output = jnp.take_along_axis(ran.output, last, 1)[:, 0]
+        target = jnp.where(given["real"] > 0, target, NOWHERE)
+        last = jnp.maximum(given["real"].sum(1) - 1, 0)[:, None]
+        if self._runs_root:
+            apart = (order == last) & (given["root"] != NOWHERE)[:, None]
+            target = jnp.where(apart, self.drafting.slots + given["root"][:, None], target)
+        held = committed(held, ran, target)
+        output = jnp.take_along_axis(ran.output, last[..., None], 1)[:, 0]
         outputs = held.outputs.at[given["root"]].set(output, mode="drop")
         return state._replace(draft=_read(held._replace(outputs=outputs), given["read"], ran.read))
 
@@ -100,23 +105,27 @@ class DraftPasses(NamedTuple):
     ) -> State:
         """Run draft tokens that are at most `levels` below the first level."""
         held, given = _held(state), views_of(whole, expand_shapes(size, self.width, levels))
-        position = given["kv_len"][:, None] + given["depth"]
+        position = given["kv_len"][:, None] + given["depth"] + self._runs_root
         past = Past(held.keys, held.values, given["table"], given["kv_len"])
-        path = given["path"].reshape(size.rows, -1)
-        place = self.slots + jnp.maximum(path, 0)
+        above = given["path"].reshape(size.rows, -1)
+        own = jnp.eye(size.nodes, dtype=bool)
+        seen = jnp.repeat(own, levels, 1) & (above >= 0)[:, None]
+        if self._runs_root:
+            above = jnp.concatenate([given["root"][:, None], above], 1)
+            seen = jnp.pad(seen, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+        place = self.drafting.slots + jnp.maximum(above, 0)
         room = ((0, 0), (0, 0), (0, size.nodes), (0, 0), (0, 0))
         before = jnp.pad(held.keys[:, place], room), jnp.pad(held.values[:, place], room)
-        own = jnp.eye(size.nodes, dtype=bool)
-        mine = jnp.repeat(own, levels, 1) & (path >= 0)[:, None]
-        seen = jnp.concatenate([mine, jnp.broadcast_to(own, (*size, size.nodes))], -1)
-        attend = self.drafting.attention(past, Tree(seen, position), before, path.shape[1])
+        seen = jnp.concatenate([seen, jnp.broadcast_to(own, (*size, size.nodes))], -1)
+        attend = self.drafting.attention(past, Tree(seen, position), before, above.shape[1])
         hidden = held.outputs[given["above"]]
-        ran = self.drafting.head.run(params, given["tokens"], hidden, position, attend)
+        ran = self.drafting.network.run(params, given["tokens"], hidden, position, attend)
         number = given["number"]
-        target = jnp.where(number < held.roots, self.slots + number, NOWHERE)
+        drawn = number < self.drafting.nodes
+        target = jnp.where(drawn, self.drafting.slots + number, NOWHERE)
         held = committed(held, ran, target)
         outputs = held.outputs.at[number.reshape(-1)].set(
-            ran.output.reshape(size.total, -1), mode="drop"
+            ran.output.reshape(size.total, held.outputs.shape[1]), mode="drop"
         )
         return state._replace(draft=_read(held._replace(outputs=outputs), number, ran.read))
 
@@ -124,28 +133,14 @@ class DraftPasses(NamedTuple):
         """int32[2,FEW,k]: draft ids and log-probabilities' bits, best first, of rows of `reads`; k
         is size.nodes.
         """
-        logits = self.drafting.head.logits(params, _held(state).reads[rows])
+        logits = self.drafting.network.logits(params, _held(state).reads[rows])
         best, ids = lax.top_k(logits, size.nodes)
         log_probs = best - log_normaliser(logits)[:, None]
         return jnp.stack([ids, lax.bitcast_convert_type(log_probs, jnp.int32)])
 
-    def features(self, params: Params, state: State, rows: Array) -> Array:
-        """float32[FEW,F*H] of rows int32[FEW] of the streams."""
-        del params
-        return _held(state).streams[rows].astype(jnp.float32)
-
-    def load(
-        self, params: Params, state: State, given: tuple[Array, Array], *, size: Size
-    ) -> State:
-        """Put streams float32[N,F*H] at rows int32[N]."""
-        del params, size
-        held, (rows, values) = _held(state), given
-        streams = held.streams.at[rows].set(values.astype(held.streams.dtype), mode="drop")
-        return state._replace(draft=held._replace(streams=streams))
-
 
 def _held(state: State) -> DraftArrays:
-    assert state.draft is not None, "a draft head was attached"
+    assert state.draft is not None, "a draft network was attached"
     return state.draft
 
 

@@ -1,30 +1,37 @@
-"""What a draft head does at the end of a round: follow the target, grow the next trees.
+"""What a draft network does at the end of a round: follow the target, grow the next trees.
 
     round   forward -> choose -> walk -> commit -> extend -> level 1 -> level 2 -> ... -> record
 
 The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree in fixed
 shapes: what the host decides by looking is sorted, gathered or masked here.
 
-The extension runs the head over all nodes of the step, in the target's own tree: node n pairs its
-features with the target's choice there, so along the accepted path stand exactly the tokens that
-follow (EAGLE, arXiv 2401.15077, section 4.1). Only that path goes into pages. The nodes of a level
-see the cached prefix, the accepted path and their ancestors, whose keys and values stay in the
-program: nothing that was drafted is ever written.
+The extension runs the network over all nodes of the step, in the target's own tree. Where it reads
+features node n pairs its own with the target's choice there, so along the accepted path stand
+exactly the tokens that follow (EAGLE, arXiv 2401.15077, section 4.1). Where it reads tokens alone
+the nodes stand for themselves, and the target's token at the path's end, the next root, is one node
+more, which sees the path. Only that path goes into pages. The nodes of a level see the cached
+prefix, the accepted path and their ancestors, whose keys and values stay in the program: nothing
+that was drafted is ever written.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.attention import Layer, Past, Tree, ancestors
-from forerun.executors.jax.eagle import Attend, EagleHead, Ran
+from forerun.executors.jax.decoder import Attend, Numbered
+from forerun.executors.jax.draft_network import DraftNetwork, Ran
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import DraftArrays, slots_of
 from forerun.executors.jax.noise import approximate, words_of
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
+
+NOWHERE = np.int32(np.iinfo(np.int32).max)
+"""A place behind every array: what is written there is dropped."""
 
 
 class Decided(NamedTuple):
@@ -44,21 +51,21 @@ class Decided(NamedTuple):
 class _Roots(NamedTuple):
     """Where trees begin: of every row, the end of what was extended.
 
-    read, hidden  [R,H] what the output head reads there, and what a next step receives
-    kv_len        int32[R] cached draft positions
-    accepted      int32[R] how many of them are of this step
-    path          what the extension gave, and bool[R,N] which of it was accepted
+    read, hidden  [R,.] what the output head reads there, and what a next step receives
+    position      int32[R] of the first level's nodes
+    accepted      int32[R] nodes of this step that were
+    path          what the extension gave, and bool[R,N] which of it the trees see
     """
 
     read: Array
     hidden: Array
-    kv_len: Array
+    position: Array
     accepted: Array
     path: tuple[Ran, Array]
 
 
 class _Growing(NamedTuple):
-    """Trees between two levels; T = N of the accepted path, then `width` for every level that runs.
+    """Trees between two levels; T = N of what was extended, then `width` for every level that runs.
 
     tokens, values  [R,width**2] of the newest level; the first one's are padded by -inf
     hidden   [R,width,H] what a next step receives, of those that ran last
@@ -90,6 +97,42 @@ class _Growing(NamedTuple):
         )
 
 
+class _Extended(NamedTuple):
+    """What an extension runs: the N nodes of the step, and the next root where that is a node.
+
+    tokens, position  int32[R,N']
+    seen              bool[R,N',N'] whom each sees
+    path              bool[R,N'] what is to stay
+    last              int32[R] the end of that
+    """
+
+    tokens: Array
+    position: Array
+    seen: Array
+    path: Array
+    last: Array
+
+    @classmethod
+    def of(cls, decided: Decided, kept: Array, count: Array, root: bool) -> "_Extended":
+        """Of nodes that stay, kept bool[R,N], of which count int32[R] are true."""
+        given = decided.given
+        position = given.kv_len[:, None] + given.depth
+        seen = ancestors(given.trees.intervals)
+        last = jnp.where(kept, given.depth + 1, 0).argmax(1)
+        if not root:
+            return cls(jnp.maximum(decided.choices, 0), position, seen, kept, last)
+        said = jnp.maximum(jnp.take_along_axis(decided.choices, last[:, None], 1), 0)
+        path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
+        before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
+        return cls(
+            jnp.concatenate([given.trees.tokens, said], 1),
+            jnp.concatenate([position, (given.kv_len + count)[:, None]], 1),
+            jnp.concatenate([before, path[:, None]], 1),
+            path,
+            jnp.full_like(last, kept.shape[1]),
+        )
+
+
 class Noise(NamedTuple):
     """Of n nodes: seeds uint32[2,n], output position int32[n] that a child of each takes, and
     temperature float32[n].
@@ -101,10 +144,12 @@ class Noise(NamedTuple):
 
 
 class Drafting(NamedTuple):
-    """The head's part of a round."""
+    """The network's part of a round. nodes: M of a step; slots: of pages."""
 
-    head: EagleHead
+    network: DraftNetwork
     page_size: int
+    slots: int
+    nodes: int
     attend: Callable[..., Array]
 
     def work(
@@ -124,14 +169,12 @@ class Drafting(NamedTuple):
         [layers,R,T,G,E] of other nodes, among which the own ones are put from `begin` on.
         """
 
-        def of_layer(layer: int, queries: Array, keys: Array, values: Array) -> Array:
+        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
             if held is not None:
                 place = (0, begin, 0, 0)
-                keys = lax.dynamic_update_slice(held[0][layer], keys, place)
-                values = lax.dynamic_update_slice(held[1][layer], values, place)
-            # Turned by float32 angles, whatever the dtype.
-            how = Layer(layer, self.head.spec, self.page_size)
-            return self.attend(queries, (keys, values), past, tree, how)
+                keys = lax.dynamic_update_slice(held[0][layer[0]], keys, place)
+                values = lax.dynamic_update_slice(held[1][layer[0]], values, place)
+            return self.attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
 
         return of_layer
 
@@ -139,29 +182,36 @@ class Drafting(NamedTuple):
         self, params: Params, held: DraftArrays, decided: Decided
     ) -> tuple[DraftArrays, _Roots, Past]:
         """Run every node; make accepted ones permanent in rows that are followed."""
-        given = decided.given
+        given, network = decided.given, self.network
         past = Past(held.keys, held.values, given.table, given.kv_len)
-        position = given.kv_len[:, None] + given.depth
-        tree = Tree(ancestors(given.trees.intervals), position)
-        hidden = self.head.enter(params, decided.streams)
-        tokens = jnp.maximum(decided.choices, 0)
-        ran = self.head.run(params, tokens, hidden, position, self.attention(past, tree))
         kept = decided.kept & (given.draft_slot >= 0)[:, None]
-        slots = slots_of(given.table, position, self.page_size)
-        held = committed(held, ran, jnp.where(kept, slots, held.keys.shape[1]))
-        last = jnp.where(kept, given.depth + 1, 0).argmax(1)[:, None, None]
-        read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
-        place = jnp.where(given.draft_slot >= 0, held.roots + given.draft_slot, len(held.outputs))
-        held = held._replace(outputs=held.outputs.at[place].set(output, mode="drop"))
         count = kept.sum(1, dtype=jnp.int32)
-        return held, _Roots(read, output, given.kv_len + count, count, (ran, kept)), past
+        extended = _Extended.of(decided, kept, count, network.sizes.runs_root)
+        hidden = network.enter(params, decided.streams)
+        if network.sizes.runs_root:
+            hidden = jnp.zeros((*extended.tokens.shape, 0), decided.streams.dtype)
+        tree = Tree(extended.seen, extended.position)
+        attend = self.attention(past, tree)
+        ran = network.run(params, extended.tokens, hidden, extended.position, attend)
+        follows = given.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
+        slots = slots_of(given.table, extended.position, self.page_size)
+        target = jnp.where(extended.path, slots, NOWHERE)
+        if network.sizes.runs_root:
+            target = target.at[:, -1].set(jnp.where(follows, self.slots + place, NOWHERE))
+        held = committed(held, ran, target)
+        last = extended.last[:, None, None]
+        read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
+        held = held._replace(outputs=held.outputs.at[place].set(output, mode="drop"))
+        position = given.kv_len + count + network.sizes.runs_root
+        return held, _Roots(read, output, position, count, (ran, extended.path)), past
 
     def _grow(
         self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]
     ) -> list[tuple[Array, Array, Array]]:
         """Tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
-        noise = _of_rows(given, roots.path[1], roots.accepted)
+        noise = _of_rows(given, roots.accepted)
         tokens, values = self._children(params, roots.read, noise, width)
         first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
         if levels == 1:
@@ -206,9 +256,9 @@ class Drafting(NamedTuple):
         seen = lax.dynamic_update_slice(seen, own, (0, 0, begin))
         hidden = jnp.take_along_axis(growing.hidden, (chosen // width)[..., None], 1)
         token = jnp.take_along_axis(growing.tokens, chosen, 1)
-        position = jnp.broadcast_to((roots.kv_len + (number - 1))[:, None], token.shape)
+        position = jnp.broadcast_to((roots.position + (number - 1))[:, None], token.shape)
         attend = self.attention(past, Tree(seen, position), growing.keys, begin)
-        ran = self.head.run(params, token, hidden, position, attend)
+        ran = self.network.run(params, token, hidden, position, attend)
         keys = tuple(
             lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))
             for held, new in zip(growing.keys, (ran.keys, ran.values), strict=True)
@@ -218,7 +268,7 @@ class Drafting(NamedTuple):
     def _children(
         self, params: Params, read: Array, noise: Noise, width: int
     ) -> tuple[Array, Array]:
-        logits = self.head.logits(params, read)
+        logits = self.network.logits(params, read)
         return children(logits, params["draft"]["ids"], noise, width)
 
 
@@ -268,9 +318,9 @@ def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
     return held._replace(keys=keys, values=values)
 
 
-def _of_rows(given: Inputs, kept: Array, accepted: Array) -> Noise:
+def _of_rows(given: Inputs, accepted: Array) -> Noise:
     """Of every row: noise for a child of the end of what became permanent."""
     seeds, positions, temperature = (
-        part.reshape(*part.shape[:-1], *kept.shape)[..., 0] for part in given.rules
+        part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.rules
     )
     return Noise(seeds, positions + accepted, temperature)

@@ -6,7 +6,6 @@ head has one of its own, `embed` [V,H]. They are cut over shards like the target
 columns or draft vocabulary divide; what does not divide is on every shard.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from forerun.errors import ModelError
-from forerun.executors.jax.decoder import Decoder
-from forerun.executors.jax.kv import sanitised
+from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.kv import DraftSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
 from forerun.executors.jax.weights import Params
 from forerun.models.checkpoint import Checkpoint
@@ -24,28 +24,27 @@ from forerun.models.draft_config import DraftHead, expected_draft_tensors
 from forerun.models.draft_folder import DraftFile
 from forerun.models.layer_spec import AttentionSpec
 
-Attend = Callable[[int, Array, Array, Array], Array]
-"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]."""
-
-
-class Ran(NamedTuple):
-    """What a pass gives.
-
-    read, output  [R,N,H] what the output head reads, and what a next draft step receives
-    keys, values  [layers,R,N,G,E] of the nodes, ready to be kept
-    """
-
-    read: Array
-    output: Array
-    keys: Array
-    values: Array
-
 
 class EagleHead(NamedTuple):
-    """What does not change of a head: its description, and the target's."""
+    """The DraftNetwork contract: a head's description, and the target's."""
 
     about: DraftHead
     target: Decoder
+
+    @property
+    def sizes(self) -> DraftSizes:
+        """What does not change."""
+        about = self.about
+        return DraftSizes(
+            features=about.features,
+            width=about.target_hidden * len(about.features),
+            cache=about.cache,
+            hidden=about.hidden,
+            read=about.hidden,
+            vocab=about.vocab,
+            parameters=about.parameters,
+            cut=self.by_heads,
+        )
 
     @property
     def spec(self) -> AttentionSpec:
@@ -128,7 +127,7 @@ class EagleHead(NamedTuple):
 
         q, k = heads("q", about.heads), heads("k", about.kv_heads)
         k, v = sanitised(rotate(k, cos, sin), heads("v", about.kv_heads))
-        context = attend(0, rotate(q, cos, sin), k, v).reshape(*x.shape[:2], -1)
+        context = attend((0, self.spec), rotate(q, cos, sin), k, v).reshape(*x.shape[:2], -1)
         return put(product(context, weights["o_proj"]), None, None, None), k, v
 
     def _feed_forward(self, weights: Params, x: Array) -> Array:

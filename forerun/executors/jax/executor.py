@@ -11,14 +11,16 @@ import numpy as np
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.jax.batches import Buckets, Size, batches, regrouped
+from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Decoder
-from forerun.executors.jax.draft_passes import FEW, NOWHERE
+from forerun.executors.jax.draft_network import DraftNetwork
+from forerun.executors.jax.draft_passes import FEW
 from forerun.executors.jax.drafted import Drafted, joined
-from forerun.executors.jax.eagle import EagleHead
+from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed, padded_masks
-from forerun.executors.jax.kv import DraftArrays, StateShape, first_without_page
+from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.programs import MOVED, Programs
 from forerun.executors.jax.shaping import Asked, edits_of, packed_shaping
@@ -95,17 +97,16 @@ class JaxExecutor:
         check_fits(self._bytes, self._device, options.shards)
         if options.cache_dir is not None:
             keep_compiled(options.cache_dir)
-        stacked = options.stacked if options.stacked is not None else not on_cpu
-        stacked = stacked and can_stack(arch)
-        self._stacked = stacked
-        params = load_params(checkpoint, dtype, sharding, stacked)
+        self._stack = options.stacked if options.stacked is not None else not on_cpu
+        self._stacked = self._stack and can_stack(arch)
+        params = load_params(checkpoint, dtype, sharding, self._stacked)
         self._width = -(-limits.context // limits.page_size)
         self.decoder, self.dtype = Decoder(arch, sharding), dtype
         functions = Functions(self.decoder, self._shape, limits.page_size, self._width)
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
-        self._head: EagleHead | None = None
+        self._network: DraftNetwork | BlockNetwork | None = None
         self._grown = DraftShape()
 
     def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
@@ -114,7 +115,7 @@ class JaxExecutor:
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         self.programs.warm_up(self._buckets, draft, cores(), progress)
 
-    # --- beside a draft head -----------------------------------------------------------------
+    # --- beside a draft network --------------------------------------------------------------
 
     @property
     def buckets(self) -> Buckets:
@@ -136,25 +137,30 @@ class JaxExecutor:
         """Draft tokens of a row that one pass of the host runs."""
         return self._grown.width or FEW
 
-    def draft_bytes(self, head: EagleHead) -> dict[str, int]:
+    @property
+    def stacked(self) -> bool:
+        """Whether layers run in a scan, where they are alike."""
+        return self._stack
+
+    def draft_bytes(self, sizes: DraftSizes) -> dict[str, int]:
         """Bytes that `attach` takes, by purpose."""
-        shape = self._shape.drafting(head.about, self.limits, self._buckets.chunks[-1])
+        shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
         size = self.dtype.itemsize
         arrays = size * sum(int(np.prod(part)) for part in shape)
-        return {"draft_weight": head.about.parameters * size, "draft_cache": arrays}
+        return {"draft_weight": sizes.parameters * size, "draft_cache": arrays}
 
-    def attach(self, head: EagleHead, weights: Params) -> None:
-        """Keep what a draft head reads from the next step on, and let rounds follow and draft."""
-        shape = self._shape.drafting(head.about, self.limits, self._buckets.chunks[-1])
-        sharding = self.decoder.sharding
-        cache = sharding.cache if head.by_heads else sharding.whole
+    def attach(self, network: DraftNetwork | BlockNetwork, weights: Params) -> None:
+        """Keep what a network reads from the next step on, and let rounds follow and draft."""
+        sizes, sharding = network.sizes, self.decoder.sharding
+        shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
+        cache = sharding.cache if sizes.cut else sharding.whole
         where = sharding.whole, cache, cache, sharding.whole, sharding.whole
         held = DraftArrays(*(
             jnp.zeros(part, self.dtype, device=there)
             for part, there in zip(shape, where, strict=True)
         ))  # fmt: skip
-        self._head = head
-        self.programs.attach(head, weights, held)
+        self._network = network
+        self.programs.attach(network, weights, held)
 
     def load(self, values: AnyArray) -> Ints:
         """int32[n] rows of the streams that hold features [n,F*H] from the host, from now until
@@ -176,7 +182,10 @@ class JaxExecutor:
 
         Where trees of a shape were foreseen at start-up, these are grown: who wants less cuts.
         """
-        if request is None or self._head is None or request.width > self._head.about.vocab:
+        network = self._network
+        if request is None or network is None or network.sizes.block:
+            return None
+        if request.width > network.sizes.vocab:
             return None
         single = np.array([len(known) == 1 for known in plan.known], np.bool_)
         rows = decided & single & np.isin(plan.slots, request.slots)
@@ -332,7 +341,7 @@ class JaxExecutor:
         if source:
             self._move(np.concatenate(source), np.concatenate(target))
         features, drafts = None, None
-        if self._head is not None:
+        if self._network is not None and self._network.sizes.width:
             features = JaxFeatures(self.programs, scores.place)
         if scores.drafted:
             drafts = joined(scores.drafted)

@@ -10,12 +10,12 @@ from jax import Array, lax
 from forerun.executors.jax.accept import choose, unpacked, walk
 from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
 from forerun.executors.jax.batches import Size
+from forerun.executors.jax.block import BlockNetwork
+from forerun.executors.jax.block_passes import BlockPasses
 from forerun.executors.jax.decoder import Decoder, Forwarded
-from forerun.executors.jax.draft_passes import (
-    DraftPasses,
-)
+from forerun.executors.jax.draft_network import DraftNetwork
+from forerun.executors.jax.draft_passes import DraftPasses
 from forerun.executors.jax.drafting import Decided, Drafting
-from forerun.executors.jax.eagle import EagleHead
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, slots_of
 from forerun.executors.jax.shaping import Shaping, choose_shaped
@@ -46,8 +46,8 @@ class Key(NamedTuple):
 class Functions:
     """The programs as pure functions, not compiled.
 
-    width  places of a page table's row
-    head   the draft head whose features are kept, if there is one
+    width    places of a page table's row
+    network  that drafts, whose features are kept, if there is one
     """
 
     decoder: Decoder
@@ -55,19 +55,25 @@ class Functions:
     page_size: int
     width: int
     attend: Attention = attend
-    head: EagleHead | None = None
+    network: DraftNetwork | BlockNetwork | None = None
 
     @property
     def drafting(self) -> Drafting:
-        """The head's part of a round."""
-        assert self.head is not None, "a draft head was attached"
-        return Drafting(self.head, self.page_size, self.attend)
+        """The network's part of a round."""
+        assert self.network is not None, "a draft network was attached"
+        assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
+        shape = self.shape
+        return Drafting(self.network, self.page_size, shape.slots, shape.nodes, self.attend)
 
     def of(self, kind: str) -> Callable[..., Any]:
         """A program by its name."""
         if hasattr(self, kind):
             return cast("Callable[..., Any]", getattr(self, kind))
-        passes = DraftPasses(self.drafting, self.width, self.shape.slots)
+        passes: Any
+        if isinstance(self.network, BlockNetwork):
+            passes = BlockPasses(self.network, self.page_size, self.width, self.attend)
+        else:
+            passes = DraftPasses(self.drafting, self.width)
         return cast("Callable[..., Any]", getattr(passes, kind))
 
     def chunk(
@@ -99,8 +105,7 @@ class Functions:
         record = jnp.where(kept.reshape(-1), choices, NOTHING)
         if not key.levels:
             return state, record
-        streams = jnp.concatenate(passed.streams, -1)
-        decided = Decided(given, choices.reshape(size), kept, streams)
+        decided = Decided(given, choices.reshape(size), kept, passed.features)
         return self._drafted(params, state, decided, record, key)
 
     def decide(
@@ -135,8 +140,8 @@ class Functions:
         record = jnp.where(kept, choices, NOTHING).reshape(-1)
         if not key.levels:
             return state, record
-        assert state.draft is not None, "a draft head was attached"
-        streams = state.draft.streams[given.place].reshape(*size, -1)
+        assert state.draft is not None, "a draft network was attached"
+        streams = state.draft.streams[given.place].reshape(*size, state.draft.streams.shape[1])
         decided = Decided(given, choices, kept, streams)
         return self._drafted(params, state, decided, record, key)
 
@@ -149,6 +154,22 @@ class Functions:
         del params
         return _moved(state, moves[0], moves[1])
 
+    def features(self, params: Params, state: State, rows: Array) -> Array:
+        """float32[FEW,F*H] of rows int32[FEW] of the streams, for the host to keep."""
+        del params
+        assert state.draft is not None, "a draft network was attached"
+        return state.draft.streams[rows].astype(jnp.float32)
+
+    def load(
+        self, params: Params, state: State, given: tuple[Array, Array], *, size: Size
+    ) -> State:
+        """Put streams float32[N,F*H] that the host has kept at rows int32[N]."""
+        del params, size
+        assert state.draft is not None, "a draft network was attached"
+        held, (rows, values) = state.draft, given
+        streams = held.streams.at[rows].set(values.astype(held.streams.dtype), mode="drop")
+        return state._replace(draft=held._replace(streams=streams))
+
     def _drafted(
         self,
         params: Params,
@@ -158,7 +179,7 @@ class Functions:
         key: Key,
     ) -> tuple[State, Array]:
         """The state and the record of a step that drafts."""
-        assert state.draft is not None, "a draft head was attached"
+        assert state.draft is not None, "a draft network was attached"
         shape = key.width, key.levels
         held, grown = self.drafting.work(params, state.draft, decided, *shape)
         return state._replace(draft=held), jnp.concatenate([record, grown])
@@ -177,7 +198,7 @@ class Functions:
             how = Layer(*layer, self.page_size)
             return self.attend(queries, (keys, values), past, tree, how)
 
-        asked = self.head.about.features if self.head is not None else ()
+        asked = self.network.sizes.features if self.network is not None else ()
         return given, self.decoder.forward(params, given.trees.tokens, position, attend, asked)
 
     def _slots(self, given: Inputs) -> Array:
@@ -199,14 +220,14 @@ class Functions:
         hidden = _put(state.hidden, passed.last, given.place)
         draft = state.draft
         if draft is not None:
-            streams = _put(draft.streams, jnp.concatenate(passed.streams, -1), given.place)
+            streams = _put(draft.streams, passed.features, given.place)
             draft = draft._replace(streams=streams)
         return State(keys, values, hidden, draft)
 
 
 def _put(held: Array, streams: Array, place: Array) -> Array:
     """Rows `held` with streams [R,N,.] where a batch's nodes have theirs, side by side."""
-    flat = streams.reshape(-1, streams.shape[-1]).astype(held.dtype)
+    flat = streams.reshape(len(place), streams.shape[-1]).astype(held.dtype)
     return lax.dynamic_update_slice(held, flat, (place[0], 0))
 
 

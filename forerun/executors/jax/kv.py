@@ -20,18 +20,48 @@ from forerun.executors.jax.sharding import Sharding
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.models.arch import Architecture
-from forerun.models.draft_config import DraftHead
+from forerun.models.cache_layer import CacheLayer
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """Sizes and switches of a network.
+
+    features    indices of the target's hidden states that it reads, as transformers'
+    width       numbers of all of them together, of a node
+    cache       what each layer keeps of a position; all layers alike
+    hidden      numbers of what a next draft step receives
+    read        numbers of what its output head reads
+    vocab       Vd
+    parameters  numbers of weights that it brings
+    cut         its keys and values lie by head on the shards; else whole on each
+    runs_root   it reads tokens alone, and each row's root is a node of its own
+    block       draft tokens that it proposes at once; 0 = it proposes level by level
+    """
+
+    features: tuple[int, ...]
+    width: int
+    cache: tuple[CacheLayer, ...]
+    hidden: int
+    read: int
+    vocab: int
+    parameters: int
+    cut: bool
+    runs_root: bool = False
+    block: int = 0
 
 
 class DraftArrays(NamedTuple):
-    """What a draft head needs from step to step.
+    """What a draft network needs from step to step; `slots` of pages, M nodes of a step, S slots of
+    sequences.
 
-    streams       [Xh + more, F*H] residual streams that it reads of the step's nodes, where
+    streams       [Xh + more, width] residual streams that it reads of the step's nodes, where
                   `State.hidden` has theirs; then room for what the host has kept
-    keys, values  [layers,slots + nodes,G,E] under the target's page ids, then of draft nodes
-    outputs       [nodes + S,H] what a next draft step receives: of draft nodes, then of each
+    keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then
+                  S more, of the slots' roots, where these are nodes of their own
+    outputs       [M + S,hidden] what a next draft step receives: of draft nodes, then of each
                   slot's root
-    reads         [nodes,H] what the output head reads of the last pass's nodes
+    reads         [M + S,read] what the output head reads of the last pass's nodes
     """
 
     streams: Array
@@ -39,11 +69,6 @@ class DraftArrays(NamedTuple):
     values: Array
     outputs: Array
     reads: Array
-
-    @property
-    def roots(self) -> int:
-        """Where the roots begin in `outputs`."""
-        return int(self.reads.shape[0])
 
 
 class State(NamedTuple):
@@ -67,11 +92,13 @@ class StateShape:
     slots    of pages
     scratch  behind them, for nodes of rounds
     hidden   rows of `State.hidden`: those of rounds, then those of prompt chunks
+    nodes    M of a step at most
     """
 
     slots: int
     scratch: int
     hidden: int
+    nodes: int
 
     @classmethod
     def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
@@ -80,6 +107,7 @@ class StateShape:
             slots=limits.pages * limits.page_size,
             scratch=scratch,
             hidden=scratch + limits.max_nodes + largest_chunk,
+            nodes=limits.max_nodes,
         )
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
@@ -88,23 +116,15 @@ class StateShape:
         return (self.slots + self.scratch) * per_slot
 
     def drafting(
-        self, head: DraftHead, limits: ExecutorLimits, largest_chunk: int
+        self, sizes: DraftSizes, limits: ExecutorLimits, largest_chunk: int
     ) -> tuple[tuple[int, ...], ...]:
         """Shapes of DraftArrays. The host keeps no more features than fit into a step."""
-        room = self.hidden + limits.max_nodes + largest_chunk
-        cache = (
-            len(head.cache),
-            self.slots + limits.max_nodes,
-            head.kv_heads,
-            head.head_size,
-        )
-        return (
-            (room, head.target_hidden * len(head.features)),
-            cache,
-            cache,
-            (limits.max_nodes + limits.slots, head.hidden),
-            (limits.max_nodes, head.hidden),
-        )
+        room, nodes = self.hidden + limits.max_nodes + largest_chunk, limits.max_nodes
+        layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
+        places = self.slots + nodes + roots
+        cache = len(sizes.cache), places, layer.kv_heads, layer.head_size
+        kept = nodes + limits.slots
+        return (room, sizes.width), cache, cache, (kept, sizes.hidden), (kept, sizes.read)
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """All zeros, on the device."""

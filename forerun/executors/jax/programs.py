@@ -7,7 +7,7 @@
     logits            of a few nodes, for reports, and for what rounding leaves open
     move              keys and values of what the host accepted, from scratch into pages
 
-With a draft head a round of `levels` also follows and drafts (drafting.py), and there are the
+With a draft network a round of `levels` also follows and drafts (drafting.py), and there are the
 passes of draft_passes.py. All take the state (kv.py), donated, and give it back. No shape and no
 branch depends on a value.
 """
@@ -25,13 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from forerun.executors.jax.batches import Buckets, Size
+from forerun.executors.jax.block import BlockNetwork
+from forerun.executors.jax.block_passes import block_shapes, keep_shapes
+from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import (
     DEPTHS,
     FEW,
     expand_shapes,
     extend_shapes,
 )
-from forerun.executors.jax.eagle import EagleHead
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed_size, total
 from forerun.executors.jax.kv import DraftArrays
@@ -48,11 +50,14 @@ MOVED = 64
 FEW_EDITS = 64
 """Tokens of a row whose logits are changed, mostly; see shaping.py."""
 
-STATE_ONLY = ("move", "extend", "expand", "load")
+STATE_ONLY = ("move", "extend", "expand", "load", "keep")
 """Programs that give the state back and nothing else."""
 
-NO_STATE = ("logits", "candidates", "features")
+FEW_ROWS = ("logits", "candidates", "features")
 """Programs that read a few rows of the state."""
+
+NO_STATE = (*FEW_ROWS, "block")
+"""Programs that change nothing."""
 
 
 class Programs:
@@ -92,30 +97,37 @@ class Programs:
         return *chunks, *rounds, *decides, Key("logits"), Key("move"), *self._of_drafts()
 
     def _of_drafts(self) -> Iterator[Key]:
-        """What a draft head adds: rounds that draft, and the passes that the host asks for."""
-        head, (_, width, levels) = self._functions.head, astuple(self._draft)
-        if head is None or not levels:
+        """What a network adds: rounds that draft, and the passes that the host asks for."""
+        network, (nodes, width, levels) = self._functions.network, astuple(self._draft)
+        if network is None or not nodes:
+            return
+        if network.sizes.width:
+            yield Key("features")
+            yield Key("load", Size(1, self._buckets.chunks[-1]))
+        count = min(CANDIDATES, network.sizes.vocab)
+        followed = [Size(1, chunk) for chunk in self._buckets.chunks]
+        followed += self._buckets.widest.rounds
+        if network.sizes.block:
+            yield from (Key("keep", size) for size in followed)
+            yield from (Key("block", Size(rows, count)) for rows in self._buckets.rows)
+        if not levels:
             return
         for size in self._buckets.rounds:
             yield Key("round", size, width, levels)
         for size in self._buckets.widest.rounds:
             for edits in self.edits:
                 yield Key("decide", size, width, levels, edits)
-        for nodes in self._buckets.chunks:
-            yield Key("extend", Size(1, nodes))
-        for size in self._buckets.widest.rounds:
-            yield Key("extend", size)
+        yield from (Key("extend", size) for size in followed)
         depth = next(size for size in DEPTHS if size >= levels - 1)
         for rows in self._buckets.rows:
             yield Key("expand", Size(rows, width), levels=depth)
-        count = min(CANDIDATES, head.about.vocab)
         yield Key("candidates", Size(FEW, count))
-        yield Key("features")
-        yield Key("load", Size(1, self._buckets.chunks[-1]))
 
-    def attach(self, head: EagleHead, weights: Params, held: DraftArrays) -> None:
-        """A draft head joins; what was compiled is forgotten."""
-        self._functions = replace(self._functions, head=head)
+    def attach(
+        self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
+    ) -> None:
+        """A network that drafts joins; what was compiled is forgotten."""
+        self._functions = replace(self._functions, network=network)
         self.params = {**self.params, "draft": weights}
         self.state = self.state._replace(draft=held)
         self._compiled.clear()
@@ -123,7 +135,7 @@ class Programs:
     @property
     def _streams(self) -> int:
         """Numbers of features of a node."""
-        assert self.state.draft is not None, "a draft head was attached"
+        assert self.state.draft is not None, "a draft network was attached"
         return int(self.state.draft.streams.shape[1])
 
     @property
@@ -156,6 +168,14 @@ class Programs:
         self.state, rest = found if key.kind not in STATE_ONLY else (found, None)
         return rest
 
+    def ask(self, key: Key, *given: Any) -> np.ndarray:
+        """What a program gives that changes nothing, on the host."""
+        self.dispatches += 1
+        found: np.ndarray = jax.device_get(
+            self._of(key)(self.params, self.state, *self._there(given))
+        )
+        return found
+
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """float32[n,V] of rows int32[n] of the streams, on the host."""
         return self.rows("logits", rows)
@@ -171,9 +191,7 @@ class Programs:
             part = np.zeros(FEW, np.int32)
             count = len(rows[begin : begin + FEW])
             part[:count] = rows[begin : begin + FEW]
-            self.dispatches += 1
-            made = self._of(key)(self.params, self.state, *self._there((part,)))
-            found.append(jax.device_get(made).take(range(count), axis))
+            found.append(self.ask(key, part).take(range(count), axis))
         return found
 
     def text(self, key: Key) -> str:
@@ -223,13 +241,17 @@ class Programs:
                 return (ints(2, MOVED),)
             case "extend":
                 whole = ints(total(extend_shapes(key.size, width)))
+            case "keep":
+                whole = ints(total(keep_shapes(key.size, width)))
+            case "block":
+                whole = ints(total(block_shapes(key.size.rows, width)))
             case "expand":
                 whole = ints(total(expand_shapes(key.size, width, key.levels)))
             case "load":
                 streams = key.size.nodes, self._streams
                 floats = jax.ShapeDtypeStruct(streams, jnp.float32, sharding=self._whole)
                 return ((ints(key.size.nodes), floats),)
-            case kind if kind in NO_STATE:
+            case kind if kind in FEW_ROWS:
                 whole = ints(FEW)
             case _:
                 whole = ints(packed_size(key.size, width))

@@ -6,7 +6,7 @@ expert. Embedding and head are cut by token, pages by key/value head; everything
 shard.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,15 +30,16 @@ class Sharding:
     """Where arrays lie.
 
     mesh    axes data (1, for now) and model
-    shards  size of the model axis
+    cut     what can be is cut over the model axis; else all is on every device
     """
 
     mesh: Mesh
+    cut: bool = True
 
     @property
     def shards(self) -> int:
         """Devices that share a layer."""
-        return int(self.mesh.shape["model"])
+        return int(self.mesh.shape["model"]) if self.cut else 1
 
     def of(self, *axes: str | None) -> NamedSharding:
         """The sharding of an array whose axes lie along these axes of the mesh."""
@@ -52,11 +53,13 @@ class Sharding:
     @property
     def cache(self) -> NamedSharding:
         """Of pages [L,slots,G,E]."""
-        return self.of(None, None, "model", None)
+        return self.of(None, None, "model", None) if self.cut else self.whole
 
     def weight(self, name: str, dimensions: int) -> NamedSharding:
         """Of a parameter by its short name: a matrix, or the bias or norm of that name."""
         part = name.removeprefix("shared.").removesuffix(".bias")
+        if not self.cut:
+            return self.of(*[None] * dimensions)
         if name.startswith("experts."):
             return self.of("model", None, None)
         if part in BY_OUTPUT:
@@ -106,6 +109,15 @@ def devices_of(platform: str | None) -> list[Any]:
         return jax.devices(platform)
     except RuntimeError as error:
         raise ConfigError(f"device is {platform}, but jax sees none here: {error}") from error
+
+
+def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
+    """The same for another model: whole on every device where it cannot be cut."""
+    try:
+        check_shards(arch, sharding.shards, sharding.shards)
+    except ConfigError:
+        return replace(sharding, cut=False)
+    return sharding
 
 
 def make_sharding(arch: Architecture, shards: int, platform: str | None = None) -> Sharding:

@@ -66,6 +66,21 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
     return params
 
 
+def load_named(
+    checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
+) -> Params:
+    """Parameters by short name, of which the names in the checkpoint are given."""
+    reader = _Reader(checkpoint, dtype, sharding)
+    return {short: reader.made(short, name) for short, name in names.items()}
+
+
+def load_layer(checkpoint: Checkpoint, number: int, dtype: Any, sharding: Sharding) -> Params:
+    """One decoder layer, apart."""
+    group = _grouped(checkpoint, f"model.layers.{number}.")
+    reader = _Reader(checkpoint, dtype, sharding)
+    return {short: reader.made(short, names) for short, names in group.items()}
+
+
 def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
     """Short name -> full name, or the names of all experts, of one layer's parameters."""
     found: dict[str, Any] = {}

@@ -1,0 +1,80 @@
+"""Passes of a block drafter, beside the target's rounds on the same arrays.
+
+    keep   (R, N)       features of chains that became permanent: their keys and values into pages
+    block  (R, k)       one block below each root: candidates of every depth
+
+The first takes the state, donated, and gives it back; the second reads it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.attention import Layer, Past, Tree
+from forerun.executors.jax.batches import Size
+from forerun.executors.jax.block import BlockNetwork
+from forerun.executors.jax.decoder import Numbered
+from forerun.executors.jax.drafting import NOWHERE, log_normaliser
+from forerun.executors.jax.inputs import Shapes, views_of
+from forerun.executors.jax.kv import State, slots_of
+from forerun.executors.jax.weights import Params
+
+
+def keep_shapes(size: Size, width: int) -> Shapes:
+    """kv_len of rows; where their streams are, and real (1 = is a node) of nodes."""
+    nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
+    return {"kv_len": (size.rows,), **nodes, "table": (size.rows, width)}
+
+
+def block_shapes(rows: int, width: int) -> Shapes:
+    """kv_len and root token of rows."""
+    return {"kv_len": (rows,), "root": (rows,), "table": (rows, width)}
+
+
+class BlockPasses(NamedTuple):
+    """The programs as pure functions. width: places of a page table's row."""
+
+    network: BlockNetwork
+    page_size: int
+    width: int
+    attend: Callable[..., Array]
+
+    def keep(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
+        """Make chains permanent."""
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        given = views_of(whole, keep_shapes(size, self.width))
+        position = given["kv_len"][:, None] + jnp.arange(size.nodes)
+        made = self.network.kept(params, held.streams[given["stream"]], position)
+        target = slots_of(given["table"], position, self.page_size)
+        target = jnp.where(given["real"] > 0, target, NOWHERE).reshape(-1)
+        keys, values = (
+            into.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
+            for into, new in zip((held.keys, held.values), made, strict=True)
+        )
+        return state._replace(draft=held._replace(keys=keys, values=values))
+
+    def block(self, params: Params, state: State, whole: Array, *, size: Size) -> Array:
+        """int32[2,R,depth,k]: draft ids and log-probabilities' bits, best first; k is
+        size.nodes.
+        """
+        held, about = state.draft, self.network.about
+        assert held is not None, "a draft network was attached"
+        given = views_of(whole, block_shapes(size.rows, self.width))
+        order = jnp.arange(about.places)
+        position = given["kv_len"][:, None] + order
+        past = Past(held.keys, held.values, given["table"], given["kv_len"])
+        seen = order[:, None] >= order if about.causal else jnp.ones((about.places,) * 2, bool)
+        tree = Tree(jnp.broadcast_to(seen, (size.rows, *seen.shape)), position)
+
+        def attend(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
+            return self.attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+
+        made = self.network.block(params, given["root"], position, attend)
+        logits = made[:, self.network.first :]
+        best, ids = lax.top_k(logits, size.nodes)
+        flat = log_normaliser(logits.reshape(-1, logits.shape[-1]))
+        log_probs = best - flat.reshape(*logits.shape[:2], 1)
+        return jnp.stack([ids, lax.bitcast_convert_type(log_probs, jnp.int32)])

@@ -1,0 +1,67 @@
+"""Numbers that lead outside of what there is: a device would not say which."""
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import AnyArray, Ints
+
+Bounds = dict[str, tuple[AnyArray, int, int]]
+"""By name: values, the least and what is above the greatest."""
+
+
+def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
+    """Raise EngineError where one is not sound, or a token's position has no page."""
+    count = np.array([len(extension.tokens)])
+    _check({
+        **_of_rows(extension, limits),
+        "tokens": (extension.tokens, 0, limits.vocab),
+        "next_tokens": (extension.next_tokens, 0, limits.vocab),
+        "scored": (extension.scored, 0, int(count[0])),
+        "the number of tokens": (count, 1, limits.max_nodes + 1),
+    })  # fmt: skip
+    size, lengths = limits.page_size, np.diff(extension.start)
+    for pages, begin, length in zip(extension.pages, extension.kv_len, lengths, strict=True):
+        needed = -(-int(begin + length) // size)
+        if needed > len(pages) or np.any(pages[:needed] < 0):
+            raise EngineError("a draft step was refused: a position has no page")
+
+
+def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
+    """Raise EngineError where one is not sound."""
+    count = len(level.tokens)
+    _check({
+        **_of_rows(level, limits),
+        "tokens": (level.tokens, 0, limits.vocab),
+        "parents": (level.parents, -1, level.first),
+        "first": (np.array([level.first]), 0, limits.max_nodes - count + 1),
+        "the number of tokens": (np.array([count]), 0, limits.max_nodes + 1),
+    })  # fmt: skip
+
+
+def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
+    """Raise EngineError where one is not sound. size: draft tokens of a block at most."""
+    depth = np.array([block.depth])
+    _check({
+        **_of_rows(block, limits),
+        "roots": (block.roots, 0, limits.vocab),
+        "depth": (depth, 1, size + 1),
+    })  # fmt: skip
+
+
+def _of_rows(work: Extension | DraftLevel | DraftBlock, limits: ExecutorLimits) -> Bounds:
+    known = work.pages.shape[1] * limits.page_size + 1
+    return {"slots": (work.slots, 0, limits.slots), "kv_len": (work.kv_len, 0, known)}
+
+
+def _check(bounds: Bounds) -> None:
+    for name, (values, low, high) in bounds.items():
+        if np.any((values < low) | (values >= high)):
+            raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")
+
+
+def put_table(into: AnyArray, pages: Ints) -> None:
+    """A row's pages where a program reads them."""
+    width = min(len(pages), len(into))
+    into[:width] = np.maximum(pages[:width], 0)

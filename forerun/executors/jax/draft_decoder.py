@@ -1,0 +1,87 @@
+"""A whole model that drafts, as pure functions: the target's own decoder over other weights.
+
+Weights lie in params["draft"] as weights.py has them, beside `ids` and `inputs` int32[V], its own
+id for every target id, and `rows` [Vd,H] of its output head where not all may be proposed.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.kv import DraftSizes
+from forerun.executors.jax.layers import product
+from forerun.executors.jax.sharding import Sharding, where_it_divides
+from forerun.executors.jax.weights import Params, can_stack, load_params
+from forerun.models.whole_draft import WholeDraft
+
+
+class DraftDecoder(NamedTuple):
+    """The DraftNetwork contract on a decoder, which reads tokens alone."""
+
+    about: WholeDraft
+    decoder: Decoder
+
+    @classmethod
+    def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
+        """Cut over the target's devices where it divides."""
+        arch = about.checkpoint.architecture
+        return cls(about, Decoder(arch, where_it_divides(arch, sharding)))
+
+    @property
+    def sizes(self) -> DraftSizes:
+        """What does not change."""
+        return DraftSizes(
+            features=(),
+            width=0,
+            cache=self.about.cache,
+            hidden=0,
+            read=self.decoder.arch.hidden,
+            vocab=self.about.vocab,
+            parameters=self.about.parameters,
+            cut=self.decoder.sharding.cut,
+            runs_root=True,
+        )
+
+    def enter(self, params: Params, features: Array) -> Array:
+        """Nothing is read of the target: [...,0]."""
+        del params
+        return features
+
+    def run(
+        self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
+    ) -> Ran:
+        """The streams after its last layer; nothing is fed back."""
+        weights = params["draft"]
+        own = jnp.take(weights["inputs"], tokens, mode="clip")
+        ran = self.decoder.forward(weights, own, position, attend)
+        return Ran(ran.last, hidden, ran.keys, ran.values)
+
+    def logits(self, params: Params, read: Array) -> Array:
+        """float32[n,Vd]."""
+        weights = params["draft"]
+        if "rows" not in weights:
+            return self.decoder.logits(weights, read)
+        made = product(self.decoder.final_norm(weights, read), weights["rows"])
+        return self.decoder.sharding.put(made.astype(jnp.float32), None, None)
+
+
+def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
+    """params["draft"] of a whole model, on the devices."""
+    about, sharding = network.about, network.decoder.sharding
+    arch = network.decoder.arch
+    params = load_params(about.checkpoint, dtype, sharding, stacked and can_stack(arch))
+    for name, ids in (("ids", about.vocabulary.target_ids), ("inputs", about.vocabulary.inputs)):
+        params[name] = jax.device_put(ids.astype(np.int32), sharding.whole)
+    if not about.vocabulary.every(arch.vocab):
+        params.pop("head", None)
+        name = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
+        rows = about.checkpoint.tensor(name)[about.vocabulary.own_ids].astype(jnp.dtype(dtype))
+        cut = replace(sharding, cut=sharding.cut and about.vocab % sharding.shards == 0)
+        params["rows"] = jax.device_put(rows, cut.weight("head", 2))
+    return params

@@ -1,0 +1,27 @@
+"""Where the features of an extension lie on the device."""
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.features import JaxFeatures
+from forerun.interface.draft_model import Extension
+from forerun.interface.features import Features, KeptFeatures
+from forerun.types import Ints
+
+
+def streams_of(executor: JaxExecutor, extension: Extension, features: Features | None) -> Ints:
+    """int32[n] the rows of the streams that hold them; what the host kept is loaded first. Raises
+    EngineError for features that are not this executor's, or not one row per token.
+    """
+    if features is None:
+        raise EngineError("a draft head was extended without the target's features")
+    if isinstance(features, JaxFeatures):
+        place = np.asarray(features.place, np.int32)
+    elif isinstance(features, KeptFeatures):
+        place = executor.load(features.values)
+    else:
+        raise EngineError(f"features of {type(features).__name__} come from another executor")
+    if len(place) != len(extension.tokens):
+        raise EngineError("an extension whose features are not one row per token")
+    return place

@@ -1,0 +1,109 @@
+"""The target's own prediction layer as pure functions; what it computes is said in
+models/prediction_layers.py.
+
+Weights lie in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [H,2H], the
+parameters of the layer under `layer`, `ids`, `frequencies`; `embed` [V,H] and `head` [Vd,H] where
+these are not the target's.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.kv import DraftSizes
+from forerun.executors.jax.layers import product, rms_norm, rotation
+from forerun.executors.jax.weights import Params, load_layer, load_named
+from forerun.models.prediction_layers import (
+    EMBEDDING_NORM,
+    FUSE,
+    HIDDEN_NORM,
+    PredictionLayers,
+)
+
+
+class PredictionHead(NamedTuple):
+    """The DraftNetwork contract: the first prediction layer, applied again and again."""
+
+    about: PredictionLayers
+    target: Decoder
+
+    @property
+    def sizes(self) -> DraftSizes:
+        """What does not change. It reads what the target's last layer leaves."""
+        arch = self.target.arch
+        return DraftSizes(
+            features=(arch.layers,),
+            width=arch.hidden,
+            cache=self.about.cache,
+            hidden=arch.hidden,
+            read=arch.hidden,
+            vocab=self.about.vocab,
+            parameters=self.about.parameters,
+            cut=True,
+        )
+
+    def enter(self, params: Params, features: Array) -> Array:
+        """The target's hidden states after its final norm, from before it."""
+        return self.target.final_norm(params, features)
+
+    def run(
+        self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
+    ) -> Ran:
+        """Outputs after the layer's final norm: they are read, and fed back."""
+        weights, eps = params["draft"], self.target.arch.norm_eps
+        spec = self.about.architecture.layer_specs[0]
+        embedding = weights if "embed" in weights else params
+        embedded = self.target.sharding.put(self.target.embed(embedding, tokens), None, None, None)
+        parts = [
+            rms_norm(embedded, weights["embedding_norm"], eps),
+            rms_norm(hidden, weights["hidden_norm"], eps),
+        ]
+        beside = jnp.concatenate(parts[::-1] if self.about.hidden_first else parts, -1)
+        x = self.target.sharding.put(product(beside, weights["fuse"]), None, None, None)
+        rotary = rotation(position, weights["frequencies"], spec.rope.attention_factor)
+        after, (keys, values) = self.target.layer(
+            spec, weights["layer"], x, rotary, lambda *qkv: attend((0, spec.attention), *qkv)
+        )
+        out = rms_norm(after, weights["norm"], eps)
+        return Ran(out, out, keys[None], values[None])
+
+    def logits(self, params: Params, read: Array) -> Array:
+        """float32[n,Vd]."""
+        head = params["draft"].get("head")
+        if head is None:
+            return self.target.read(params, read)
+        made = product(read, head).astype(jnp.float32)
+        return self.target.sharding.put(made, None, None)
+
+
+def load_prediction(head: PredictionHead, dtype: Any) -> Params:
+    """params["draft"] of a prediction layer, on the devices."""
+    draft, sharding = head.about, head.target.sharding
+    own = {
+        "embedding_norm": EMBEDDING_NORM,
+        "hidden_norm": HIDDEN_NORM,
+        "norm": "model.norm.weight",
+        "fuse": FUSE,
+    }
+    if "model.embed_tokens.weight" in draft.files:
+        own["embed"] = "model.embed_tokens.weight"
+    params = load_named(draft, own, dtype, sharding)
+    params["layer"] = load_layer(draft, 0, dtype, sharding)
+    spec = draft.architecture.layer_specs[0]
+    frequencies = spec.rope.frequencies(draft.architecture.head_size)
+    params["frequencies"] = jax.device_put(frequencies, sharding.whole)
+    params["ids"] = jax.device_put(draft.target_ids.astype(np.int32), sharding.whole)
+    name = "lm_head.weight"
+    if draft.vocab != draft.architecture.vocab or name in draft.files:
+        if name not in draft.names():
+            name = "model.embed_tokens.weight"
+        rows = draft.tensor(name)[draft.target_ids].astype(jnp.dtype(dtype))
+        divides = draft.vocab % sharding.shards == 0
+        where = sharding.weight("head", 2) if divides else sharding.of(None, None)
+        params["head"] = jax.device_put(rows, where)
+    return params
