@@ -16,6 +16,7 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.drafters import model_drafter
+from forerun.errors import ModelError
 from forerun.executors.jax import JaxExecutor, JaxOptions, drafting, level_model
 from tests.drafters.test_nextn import certain, hf, layer, with_layers  # noqa: F401 - fixtures
 from tests.models import tiny
@@ -36,12 +37,13 @@ def folders(hf, layer, certain, tmp_path_factory):  # noqa: F811
     root = tmp_path_factory.mktemp("models")
     small = tiny.model("llama", num_hidden_layers=1)
     small.load_state_dict(hf.state_dict(), strict=False)
-    random = with_layers(hf, layer, root / "random", "mimo")
+    random = with_layers(hf, [layer], root / "random", "mimo")
     target = tiny.save_folder(hf, root / "target")
     return {
         "right layer": (certain, None),
         "wrong layer": (_negated(certain, root, "shared_head.norm.weight"), None),
         "random layer": (random, None),
+        "two layers": (with_layers(hf, [layer] * 2, root / "two", "mimo"), None),
         "itself": (target, target),
         "its opposite": (target, _negated(target, root, "model.norm.weight")),
         "first layer": (target, tiny.save_folder(small, root / "small")),
@@ -218,3 +220,11 @@ def test_a_token_map_limits_what_is_proposed(opened, tmp_path, which):
         sum(getattr(item.stats, name) for item in done) for name in ("accepted", "draft_tokens")
     )
     assert 0 < accepted < drafted
+
+
+def test_layers_for_several_depths_are_refused_in_words(opened):
+    """The first alone is read where drafts are one token deep."""
+    with pytest.raises(ModelError, match=r"2 prediction layers.*drafts with one: use --spec"):
+        opened("two layers")
+    shape = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    assert opened("two layers", **shape).draft_model.describe()["layers"] == 1

@@ -121,11 +121,11 @@ class _Extended(NamedTuple):
         last = jnp.where(kept, given.depth + 1, 0).argmax(1)
         if not root:
             return cls(jnp.maximum(decided.choices, 0), position, seen, kept, last)
-        said = jnp.maximum(jnp.take_along_axis(decided.choices, last[:, None], 1), 0)
+        next_root = jnp.maximum(jnp.take_along_axis(decided.choices, last[:, None], 1), 0)
         path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
         before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
         return cls(
-            jnp.concatenate([given.trees.tokens, said], 1),
+            jnp.concatenate([given.trees.tokens, next_root], 1),
             jnp.concatenate([position, (given.kv_len + count)[:, None]], 1),
             jnp.concatenate([before, path[:, None]], 1),
             path,

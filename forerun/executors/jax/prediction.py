@@ -20,6 +20,7 @@ from forerun.executors.jax.layers import product, rms_norm, rotation
 from forerun.executors.jax.weights import Params, load_layer, load_named
 from forerun.models.prediction_layers import (
     EMBEDDING_NORM,
+    FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
     PredictionLayers,
@@ -27,7 +28,7 @@ from forerun.models.prediction_layers import (
 
 
 class PredictionHead(NamedTuple):
-    """The DraftNetwork contract: the first prediction layer, applied again and again."""
+    """The DraftNetwork contract: one prediction layer, applied again and again."""
 
     about: PredictionLayers
     target: Decoder
@@ -85,10 +86,10 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
     """params["draft"] of a prediction layer, on the devices."""
     draft, sharding = head.about, head.target.sharding
     own = {
-        "embedding_norm": EMBEDDING_NORM,
-        "hidden_norm": HIDDEN_NORM,
-        "norm": "model.norm.weight",
-        "fuse": FUSE,
+        "embedding_norm": draft.own(0, EMBEDDING_NORM),
+        "hidden_norm": draft.own(0, HIDDEN_NORM),
+        "norm": draft.own(0, FINAL_NORM),
+        "fuse": draft.own(0, FUSE),
     }
     if "model.embed_tokens.weight" in draft.files:
         own["embed"] = "model.embed_tokens.weight"
