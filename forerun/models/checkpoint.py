@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,18 @@ class Checkpoint(Protocol):
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as stored, or None for a vector; KeyError."""
+        ...
+
+
+@runtime_checkable
+class Repeated(Protocol):
+    """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: who wants
+    them elsewhere than on the host need not have the host write them out.
+    """
+
+    @property
+    def block(self) -> Floats:
+        """The numbers."""
         ...
 
 

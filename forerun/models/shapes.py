@@ -58,6 +58,11 @@ class RandomCheckpoint:
         self._shapes = expected_tensors(architecture)
         self._drawn = _draw(seed)
 
+    @property
+    def block(self) -> Floats:
+        """What every matrix repeats."""
+        return self._drawn
+
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
         return tuple(self._shapes)

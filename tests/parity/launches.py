@@ -36,7 +36,6 @@ from forerun.executors.torch.eagle_model import HeadArrays
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import Elementwise
-from forerun.executors.torch.weights import Weights
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
@@ -246,11 +245,7 @@ BEHIND = 1024
 
 @cache
 def decoder(arch):
-    def meta(self, name):
-        return torch.empty(self._checkpoint.shape(name), device=META)
-
-    with patch.object(Weights, "_load", meta):
-        return Decoder(RandomCheckpoint(arch), META, DTYPE, parts=kernels().parts)
+    return Decoder(RandomCheckpoint(arch), META, DTYPE, parts=kernels().parts)
 
 
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:

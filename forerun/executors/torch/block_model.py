@@ -20,6 +20,7 @@ from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.layers import rotation
 from forerun.executors.torch.target import TorchTarget
+from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -178,5 +179,5 @@ def _borrowed_rows(
     if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
         return None
     tied = checkpoint.architecture.tied_head
-    rows = checkpoint.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-    return torch.from_numpy(rows[draft.target_ids]).to(executor.device, executor.dtype)
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return some_rows(checkpoint, name, draft.target_ids, executor.device, executor.dtype)

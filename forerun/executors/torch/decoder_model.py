@@ -21,6 +21,7 @@ from forerun.executors.torch.draft_cache import (
 from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.layers import PLAIN, Linear, padded_rows
 from forerun.executors.torch.target import TorchTarget
+from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -68,8 +69,8 @@ class TorchDecoderModel:
         """The output head's rows of the tokens that may be proposed."""
         tied = draft.checkpoint.architecture.tied_head
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        rows = draft.checkpoint.tensor(name)[draft.vocabulary.own_ids]
-        return Linear(torch.from_numpy(rows).to(self._device, dtype))
+        which = draft.vocabulary.own_ids
+        return Linear(some_rows(draft.checkpoint, name, which, self._device, dtype))
 
     @torch.inference_mode()
     def extend(self, extension: Extension, features: Features | None) -> Candidates:

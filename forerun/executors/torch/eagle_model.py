@@ -23,6 +23,7 @@ from forerun.executors.torch.hidden_state_model import HiddenStateModel
 from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import rotation
 from forerun.executors.torch.target import TorchTarget
+from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import (
     DraftModelTraits,
     FeatureNeeds,
@@ -153,12 +154,13 @@ def _loaded(executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> 
     weights = {}
     for name, _ in head.named_parameters():
         if name == "lm_head.weight" and not draft.head.trained_head:
-            tied = checkpoint.architecture.tied_head
-            rows = checkpoint.tensor("model.embed_tokens.weight" if tied else name)
-            values = rows[draft.target_ids]
+            own = "model.embed_tokens.weight" if checkpoint.architecture.tied_head else name
+            weights[name] = some_rows(
+                checkpoint, own, draft.target_ids, executor.device, executor.dtype
+            )
         else:
-            values = draft.tensor(name)
-        weights[name] = torch.from_numpy(np.array(values)).to(executor.device, executor.dtype)
+            values = torch.from_numpy(np.array(draft.tensor(name)))
+            weights[name] = values.to(executor.device, executor.dtype)
     head.load_state_dict(weights, assign=True)
     if executor.kernels is not None:
         head.use(executor.kernels.parts)

@@ -101,7 +101,7 @@ class TorchPredictionModel:
             draft.cache, limits, device, dtype, attention=attention, begins=begins
         )
         self._states = torch.zeros(shape, device=device, dtype=dtype)
-        weights = Weights(draft, device, dtype, Linear)
+        weights = Weights(draft, device, dtype, Linear, finite=True)
         parts = executor.kernels.parts if executor.kernels is not None else PLAIN
         self._layers = [_Layer(number, draft, weights, parts) for number in range(draft.count)]
         self._embedding = self._own_embedding(weights)
