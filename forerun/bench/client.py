@@ -97,7 +97,7 @@ def body_of(
 
 async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Timing:
     """Send one request and read its stream to the end. Errors are recorded, not raised."""
-    timing, started, pieces = Timing(), perf_counter(), 0
+    timing, started, pieces, finish = Timing(), perf_counter(), 0, ""
     url = f"{endpoint.url.rstrip('/')}/chat/completions"
     try:
         async with client.stream("POST", url, json=body, headers=endpoint.headers) as response:
@@ -111,6 +111,8 @@ async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str
                 if any((choice.get("delta") or {}).get("content") for choice in _choices(event)):
                     timing.arrivals.append(perf_counter() - started)
                     pieces += 1
+                finish = next((str(c["finish_reason"]) for c in _choices(event)
+                               if c.get("finish_reason")), finish)  # fmt: skip
                 if event.get("usage"):
                     timing.tokens = int(event["usage"]["completion_tokens"])
     except (httpx.HTTPError, ValueError, KeyError) as error:
@@ -118,8 +120,15 @@ async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str
     timing.total = perf_counter() - started
     timing.tokens = timing.tokens or pieces
     if timing.error is None and not timing.arrivals:
-        timing.error = "the answer was empty"
+        timing.error = _without_text(timing.tokens, finish)
     return timing
+
+
+def _without_text(tokens: int, finish: str) -> str:
+    """Why nothing can be timed: a stop at once, special tokens alone, half of a character."""
+    ended = f"{tokens} token{'s' * (tokens != 1)} without text, finish_reason {finish or 'missing'}"
+    advice = "--ignore-eos goes on where a model stops at once" if finish == "stop" else ""
+    return f"the answer was empty ({ended})" + (f"; {advice}" if advice else "")
 
 
 def _choices(event: dict[str, Any]) -> list[dict[str, Any]]:

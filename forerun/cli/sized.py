@@ -10,6 +10,7 @@ from forerun.bench.sized import Sweep, lines, measure
 from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
 from forerun.config import EngineConfig
+from forerun.errors import ConfigError
 from forerun.flags import configured
 from forerun.machine import stamp
 
@@ -17,6 +18,11 @@ from forerun.machine import stamp
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where it does not fit into memory."""
     config = configured(EngineConfig, arguments)
+    if config.executor not in ("auto", "torch"):
+        raise ConfigError(
+            f"--random-weights runs steps of the torch executor, not of {config.executor}: leave "
+            f"--executor out, or measure a server with --launch --executor {config.executor}."
+        )
     device, dtype = choose_device(replace(config, executor="torch")).device, config.dtype
     on_cuda = device != "cpu"
     if dtype in ("auto", "file"):

@@ -19,7 +19,9 @@ PAUSE = 0.02
 
 
 class Script:
-    """Speaks just enough HTTP. Requests whose text begins with FAIL or CUT are mistreated."""
+    """Speaks just enough HTTP. Requests whose text begins with FAIL, CUT or SILENT are
+    mistreated.
+    """
 
     def __init__(self):
         self.bodies, self.flying, self.most, self.headers = [], 0, 0, []
@@ -50,12 +52,17 @@ class Script:
         self.flying += 1
         self.most = max(self.most, self.flying)
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n: keep-alive\n\n")
-        for piece in ("", "one", " two three", " four"):
+        silent = text.startswith("SILENT")
+        for piece in ("",) if silent else ("", "one", " two three", " four"):
             await asyncio.sleep(PAUSE)
             self.event(writer, {"choices": [{"index": 0, "delta": {"content": piece}}]})
             await writer.drain()
         self.flying -= 1
-        if not text.startswith("CUT"):
+        if silent:
+            ended = {"index": 0, "delta": {}, "finish_reason": "stop"}
+            self.event(writer, {"choices": [ended]})
+            self.event(writer, {"choices": [], "usage": {"completion_tokens": 1}})
+        elif not text.startswith("CUT"):
             self.event(writer, {"choices": [], "usage": {"completion_tokens": 4}})
             writer.write(b"data: [DONE]\n\n")
         await writer.drain()
@@ -122,6 +129,16 @@ def test_errors_are_counted_and_do_not_stop_the_others():
     assert level.throughput == pytest.approx(7 / seconds)
     nobody = asyncio.run(load_level(Endpoint("http://127.0.0.1:9/v1", "m"), [{}], 1))[0]
     assert "Connect" in nobody[0].error
+
+
+def test_an_answer_without_text_says_how_it_ended():
+    """A model of random weights may stop at once: nothing can be timed, and nothing is broken."""
+    with scripted() as (_, url):
+        (timing,), _ = load(url, ["SILENT"], at_once=1)
+    assert timing.error.startswith(
+        "the answer was empty (1 token without text, finish_reason stop)"
+    )
+    assert "--ignore-eos" in timing.error and timing.tokens == 1
 
 
 def test_the_key_goes_along_and_the_model_is_found():

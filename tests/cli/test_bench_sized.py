@@ -69,3 +69,9 @@ def test_an_unknown_shape_is_named(capsys):
     code = main(["bench", "--random-weights", "gpt-9", "--executor", "torch"])
     assert code == 2
     assert "no shape is called 'gpt-9'" in capsys.readouterr().err
+
+
+def test_another_executor_is_not_passed_over_in_silence(capsys):
+    assert main(["bench", "--random-weights", "tiny", "--executor", "jax"]) == 2
+    said = capsys.readouterr().err
+    assert "steps of the torch executor, not of jax" in said and "--launch --executor jax" in said
