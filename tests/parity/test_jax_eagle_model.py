@@ -76,13 +76,8 @@ def judge(folder, learned):
     made.close()
 
 
-def slow(values):
-    """The first of them; the others with the slow tests."""
-    first, *others = values
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
-
-
-@pytest.mark.parametrize("changes", slow(SWITCHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", SWITCHES)
 def test_extensions_and_trees_are_the_unrolled_forward(dense, tmp_path, compiled, quickly, changes):
     small = limits(tiny.VOCAB, context=192, pages=24)
     options = JaxOptions(draft_nodes=3, stacked=True, cache_dir=compiled)
@@ -109,7 +104,8 @@ SHAPES = [(0.8, 7, 3, 2)] + [(t, n, 3, w) for t in (0.0, 0.8, 1.0) for n, w in (
 """Temperature, draft tokens, depth, width."""
 
 
-@pytest.mark.parametrize("shape", slow(SHAPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, shape):  # noqa: F811
     temperature, nodes, depth, width = shape
     prompts = list(learned[1][:3, :12])
@@ -172,7 +168,7 @@ PROMPTS = [np.arange(9, 30, dtype=np.int32), np.arange(60, 65, dtype=np.int32)]
 TOKENS, DEPTH = 33, 3
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_head_that_is_always_right_or_always_wrong(markov, compiled, quickly, sign):
     """Every draft token accepted, or none; the text is the same."""
     folder, head = markov

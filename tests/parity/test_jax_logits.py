@@ -37,9 +37,13 @@ CASES = [
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
 ]
+FAST = [("llama", "plain"), ("qwen3", "tied"), ("gemma3_text", "plain"), ("qwen3_moe", "plain")]
 
 
-@pytest.mark.parametrize(("family", "variant"), CASES)
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
     found = checkpoint(family, **VARIANTS[variant])
     tokens = random.integers(0, tiny.VOCAB, 200)
@@ -61,7 +65,9 @@ def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, st
     assert (forward(executor, tokens, [30, 10]) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+@pytest.mark.parametrize(
+    "page_size", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 64))]
+)
 def test_a_tree_sees_its_prefix_and_its_ancestors(checkpoint, compiled, random, page_size):
     """Logits at every node of a tree are those of its path as plain text."""
     found = checkpoint("qwen3")

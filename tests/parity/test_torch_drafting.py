@@ -110,7 +110,7 @@ SHAPES = [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
 sequence."""
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temperature, shape):
     nodes, depth, width = shape
@@ -181,7 +181,7 @@ def answered(target, requests, **changes):
     return [[token for news in heard for token in news.tokens] for heard in output_tokens]
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     """Also prompts between rounds, rows the device cannot decide, and trees that must be deeper
     than what was grown ahead.

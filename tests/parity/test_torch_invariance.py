@@ -281,6 +281,7 @@ def test_padded_rows():
     assert [padded_rows(n, ()) for n in (0, 3, 300)] == [0, 3, 300]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model(default_model, default_executor):
     random = np.random.default_rng(4)

@@ -117,7 +117,7 @@ def asked(texts, temperature, lengths=(30, 17, 24)):
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, temperature, shape):
     requests = asked(learned[1], temperature)
@@ -150,7 +150,10 @@ def crowd(texts):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("shape", "pause"), [(OFF, 0), (SHAPES[2], 3), (SHAPES[4], 0)])
+@pytest.mark.parametrize(
+    ("shape", "pause"),
+    [(OFF, 0), pytest.param(SHAPES[2], 3, marks=pytest.mark.slow), (SHAPES[4], 0)],
+)
 def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     """Also rows with penalties and reports, prompts between rounds, and waiting for a slot."""
     requests = crowd(np.concatenate([learned[1], learned[1][:2]]))

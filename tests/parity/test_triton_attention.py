@@ -64,6 +64,7 @@ def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
     np.testing.assert_allclose(fast, pages.expected(), atol=3e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=16, deadline=None)
 @given(
     rows=st.lists(
@@ -111,6 +112,7 @@ def test_a_window_without_positions_is_refused():
         attend(*inputs, nowhere, AttentionSpec(0.25))
 
 
+@pytest.mark.slow
 def test_a_long_chunk_over_several_tiles_and_turns():
     trees = batch([np.zeros(200, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
     pages = Pages([70], trees, 4, 2, 16, 0)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-slow = pytest.mark.slow
-ARCHS = [pytest.param(80, marks=slow), 90, pytest.param(100, marks=slow)]
+ARCHS = [80, 90, 100]
 
 PARKED = {("attend 8b with window and cap, 64 lines", 100): 8}
 """Bytes on the stack. One value is stored before the loops and read once after them, whatever the
 registers: with half as many keys a turn 168 of 255 are taken, and it is there too."""
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         find_spec("triton") is None,
         reason="triton is not installed; `pip install --no-deps triton==3.6.0` lets this run",
