@@ -20,6 +20,7 @@ from forerun.control.constants import (
     LOOK_EVERY,
     LOSS_SHARE,
     MIN_PROB,
+    MIN_REPEATS,
     PROBE_EVERY,
     PROBE_ROWS,
     SPARING,
@@ -110,8 +111,9 @@ class AdaptivePolicy:
         self.reasons.update(budget.reason.partition(" (")[0] for budget in budgets)
         if self._lookahead is None or not constrained:
             return budgets
-        # While speculation is disabled, nothing is looked for but what is certain.
-        price = CERTAIN if self.guard.disabled else self.price(kv_len)
+        # While speculation is disabled or pauses, nothing is looked for but what is certain.
+        paused = self.guard.disabled or budgets[0].reason == PLAIN
+        price = CERTAIN if paused else self.price(kv_len)
         found = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(found) for _ in scores]
         bought = self._bought([score for scores in found for score in scores], owners, kv_len)
@@ -140,7 +142,9 @@ class AdaptivePolicy:
         """What the drafter is asked for."""
         self._step, self._probing = self._step + 1, False
         why = self._fault or (DISABLED if self.guard.disabled else None)
-        if why is None and self._drafted >= PROBE_EVERY:
+        # A new engine learns what plain steps take from plain steps: they are never too slow.
+        unknown = self.guard.costs.known(len(slots)) < MIN_REPEATS
+        if why is None and (unknown or self._drafted >= PROBE_EVERY):
             why = PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
@@ -189,7 +193,14 @@ class AdaptivePolicy:
         ranked = np.argsort(-gains, kind="stable")
         owners = ranked // rates.shape[1]
         ms = self._levels_ms(kv_len, owners)
-        count = self._worthwhile(gains[ranked].tolist(), ms[1:], ms[0], rows)
+        at_most, seen = self.guard.costs.at_most, int(kv_len.sum())
+        counts = (rows + width * level for level in range(1, len(ms)))
+        longest = (
+            at_most(count, seen * count // rows, time)
+            for count, time in zip(counts, ms[1:], strict=True)
+        )
+        times = zip(ms[1:], longest, strict=True)
+        count = self._worthwhile(gains[ranked].tolist(), times, ms[0], rows)
         levels = np.bincount(owners[:count], minlength=rows)
         # All rows that are off may probe, so each waits `rows` times as long as one alone.
         price = rows * (ms[1] / ms[0] - 1.0)
@@ -255,33 +266,39 @@ class AdaptivePolicy:
         Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
         """
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-        one, lengths = self.guard.costs.one, kv_len.tolist()
+        costs, lengths = self.guard.costs, kv_len.tolist()
         rows, seen = len(lengths), sum(lengths)
 
-        def times() -> Iterable[float]:
+        def times() -> Iterable[tuple[float, float]]:
             cached = seen
             for number, index in enumerate(order, 1):
                 cached += lengths[owners[index]]
-                yield one(rows + number, cached)
+                ms = costs.one(rows + number, cached)
+                yield ms, costs.at_most(rows + number, cached, ms)
 
         worth = [scores[index] for index in order]
-        return order[: self._worthwhile(worth, times(), one(rows, seen), rows)]
+        return order[: self._worthwhile(worth, times(), costs.one(rows, seen), rows)]
 
-    def _worthwhile(self, worth: list[float], ms: Iterable[float], plain: float, rows: int) -> int:
+    def _worthwhile(
+        self, worth: list[float], ms: Iterable[tuple[float, float]], plain: float, rows: int
+    ) -> int:
         """How many of the candidates, best first, bring most beyond what their time would bring
         elsewhere, of those that can be afforded if all that is not certain turns out wrong.
 
-        worth  tokens that each brings; ms: of a step of `rows` rows with the first, the first
-               two, ...; plain: with none
+        worth  tokens that each brings
+        ms     of a step of `rows` rows with the first, the first two, ...: what is believed, and
+               what it may take if that is wrong
+        plain  ms with none
         """
         price = rows * max(1.0, self.guard.speed)
         most_longer = self.guard.max_loss * plain
-        best, most, tokens, certain_ms = 0, 0.0, 0.0, plain
-        for number, (value, time) in enumerate(zip(worth, ms, strict=True), 1):
+        most_new = self.guard.max_new_loss * plain
+        best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
+        for number, (value, (time, longest)) in enumerate(zip(worth, ms, strict=True), 1):
             tokens += value
             if value >= CERTAIN:
-                certain_ms = time
-            if time - certain_ms > most_longer:
+                certain, certain_longest = time, longest
+            if time - certain > most_longer or longest - certain_longest > most_new:
                 break
             won = tokens - price * (time / plain - 1.0)
             if won > most:

@@ -23,7 +23,7 @@ FIRST_CALLS = 2
 in what lies on disk; on a GPU the second captures what the others replay. Simulated with both, a
 table said 30 to 300 times a step's time."""
 MIN_REPEATS = 3
-"""And at least; what is believed before anything was seen in service counts as so many steps, too.
+"""And at least; so many plain steps come first in service, too, for every number of rows.
 (One slow step of 32 nodes made a draft token beside 64 rows look like a bargain, and 64 streams
 lost 9 %: log, third session.)"""
 
@@ -37,6 +37,22 @@ OUTLIER_FACTOR = 1.5
 """A step that took longer than this times what was believed was interrupted: no more is put down
 to its draft tokens. (Replayed, one and two streams: 1.449 and 1.245 of plain, with 3: 1.436 and
 1.226.)"""
+NEW_OUTLIER = 3.0
+"""The same of a step larger than those seen, and of the first MIN_REPEATS of a size: what start-up
+said of them may be wrong by more than an interruption takes.
+(Replayed as NEW_SHARE: with 1.5, .914 of plain.)"""
+NEW_SHARE = 0.5
+"""Of the credit, what a step larger than those seen may lose if it takes time in proportion to its
+nodes. (Replayed, new engines, 90 steps, 16 streams, start-up that called nodes nearly free: .976 of
+plain; .453 where start-up is believed. With .25, one stream never tries draft tokens: 1.01 of plain
+instead of 1.24.)"""
+UNSEEN = 1e-3
+"""Steps that what start-up said of a count is worth against one that was seen. (Replayed as
+NEW_SHARE: with 1, .905 of plain.)"""
+LARGEST = 4096
+"""Nodes up to which corrections have counts of their own, by powers of two: more than any step has
+(--max-step-nodes is 512). (Replayed as above without them, the table's own counts 1, 8, 64, 256:
+.80.)"""
 
 # --- What draft tokens bring (acceptance.py) -----------------------------------------------
 

@@ -6,7 +6,15 @@ from math import exp, log
 
 import numpy as np
 
-from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER_FACTOR
+from forerun.control.constants import (
+    DECAY,
+    FOLLOW,
+    LARGEST,
+    MIN_REPEATS,
+    NEW_OUTLIER,
+    OUTLIER_FACTOR,
+    UNSEEN,
+)
 from forerun.types import AnyArray
 
 
@@ -43,14 +51,24 @@ class LiveCosts:
     times are multiplied by two corrections that steps teach: one for all counts of nodes,
     which follows quickly, and one per count, which follows slowly. Choices depend on ratios
     between counts only, so the first keeps a slower machine from looking like a dearer draft token.
+
+    Start-up may have been disturbed itself. So what it measured counts for nothing against a step
+    that was seen: `known` tells how many were, `at_most` what a larger one may take if the table
+    is wrong.
+
+    largest  nodes of the largest step that was seen; 0: none was
     """
 
     def __init__(self, measured: StepCosts) -> None:
-        self.measured = measured
-        # Logarithms of the corrections: of all counts, and of each in measured.nodes.
+        self.measured, self.largest = measured, 0
+        # Corrections have counts between and beyond those of the table.
+        powers = (1 << power for power in range(LARGEST.bit_length()))
+        self._counts = tuple(sorted({*measured.nodes, *powers}))
+        self._line: list[float] = measured.verify(np.array(self._counts)).tolist()
+        # Logarithms of the corrections: of all counts, and of each in _counts.
         self._level, self._steps = 0.0, 0
-        self._each = [0.0] * len(measured.nodes)
-        self._seen = [float(MIN_REPEATS)] * len(measured.nodes)
+        self._each = [0.0] * len(self._counts)
+        self._seen = [0.0] * len(self._counts)
 
     def many(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
         """Milliseconds of a step, drafting not counted; the arguments' shape.
@@ -60,23 +78,33 @@ class LiveCosts:
         """
         costs = self.measured
         base = costs.verify(nodes) + costs.attend_ms * cached / 1000.0
-        ms: AnyArray = np.exp(self._level + np.interp(nodes, costs.nodes, self._each)) * base
+        ms: AnyArray = np.exp(self._level + np.interp(nodes, self._counts, self._each)) * base
         return ms
 
     def one(self, nodes: int, cached: int) -> float:
         """`many` of one step, in microseconds instead of many: it is asked in every step."""
-        costs = self.measured
         below, above, fraction = self._between(nodes)
-        line = costs.verify_ms[below] + fraction * (costs.verify_ms[above] - costs.verify_ms[below])
-        if nodes > costs.nodes[-1]:
-            last = costs.verify_ms[-1] - costs.verify_ms[-2]
-            line += (nodes - costs.nodes[-1]) * last / (costs.nodes[-1] - costs.nodes[-2])
+        line = self._line[below] + fraction * (self._line[above] - self._line[below])
         each = self._each[below] + fraction * (self._each[above] - self._each[below])
-        return exp(self._level + each) * (line + costs.attend_ms * cached / 1000.0)
+        return exp(self._level + each) * (line + self.measured.attend_ms * cached / 1000.0)
+
+    def known(self, nodes: int) -> float:
+        """How many steps of about so many nodes were seen in service."""
+        below, above, fraction = self._between(nodes)
+        return (1.0 - fraction) * self._seen[below] + fraction * self._seen[above]
+
+    def at_most(self, nodes: int, cached: int, believed: float) -> float:
+        """Milliseconds that a step may take if the table is wrong: what is `believed`, and beyond
+        the largest step that was seen at least in proportion to that.
+        """
+        seen = self.largest
+        if not 0 < seen < nodes:
+            return believed
+        return max(believed, self.one(seen, cached * seen // nodes) * nodes / seen)
 
     def _between(self, nodes: int) -> tuple[int, int, float]:
-        """The measured counts around `nodes`, by index, and how far it is from one to the other."""
-        counts = self.measured.nodes
+        """The counts around `nodes`, by index, and how far it is from one to the other."""
+        counts = self._counts
         above = min(bisect_left(counts, nodes), len(counts) - 1)
         below = max(above - 1, 0) if nodes < counts[above] else above
         fraction = (
@@ -87,18 +115,25 @@ class LiveCosts:
     def learn(self, nodes: int, ms: float, believed: float) -> None:
         """A step of so many nodes, of which `one` says `believed`, took so long."""
         error = log(max(ms, 1e-6) / max(believed, 1e-6))
+        new = self._steps >= MIN_REPEATS and self.known(nodes) < MIN_REPEATS
         self._steps += 1
+        self.largest = max(self.largest, nodes)
         if self._steps > 1:
-            error = min(log(OUTLIER_FACTOR), error)
-        # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few.
-        follow = max(FOLLOW, 1.0 / self._steps)
+            error = min(log(NEW_OUTLIER if new else OUTLIER_FACTOR), error)
+        # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few. What a
+        # count says that was not seen before is no news of the machine.
+        follow = 0.0 if new else max(FOLLOW, 1.0 / self._steps)
         self._level += follow * error
         error *= 1.0 - follow
         below, above, fraction = self._between(nodes)
-        # The measured counts on both sides share what was learnt, the nearer one more.
-        for count, weight in ((above, fraction), (below, 1.0 - fraction)):
+        # The counts on both sides share what was learnt: the nearer one more, and the one that is
+        # known less (variances 1 / seen, as in a Kalman filter).
+        sides = [(count, w) for count, w in ((above, fraction), (below, 1.0 - fraction)) if w]
+        doubts = [w / max(self._seen[count], UNSEEN) for count, w in sides]
+        whole = 1.0 + sum(w * doubt for (_, w), doubt in zip(sides, doubts, strict=True))
+        for (count, weight), doubt in zip(sides, doubts, strict=True):
+            self._each[count] += max((1.0 - DECAY) * weight, doubt / whole) * error
             self._seen[count] += weight
-            self._each[count] += max(1.0 - DECAY, 1.0 / self._seen[count]) * weight * error
 
     def describe(self) -> dict[str, float]:
         """Milliseconds by number of nodes, as believed now, with little context."""

@@ -14,6 +14,7 @@ from forerun.control.constants import (
     LOSS_SHARE,
     MAX_CREDIT,
     MIN_REPEATS,
+    NEW_SHARE,
     OUTLIER_FACTOR,
 )
 from forerun.control.cost_model import LiveCosts, StepCosts
@@ -49,6 +50,11 @@ class SlowdownGuard:
         """Plain steps that the coming step may lose if all that is uncertain in it is wrong."""
         return CREDIT * max(self._credit, 0.0) / MAX_CREDIT
 
+    @property
+    def max_new_loss(self) -> float:
+        """The same of a step larger than those seen, if it takes as long as it may."""
+        return max(NEW_SHARE * self._credit, self.max_loss)
+
     def observe(self, report: StepReport) -> None:
         """Learn from a step. One with a prefill says nothing of decoding.
 
@@ -61,7 +67,8 @@ class SlowdownGuard:
         believed = plain = spent = self.costs.one(nodes, report.cached)
         if nodes > rows:
             plain = self.costs.one(rows, report.cached * rows // nodes)
-            spent = min(ms, OUTLIER_FACTOR * believed)
+            most = self.costs.at_most(nodes, report.cached, believed)
+            spent = min(ms, OUTLIER_FACTOR * most)
         self.costs.learn(nodes, ms, believed)
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.constants import LARGEST, MIN_REPEATS
 from forerun.control.report import StepReport
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import Draft
@@ -58,6 +59,65 @@ def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=F
         carried=carried,
         ms={"draft": draft_ms, "mask": 0.0, "verify": ms, "host": 0.0},
     )
+
+
+def seen(policy):
+    """The policy after steps of all sizes, which took what its table says."""
+    costs = policy.guard.costs
+    sizes = {*costs.measured.nodes, *(1 << power for power in range(LARGEST.bit_length()))}
+    for nodes in [*sizes] * MIN_REPEATS:
+        ms = costs.one(nodes, 0)
+        costs.learn(nodes, ms, ms)
+    return policy
+
+
+class Text:
+    """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
+    as often as it says.
+    """
+
+    def __init__(self, costs, rows, honesty, match=0.6, seed=0):
+        self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
+        self.random = np.random.default_rng(seed)
+        self.ms = self.tokens = self.drafted = 0.0
+        self.verified: list[int] = []
+
+    def run(self, policy, steps, length=None):
+        for step in range(steps):
+            for slot in range(self.rows):
+                if length and step % length == 0:
+                    policy.open(slot)
+            self.step(policy)
+        return self
+
+    def step(self, policy):
+        budgets = policy.budgets(*arrays(self.rows))
+        allowed = [budget.nodes for budget in budgets]
+        shares = [
+            self.random.uniform(0.2, 0.95, count if self.random.random() < self.match else 0)
+            for count in allowed
+        ]
+        plan = plan_of(self.rows, allowed)
+        kept = [chain([])] * self.rows
+        if any(allowed):
+            kept = policy.select(plan, policy.calibrate(plan, [chain(row) for row in shares]))
+        out = []
+        for row, draft in zip(shares, kept, strict=True):
+            right = self.random.random(len(row)) < self.honesty * row
+            truth = int(np.argmin(np.append(right, False)))
+            accepted = min(truth, len(draft))
+            out.append([*range(1, accepted + 1), accepted + 1 if truth > accepted else 0])
+            self.tokens += 1 + accepted
+            self.drafted += len(row)
+        sizes = list(map(len, kept))
+        ms = float(self.costs.verify(self.rows + sum(sizes)))
+        policy.observe(report_of(out, sizes, ms, allowed=allowed))
+        self.ms += ms
+        self.verified.append(sum(sizes))
+
+    def over_plain(self):
+        plain = self.rows / (float(self.costs.verify(self.rows)))
+        return self.tokens / self.ms / plain
 
 
 class PolicyOnTable(AdaptivePolicy):

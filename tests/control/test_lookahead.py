@@ -8,7 +8,7 @@ from forerun.control.constants import FIXED_MIN_PROB, MIN_PROB
 from forerun.control.cost_model import StepCosts
 from forerun.control.policy import FixedPolicy
 from forerun.speculative.tree import Draft
-from tests.control.steps import arrays, chain, plan_of, report_of
+from tests.control.steps import arrays, chain, plan_of, report_of, seen
 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
@@ -37,7 +37,7 @@ def opened(costs, rows, lookahead, nodes=2, free=True):
     for slot in range(rows):
         policy.open(slot)
     policy.guard._credit = 1e12  # Nothing is too dear to be tried.
-    return policy
+    return seen(policy)
 
 
 def reached(policy, speed):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.control.adaptive import ON_LEVELS, WRONG, AdaptivePolicy
 from forerun.control.cost_model import StepCosts
 from forerun.control.policy import FixedPolicy
-from tests.control.steps import report_of, slots_of
+from tests.control.steps import report_of, seen, slots_of
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
@@ -184,7 +184,7 @@ def test_easy_and_hard_rows_of_one_batch_are_told_apart():
 
 def test_long_contexts_make_guesses_dearer():
     costs = StepCosts((1, 64), (10.0, 11.0), attend_ms=3.0)
-    policy = opened(costs, 2)
+    policy = seen(opened(costs, 2))
     near, far = (
         policy.budgets(slots_of(2), np.array([10, 10], np.int32)),
         policy.budgets(slots_of(2), np.array([100_000, 100_000], np.int32)),
@@ -206,7 +206,7 @@ def test_the_choice_is_the_best_of_all_choices(rates, rises, draft_ms, speed):
     rows = len(rates)
     times = np.cumsum([5.5, *rises])
     costs = StepCosts((1, 3, 6, 12), tuple(times), draft_ms=draft_ms)
-    policy = opened(costs, rows, nodes=3, depth=3)
+    policy = seen(opened(costs, rows, nodes=3, depth=3))
     policy.acceptance._tries[:] = policy.acceptance._right[:] = 1e12
     policy.acceptance._right *= rates
     policy.guard._credit = 1e12  # Nothing is too dear to be tried.
@@ -226,7 +226,7 @@ def test_the_choice_is_the_best_of_all_choices(rates, rises, draft_ms, speed):
 
 
 def test_trees_are_bought_level_by_level():
-    policy = opened(FLAT, 1, nodes=16, depth=4)
+    policy = seen(opened(FLAT, 1, nodes=16, depth=4))
     budget = policy.budgets(slots_of(1), slots_of(1))[0]
     assert (budget.nodes, budget.depth) == (16, 4)
     for _ in range(200):
@@ -236,13 +236,13 @@ def test_trees_are_bought_level_by_level():
 
 
 def test_reasons_are_sentences_with_numbers():
-    policy = opened(STEEP, 1)
+    policy = seen(opened(STEEP, 1))
     Simulation(STEEP, policy).run(50, chance=0.0)
     reason = policy.budgets(slots_of(1), slots_of(1))[0].reason
     assert re.fullmatch(
         rf"{WRONG} \(the first is right in \d\d % of steps, [56]\d % would pay\)", reason
     )
-    (easy,) = opened(FLAT, 1).budgets(slots_of(1), slots_of(1))
+    (easy,) = seen(opened(FLAT, 1)).budgets(slots_of(1), slots_of(1))
     assert easy.reason.startswith(ON_LEVELS.format(4)) and "right in 70 % of steps" in easy.reason
     assert policy.describe()["reasons"][WRONG] > 20
 

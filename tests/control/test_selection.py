@@ -20,7 +20,7 @@ from forerun.control.constants import (
 from forerun.control.cost_model import LiveCosts, StepCosts
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.speculative.tree import Draft
-from tests.control.steps import arrays, chain, plan_of, report_of
+from tests.control.steps import Text, arrays, chain, plan_of, report_of, seen
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
@@ -43,55 +43,6 @@ def kept_of(policy, drafts):
     """What the policy verifies of drafts that were asked for without a bound."""
     plan = plan_of(len(drafts), [8] * len(drafts))
     return policy.select(plan, policy.calibrate(plan, drafts))
-
-
-class Text:
-    """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
-    as often as it says.
-    """
-
-    def __init__(self, costs, rows, honesty, match=0.6, seed=0):
-        self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
-        self.random = np.random.default_rng(seed)
-        self.ms = self.tokens = self.drafted = 0.0
-        self.verified: list[int] = []
-
-    def run(self, policy, steps, length=None):
-        for step in range(steps):
-            for slot in range(self.rows):
-                if length and step % length == 0:
-                    policy.open(slot)
-            self.step(policy)
-        return self
-
-    def step(self, policy):
-        budgets = policy.budgets(*arrays(self.rows))
-        allowed = [budget.nodes for budget in budgets]
-        shares = [
-            self.random.uniform(0.2, 0.95, count if self.random.random() < self.match else 0)
-            for count in allowed
-        ]
-        plan = plan_of(self.rows, allowed)
-        kept = [chain([])] * self.rows
-        if any(allowed):
-            kept = policy.select(plan, policy.calibrate(plan, [chain(row) for row in shares]))
-        out = []
-        for row, draft in zip(shares, kept, strict=True):
-            right = self.random.random(len(row)) < self.honesty * row
-            truth = int(np.argmin(np.append(right, False)))
-            accepted = min(truth, len(draft))
-            out.append([*range(1, accepted + 1), accepted + 1 if truth > accepted else 0])
-            self.tokens += 1 + accepted
-            self.drafted += len(row)
-        sizes = list(map(len, kept))
-        ms = float(self.costs.verify(self.rows + sum(sizes)))
-        policy.observe(report_of(out, sizes, ms, allowed=allowed))
-        self.ms += ms
-        self.verified.append(sum(sizes))
-
-    def over_plain(self):
-        plain = self.rows / (float(self.costs.verify(self.rows)))
-        return self.tokens / self.ms / plain
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
@@ -168,8 +119,8 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
 
 
 def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():
-    (budget,) = opened(MIDDLE, 1).budgets(*arrays(1))
-    (dearer, _) = opened(MIDDLE, 2).budgets(*arrays(2))
+    (budget,) = seen(opened(MIDDLE, 1)).budgets(*arrays(1))
+    (dearer, _) = seen(opened(MIDDLE, 2)).budgets(*arrays(2))
     assert budget.reason.startswith(ON) and 0.05 < budget.min_prob < dearer.min_prob < 0.5
 
 
@@ -266,12 +217,12 @@ def test_a_slow_machine_does_not_make_guesses_dearer():
 
 
 def test_reasons_are_told_and_counted():
-    policy = opened(MIDDLE, 1)
+    policy = seen(opened(MIDDLE, 1))
     Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
     facts = policy.describe()
     assert sum(facts["reasons"].values()) >= 100 and facts["reasons"][WRONG] > 20
     assert facts["trust_in_scores"] < 0.6 and facts["first_draft_token_right"] < 0.7
-    (budget,) = opened(MIDDLE, 1).budgets(*arrays(1))
+    (budget,) = seen(opened(MIDDLE, 1)).budgets(*arrays(1))
     assert budget.reason == f"{ON} (those right in 8 % or more)"
 
 
