@@ -26,8 +26,8 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control import acceptance, adaptive, cost_model, slowdown_guard
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.cost_model import StepCosts
 from forerun.control.report import step_report
+from forerun.control.step_costs import StepCosts
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan, SlotInit

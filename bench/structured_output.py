@@ -30,9 +30,9 @@ from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
-from forerun.control.cost_model import StepCosts
 from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.control.step_costs import StepCosts
 from forerun.errors import RequestError
 from forerun.machine import stamp
 from forerun.speculative.tree import NodeMasks

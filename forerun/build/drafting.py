@@ -12,8 +12,8 @@ from forerun.build.memory import Needs
 from forerun.build.standalone import open_standalone
 from forerun.config import EngineConfig
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.cost_model import StepCosts
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
+from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
 from forerun.errors import ConfigError, MemoryPlanError, ModelError

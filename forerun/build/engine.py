@@ -36,7 +36,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
-from forerun.control.cost_model import StepCosts
+from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ConfigError, ModelError, RequestError

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.control import reasons
 from forerun.control.acceptance import CERTAIN, Acceptance
 from forerun.control.constants import (
     LOOK_EVERY,
@@ -25,33 +26,14 @@ from forerun.control.constants import (
     PROBE_ROWS,
     SPARING,
 )
-from forerun.control.cost_model import StepCosts
+from forerun.control.levels import levels_ms
 from forerun.control.policy import Budget, Lookahead, widened
 from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.control.step_costs import StepCosts
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import Ints
-
-DISABLED = "off: lately speculation took more time than it saved"
-SELDOM = (
-    "off in three of four steps: lately draft tokens saved less time than looking for them took"
-)
-TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than it could save"
-WRONG = "off: the drafter's tokens are wrong too often in this text"
-LOOKING = "off, but the drafter is asked once to see whether the text has become easier"
-PROBING = "off, but one draft token is verified to measure what it costs now"
-PLAIN = "off for one step, which measures what a step without draft tokens takes now"
-PAUSED = "off for one step, in which others measure what a draft token costs now"
-ON = "on: draft tokens that save time are verified"
-ON_LEVELS = "on: {} draft tokens save time"
-ABOUT_ON = ON + " (those right in {:.0f} % or more)"
-ABOUT_WRONG = WRONG + " (of 100 it is sure of, {} are right; {} would pay)"
-ABOUT_DEAR = TOO_DEAR + " (as long as {:.1f} tokens)"
-ABOUT_LEVEL = " (the first is right in {} % of steps, {} % would pay)"
-VERIFIED = "draft tokens were verified"
-NOT_WORTH = "draft tokens were found, but would not have saved time"
-NOTHING_FOUND = "the drafter found nothing"
 
 
 class AdaptivePolicy:
@@ -112,7 +94,7 @@ class AdaptivePolicy:
         if self._lookahead is None or not constrained:
             return budgets
         # While speculation is disabled or pauses, nothing is looked for but what is certain.
-        paused = self.guard.disabled or budgets[0].reason == PLAIN
+        paused = self.guard.disabled or budgets[0].reason == reasons.PLAIN
         price = CERTAIN if paused else self.price(kv_len)
         found = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(found) for _ in scores]
@@ -141,11 +123,11 @@ class AdaptivePolicy:
     def _asked(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """What the drafter is asked for."""
         self._step, self._probing = self._step + 1, False
-        why = self._fault or (DISABLED if self.guard.disabled else None)
+        why = self._fault or (reasons.DISABLED if self.guard.disabled else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         unknown = self.guard.costs.known(len(slots)) < MIN_REPEATS
         if why is None and (unknown or self._drafted >= PROBE_EVERY):
-            why = PLAIN
+            why = reasons.PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
         return self._choices(slots, kv_len) if self._free else self._levels(slots, kv_len)
@@ -158,9 +140,9 @@ class AdaptivePolicy:
             self._probing = True
             return self._probes(slots)
         if self.guard.speed < 1.0 and self._idle % SPARING:
-            return [Budget(0, 0, SELDOM)] * len(slots)
+            return [Budget(0, 0, reasons.SELDOM)] * len(slots)
         if price >= 1.0:
-            return [_budget(0, 0, 0.0, ABOUT_DEAR, round(price, 1))] * len(slots)
+            return [_budget(0, 0, 0.0, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
         return [self._ask(slot, price) for slot in slots.tolist()]
 
     def _ask(self, slot: int, price: float) -> Budget:
@@ -168,18 +150,18 @@ class AdaptivePolicy:
         trust = self.acceptance.trust(slot)
         if trust > price:
             least = round(price, 2)
-            return _budget(self._nodes, self._depth, least, ABOUT_ON, 100 * least)
+            return _budget(self._nodes, self._depth, least, reasons.ABOUT_ON, 100 * least)
         if self._step - self._tried[slot] <= LOOK_EVERY:
-            return _budget(0, 0, 0.0, ABOUT_WRONG, round(100 * trust), round(100 * price))
+            return _budget(0, 0, 0.0, reasons.ABOUT_WRONG, round(100 * trust), round(100 * price))
         self._tried[slot] = self._step
-        return Budget(1, 1, LOOKING, price)
+        return Budget(1, 1, reasons.LOOKING, price)
 
     def _probes(self, slots: Ints) -> list[Budget]:
         """One draft token each for a few rows, more often right than not; nothing else."""
         good = [row for row, slot in enumerate(slots.tolist()) if self.acceptance.trust(slot) > 0.5]
-        budgets = [Budget(0, 0, PAUSED)] * len(slots)
+        budgets = [Budget(0, 0, reasons.PAUSED)] * len(slots)
         for row in good[:PROBE_ROWS]:
-            budgets[row] = Budget(1, 1, PROBING)
+            budgets[row] = Budget(1, 1, reasons.PROBING)
         return budgets
 
     def _levels(self, slots: Ints, kv_len: Ints) -> list[Budget]:
@@ -192,14 +174,8 @@ class AdaptivePolicy:
         gains = np.cumprod(rates, axis=1).reshape(-1)
         ranked = np.argsort(-gains, kind="stable")
         owners = ranked // rates.shape[1]
-        ms = self._levels_ms(kv_len, owners)
-        at_most, seen = self.guard.costs.at_most, int(kv_len.sum())
-        counts = (rows + width * level for level in range(1, len(ms)))
-        longest = (
-            at_most(count, seen * count // rows, time)
-            for count, time in zip(counts, ms[1:], strict=True)
-        )
-        times = zip(ms[1:], longest, strict=True)
+        ms, at_most = levels_ms(self.guard.costs, kv_len, owners, width)
+        times = zip(ms[1:], at_most[1:], strict=True)
         count = self._worthwhile(gains[ranked].tolist(), times, ms[0], rows)
         levels = np.bincount(owners[:count], minlength=rows)
         # All rows that are off may probe, so each waits `rows` times as long as one alone.
@@ -210,25 +186,16 @@ class AdaptivePolicy:
             self._tried[slot] = self._step if given else self._tried[slot]
             facts = round(100 * float(rate)), round(100 * price * max(1.0, self.guard.speed))
             probe = not given and useful and self._step - self._tried[slot] > price / LOSS_SHARE
-            text = LOOKING if probe else ON_LEVELS.format(width * given) if given else WRONG
+            text = (
+                reasons.LOOKING
+                if probe
+                else reasons.ON_LEVELS.format(width * given)
+                if given
+                else reasons.WRONG
+            )
             depth = 1 if probe else given
-            budgets.append(_budget(width * depth, depth, 0.0, text + ABOUT_LEVEL, *facts))
+            budgets.append(_budget(width * depth, depth, 0.0, text + reasons.ABOUT_LEVEL, *facts))
         return budgets
-
-    def _levels_ms(self, kv_len: Ints, owners: Ints) -> list[float]:
-        """Milliseconds of a step, drafting included, with no level, the first, the first two, ...;
-        owners int[n] is the row of each level.
-        """
-        costs, width = self.guard.costs, self._width
-        draft_tokens = width * np.arange(len(owners) + 1)
-        cached = np.cumsum(np.append(kv_len.sum(), width * kv_len[owners]))
-        drafting = (
-            costs.measured.follow_ms * (draft_tokens > 0) + costs.measured.draft_ms * draft_tokens
-        )
-        ms: list[float] = (
-            costs.many(len(kv_len) + draft_tokens, cached) + costs.pace * drafting
-        ).tolist()
-        return ms
 
     # --- when drafts are known -----------------------------------------------------------
 
@@ -255,7 +222,13 @@ class AdaptivePolicy:
                 kept.append(cut(draft, [index in bought for index in range(begin, end)]))
         for allowed, before, after in zip(plan.max_nodes.tolist(), drafts, kept, strict=True):
             if allowed:
-                found = VERIFIED if len(after) else NOT_WORTH if len(before) else NOTHING_FOUND
+                found = (
+                    reasons.VERIFIED
+                    if len(after)
+                    else reasons.NOT_WORTH
+                    if len(before)
+                    else reasons.NOTHING_FOUND
+                )
                 self.reasons[found] += 1
         return kept
 
@@ -286,13 +259,11 @@ class AdaptivePolicy:
         elsewhere, of those that can be afforded if all that is not certain turns out wrong.
 
         worth  tokens that each brings
-        ms     of a step of `rows` rows with the first, the first two, ...: what is believed, and
-               what it may take if that is wrong
-        plain  ms with none
+        ms     of a step of `rows` rows with the first, the first two, ... (`plain`: with none):
+               what is believed, and what it may take if that is wrong
         """
         price = rows * max(1.0, self.guard.speed)
-        most_longer = self.guard.max_loss * plain
-        most_new = self.guard.max_new_loss * plain
+        most_longer, most_new = self.guard.max_loss * plain, self.guard.max_new_loss * plain
         best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
         for number, (value, (time, longest)) in enumerate(zip(worth, ms, strict=True), 1):
             tokens += value

@@ -16,7 +16,7 @@ from forerun.control.constants import (
     REPEATS,
     SECONDS,
 )
-from forerun.control.cost_model import StepCosts
+from forerun.control.step_costs import StepCosts
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
 from forerun.interface.executor import Executor, ExecutorLimits

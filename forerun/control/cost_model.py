@@ -1,7 +1,6 @@
-"""What a step costs: measured at start-up, corrected by every step that is run since."""
+"""What a step costs now: what start-up measured, corrected by every step that is run since."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from math import exp, log
 
 import numpy as np
@@ -15,46 +14,18 @@ from forerun.control.constants import (
     OUTLIER_FACTOR,
     UNSEEN,
 )
+from forerun.control.step_costs import StepCosts
 from forerun.types import AnyArray
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Measured milliseconds of a step.
-
-    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
-               beyond them the last slope continues
-    verify_ms  time to verify that many nodes with little context
-    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
-    draft_ms   what proposing one draft token costs, where that is no trifle
-    follow_ms  what it costs the drafter, in every step, to follow what was decided
-    """
-
-    nodes: tuple[int, ...]
-    verify_ms: tuple[float, ...]
-    attend_ms: float = 0.0
-    draft_ms: float = 0.0
-    follow_ms: float = 0.0
-
-    def verify(self, nodes: AnyArray) -> AnyArray:
-        """Milliseconds to verify so many nodes; same shape as `nodes`."""
-        slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
-        beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
-        ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
-        return ms
 
 
 class LiveCosts:
     """Measured costs that follow the machine.
 
-    What was measured while the machine had other work must not mislead for ever. The measured
-    times are multiplied by two corrections that steps teach: one for all counts of nodes,
-    which follows quickly, and one per count, which follows slowly. Choices depend on ratios
+    The measured times are multiplied by two corrections that steps teach: one for all counts of
+    nodes, which follows quickly, and one per count, which follows slowly. Choices depend on ratios
     between counts only, so the first keeps a slower machine from looking like a dearer draft token.
-
-    Start-up may have been disturbed itself. So what it measured counts for nothing against a step
-    that was seen: `known` tells how many were, `at_most` what a larger one may take if the table
-    is wrong.
+    Start-up may have been disturbed: what it measured counts for nothing against steps that were
+    seen. `known` tells how many were, `at_most` what a larger one may take if the table is wrong.
 
     largest  nodes of the largest step that was seen; 0: none was
     """
@@ -116,8 +87,7 @@ class LiveCosts:
         """A step of so many nodes, of which `one` says `believed`, took so long."""
         error = log(max(ms, 1e-6) / max(believed, 1e-6))
         new = self._steps >= MIN_REPEATS and self.known(nodes) < MIN_REPEATS
-        self._steps += 1
-        self.largest = max(self.largest, nodes)
+        self._steps, self.largest = self._steps + 1, max(self.largest, nodes)
         if self._steps > 1:
             error = min(log(NEW_OUTLIER if new else OUTLIER_FACTOR), error)
         # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few. What a

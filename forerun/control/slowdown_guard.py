@@ -17,8 +17,9 @@ from forerun.control.constants import (
     NEW_SHARE,
     OUTLIER_FACTOR,
 )
-from forerun.control.cost_model import LiveCosts, StepCosts
+from forerun.control.cost_model import LiveCosts
 from forerun.control.report import StepReport
+from forerun.control.step_costs import StepCosts
 
 
 class SlowdownGuard:
@@ -67,8 +68,7 @@ class SlowdownGuard:
         believed = plain = spent = self.costs.one(nodes, report.cached)
         if nodes > rows:
             plain = self.costs.one(rows, report.cached * rows // nodes)
-            most = self.costs.at_most(nodes, report.cached, believed)
-            spent = min(ms, OUTLIER_FACTOR * most)
+            spent = min(ms, OUTLIER_FACTOR * self.costs.at_most(nodes, report.cached, believed))
         self.costs.learn(nodes, ms, believed)
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain

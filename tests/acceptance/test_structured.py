@@ -13,8 +13,8 @@ from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
-from forerun.control.cost_model import StepCosts
 from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.control.step_costs import StepCosts
 from forerun.executors import cpu
 
 pytestmark = [

@@ -5,8 +5,8 @@ import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import FIXED_MIN_PROB, MIN_PROB
-from forerun.control.cost_model import StepCosts
 from forerun.control.policy import FixedPolicy
+from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft
 from tests.control.steps import arrays, chain, plan_of, report_of, seen
 

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from forerun.control.adaptive import PLAIN, AdaptivePolicy
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.cost_model import LiveCosts, StepCosts
+from forerun.control.cost_model import LiveCosts
+from forerun.control.reasons import PLAIN
+from forerun.control.step_costs import StepCosts
 from tests.control.steps import Text, arrays, report_of
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.control.adaptive import ON_LEVELS, WRONG, AdaptivePolicy
-from forerun.control.cost_model import StepCosts
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy
+from forerun.control.reasons import ON_LEVELS, WRONG
+from forerun.control.step_costs import StepCosts
 from tests.control.steps import report_of, seen, slots_of
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.control.acceptance import compare
-from forerun.control.adaptive import DISABLED, ON, SELDOM, WRONG, AdaptivePolicy
+from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import (
     CREDIT,
     LOSS_SHARE,
@@ -17,8 +17,10 @@ from forerun.control.constants import (
     PROBE_EVERY,
     PROBE_ROWS,
 )
-from forerun.control.cost_model import LiveCosts, StepCosts
+from forerun.control.cost_model import LiveCosts
+from forerun.control.reasons import DISABLED, ON, SELDOM, WRONG
 from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft
 from tests.control.steps import Text, arrays, chain, plan_of, report_of, seen
 

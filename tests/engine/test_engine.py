@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.control.cost_model import StepCosts
+from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor

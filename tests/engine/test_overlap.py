@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.control.cost_model import StepCosts
 from forerun.control.policy import Budget, FixedPolicy
+from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from tests.control.steps import PolicyOnTable

@@ -1,0 +1,21 @@
+"""Why a row gets the draft tokens it gets, in words for people; numbers follow in brackets."""
+
+DISABLED = "off: lately speculation took more time than it saved"
+SELDOM = (
+    "off in three of four steps: lately draft tokens saved less time than looking for them took"
+)
+TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than it could save"
+WRONG = "off: the drafter's tokens are wrong too often in this text"
+LOOKING = "off, but the drafter is asked once to see whether the text has become easier"
+PROBING = "off, but one draft token is verified to measure what it costs now"
+PLAIN = "off for one step, which measures what a step without draft tokens takes now"
+PAUSED = "off for one step, in which others measure what a draft token costs now"
+ON = "on: draft tokens that save time are verified"
+ON_LEVELS = "on: {} draft tokens save time"
+ABOUT_ON = ON + " (those right in {:.0f} % or more)"
+ABOUT_WRONG = WRONG + " (of 100 it is sure of, {} are right; {} would pay)"
+ABOUT_DEAR = TOO_DEAR + " (as long as {:.1f} tokens)"
+ABOUT_LEVEL = " (the first is right in {} % of steps, {} % would pay)"
+VERIFIED = "draft tokens were verified"
+NOT_WORTH = "draft tokens were found, but would not have saved time"
+NOTHING_FOUND = "the drafter found nothing"

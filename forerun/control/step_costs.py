@@ -1,0 +1,33 @@
+"""What a step costs, as it was measured at start-up."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.types import AnyArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured milliseconds of a step.
+
+    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
+               beyond them the last slope continues
+    verify_ms  time to verify that many nodes with little context
+    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
+    draft_ms   what proposing one draft token costs, where that is no trifle
+    follow_ms  what it costs the drafter, in every step, to follow what was decided
+    """
+
+    nodes: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    attend_ms: float = 0.0
+    draft_ms: float = 0.0
+    follow_ms: float = 0.0
+
+    def verify(self, nodes: AnyArray) -> AnyArray:
+        """Milliseconds to verify so many nodes; same shape as `nodes`."""
+        slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
+        beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
+        ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
+        return ms
