@@ -19,6 +19,8 @@ constexpr double kWindow = 0.02;     // seconds of runs between decisions
 // one
 // thread less makes it at most n / (n - 1) times as long. So s = 1 / n is where they meet.
 constexpr double kCrowded = 0.8;     // of 1 / n: too much
+constexpr double kWasted = 0.02;     // seconds beyond that before a thread less takes part,
+constexpr double kTried = 0.005;     // and where the last one was only being tried
 constexpr double kCalm = 0.2;        // of 1 / n: nothing
 constexpr double kShortest = 0.5;    // seconds of calm before a thread more is tried,
 constexpr double kLongest = 16.0;    // doubled when that failed, up to this
@@ -58,16 +60,19 @@ void Crowd::observe(double wall, double lost) {
     lost_ += lost;
     if (wall_ < kWindow) return;
     const double share = lost_ / wall_;
+    wasted_ = std::max(0.0, wasted_ + lost_ - wall_ * kCrowded / active_);
     calm_ = share < kCalm / active_ ? calm_ + wall_ : 0;
     wall_ = lost_ = 0;
-    if (share > kCrowded / active_ && active_ > 1) {
+    if (wasted_ > (probing_ ? kTried : kWasted) && active_ > 1) {
         patience_ = probing_ ? std::min(2 * patience_, kLongest) : kShortest;
         probing_ = false;
+        wasted_ = calm_ = 0;
         active_--;
-    } else if (calm_ > patience_ && active_ < most_) {
-        probing_ = true;
+    } else if (calm_ > patience_) {
         calm_ = 0;
-        active_++;
+        // With as many threads as there may be, so long a calm says that the last one was right.
+        probing_ = active_ < most_;
+        if (probing_) active_++;
     }
 }
 

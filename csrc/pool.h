@@ -13,9 +13,9 @@ namespace forerun {
 // How many threads are worth using while other processes want the same cores.
 //
 // Threads that meet at barriers run at the pace of the slowest: one that has lost its core to
-// somebody else holds up all. So when some thread is kept off its core for a good part of the
-// time, one thread less takes part; after a calm while, one more is tried. Results never depend
-// on the number.
+// somebody else holds up all. So when some thread has been kept off its core for so much time that
+// one thread less would have been faster, one thread less takes part; after a calm while, one more
+// is tried. A short disturbance changes nothing. Results never depend on the number.
 class Crowd {
 public:
     explicit Crowd(int most) : most_(most), active_(most) {}
@@ -28,9 +28,10 @@ private:
     int most_;
     int active_;
     double wall_ = 0, lost_ = 0;  // of the runs since the last decision, seconds
-    double calm_ = 0;             // seconds of undisturbed runs since then
+    double wasted_ = 0;           // seconds that one thread less would have saved lately (CUSUM)
+    double calm_ = 0;             // seconds of undisturbed runs since the last change
     double patience_ = 0.5;       // how many of them before one thread more is tried
-    bool probing_ = false;        // the last change was one more
+    bool probing_ = false;        // the last change was one more, and may yet prove wrong
 };
 
 // `run(work)` calls work(0) on the caller and work(1..threads() - 1) on the pool's own threads, all

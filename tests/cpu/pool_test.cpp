@@ -53,6 +53,27 @@ static void crowd() {
     for (int i = 0; i < 1000; i++) busy.observe(0.01, 0.0);
     expect(busy.active() == 4, "and back when it is over");
 
+    // A neighbour that takes a core for 30 of every 130 ms (somebody who asks whether the server is
+    // up): two threads remain faster than one, so both remain.
+    Crowd polled(2);
+    int alone_for = 0;
+    for (int i = 0; i < 3900; i++) {
+        polled.observe(0.01, i % 13 < 3 ? 0.005 : 0.0);
+        alone_for += polled.active() == 1;
+    }
+    expect(alone_for == 0, "a short disturbance changes nothing");
+
+    // Each time somebody has gone for good, the next one finds the patience of the first.
+    Crowd visited(2);
+    for (int visit = 0; visit < 6; visit++) {
+        for (int i = 0; i < 30; i++) visited.observe(0.01, 0.008);
+        expect(visited.active() == 1, "one thread gives way");
+        int back = 0;
+        while (visited.active() == 1 && back < 10000) visited.observe(0.01, 0.0), back++;
+        expect(back < 60, "and is back after half a second, whoever came before");
+        for (int i = 0; i < 200; i++) visited.observe(0.01, 0.0);
+    }
+
     // Three threads run free, a fourth never does: tried again and again, but ever more rarely.
     Crowd neighbour(4);
     int tried = 0;
