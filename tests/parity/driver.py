@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -23,6 +24,12 @@ EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
 
 
 MasksOf = Callable[[Plan, TreeBatch], NodeMasks]
+
+
+def first_is_fast(values: list) -> list:
+    """Parameters of a test: the first runs always, the others with the slow tests."""
+    first, *others = values
+    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in others)]
 
 
 @dataclass

@@ -18,6 +18,7 @@ from forerun.executors.torch import TorchBlockModel
 from tests.drafters.draft_models import Told
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, random_block
+from tests.parity.driver import first_is_fast
 from tests.parity.test_block_model import (
     PROMPTS,
     Beside,
@@ -26,7 +27,7 @@ from tests.parity.test_block_model import (
     configured,
     served,
 )
-from tests.parity.test_jax_eagle_model import slow, stepped
+from tests.parity.test_jax_eagle_model import stepped
 
 TOKENS = 16
 SMALL = {"max_sequences": 2, "kv_tokens": 512}
@@ -77,7 +78,7 @@ def drafter(target, path, **changes):
     return draft, JaxBlockModel(target.executor, checkpoint_of(target), draft)
 
 
-@pytest.mark.parametrize("variant", slow(VARIANTS))
+@pytest.mark.parametrize("variant", first_is_fast(VARIANTS))
 def test_a_block_is_what_its_twin_says(target, plain, tmp_path, variant):
     """After none, some and all of the block before were accepted, in a batch."""
     draft, model = drafter(target, tmp_path, **VARIANTS[variant])

@@ -20,7 +20,8 @@ from forerun.errors import ModelError
 from forerun.executors.jax import JaxExecutor, JaxOptions, drafting, level_model
 from tests.drafters.test_nextn import certain, hf, layer, with_layers  # noqa: F401 - fixtures
 from tests.models import tiny
-from tests.parity.test_jax_eagle_model import slow, stepped
+from tests.parity.driver import first_is_fast
+from tests.parity.test_jax_eagle_model import stepped
 from tests.parity.test_torch_drafting import same, seen  # noqa: F401 - a fixture
 
 TOKENS, DEPTH = 21, 3
@@ -145,9 +146,9 @@ def all_candidates(monkeypatch):
         monkeypatch.setattr(module, "CANDIDATES", tiny.VOCAB)
 
 
-@pytest.mark.parametrize("temperature", slow([0.0, 0.8, 1.0]))
-@pytest.mark.parametrize("shape", slow(["chain", "tree"]))
-@pytest.mark.parametrize("which", slow(["itself", "right layer"]))
+@pytest.mark.parametrize("temperature", first_is_fast([0.0, 0.8, 1.0]))
+@pytest.mark.parametrize("shape", first_is_fast(["chain", "tree"]))
+@pytest.mark.parametrize("which", first_is_fast(["itself", "right layer"]))
 def test_a_draft_that_says_what_the_target_says_is_accepted_whole(
     opened, all_candidates, which, shape, temperature
 ):
