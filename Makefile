@@ -3,11 +3,12 @@
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null \
 	&& echo $$name && break; done)
-VENV   := .venv
-BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-READY  := $(VENV)/.ready
-TOOLS  := $(VENV)/.tools
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+READY   := $(VENV)/.ready
+TOOLS   := $(VENV)/.tools
+CLIENTS := build/clients
 
 .PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
