@@ -8,7 +8,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
-CLIENTS := build/clients
+CLIENTS := .venv-clients
 
 .PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
