@@ -138,8 +138,8 @@ _MODEL = [
     *same("--chat-template-file", "chat_template", LLAMA),
     *usual("--jinja", (), LLAMA, why="templates are always Jinja", takes=NOTHING),
     *usual("--flash-attn -fa", ("true", "on", "auto"), LLAMA, why=_KERNEL, takes=MAYBE),
-    *refused("--attention-backend --sampling-backend --prefill-attention-backend "
-              "--decode-attention-backend", SGLANG, VLLM, why=_KERNEL),
+    *refused("--sampling-backend --prefill-attention-backend --decode-attention-backend",
+              SGLANG, VLLM, why=_KERNEL),
     *same("--tp", "tp_size", SGLANG),
     *same("-tp", "tp_size", VLLM),
     *same("--tensor-parallel-size", "tp_size", SGLANG, VLLM),
@@ -220,6 +220,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dtype", "device", "revision", "ssl_keyfile", "ssl_certfile"), (SGLANG, VLLM)),
     **dict.fromkeys(("page_size", "mem_fraction_static", "disable_cuda_graph"), (SGLANG,)),
     **dict.fromkeys(("cuda_graph_max_bs", "enable_torch_compile"), (SGLANG,)),
+    **dict.fromkeys(("attention_backend",), (SGLANG, VLLM)),
     **dict.fromkeys(("torch_compile_max_bs", "grammar_backend", "sampling_defaults"), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),
     **dict.fromkeys(("chat_template",), (SGLANG, VLLM)),

@@ -74,6 +74,13 @@ class EngineConfig:
     tp_size: int = option(
         1, "devices that share every layer, tensor parallel (jax executor)", low=1, high=4096
     )
+    attention_backend: str = option(
+        "auto",
+        "what computes attention on the jax executor: jnp, or the Pallas kernel (TPUs; on the CPU "
+        "interpreted, which is very slow, and not run on a TPU yet); auto is jnp; elsewhere the "
+        "device decides",
+        choices=("auto", "jnp", "pallas"),
+    )
     dtype: str = option(
         "auto",
         "numbers: as the model's file has them (native core), or a torch format; auto is file, "
@@ -204,6 +211,13 @@ class EngineConfig:
         if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
             raise ConfigError(
                 f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
+            )
+        if self.attention_backend != "auto" and (
+            self.toy or self.executor in ("cpu", "torch", "toy")
+        ):
+            raise ConfigError(
+                f"attention-backend {self.attention_backend} needs the jax executor; elsewhere "
+                "the device decides: leave it out."
             )
         self._check_batches()
         if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):

@@ -50,6 +50,7 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         draft_nodes=config.draft_shape.nodes,
         platform=config.device,
         cache_dir=str(cache_dir() / "jax"),
+        attention=config.attention_backend,
     )
     return JaxExecutor(checkpoint, limits, options)
 

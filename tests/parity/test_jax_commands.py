@@ -24,7 +24,7 @@ PAGE = f"""
   --speculative-num-draft-tokens 4
 """
 """As printed there, but for what runs code of a repository (--trust-remote-code) or names a kernel
-(--attention-backend), which are refused in a sentence, the revision and where it listens."""
+(--attention-backend fa), which are refused in a sentence, the revision and where it listens."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

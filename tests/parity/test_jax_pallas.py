@@ -1,6 +1,7 @@
-"""The Pallas kernel against its plain twin, and that it lowers for TPUs."""
+"""The Pallas kernel against its plain twin, alone and in steps, and that it lowers for TPUs."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from forerun.errors import ConfigError
+from forerun.executors.jax import JaxExecutor, JaxOptions, attention_choice
 from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
+from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.pallas_attention import attend_pallas
 from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.sampling import Sampling
 from forerun.speculative.verify import intervals
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
 
 PARENTS = np.array([-1, 0, 0, 1, 1, 3], np.int32)
 
@@ -79,3 +86,56 @@ def test_it_lowers_for_tpus(dtype):
         exported = jax.export.export(run, platforms=["tpu"])(*given)
     assert exported.platforms == ("tpu",)
     assert "tpu_custom_call" in exported.mlir_module()
+
+
+@pytest.mark.slow
+def test_steps_with_the_kernel_say_what_steps_without_it_say(
+    checkpoint, compiled, quickly, monkeypatch, caplog
+):
+    """Chunks, then trees that are now and then right, two rows at a time."""
+    traced, kernel = [], attention_choice.attend_pallas
+
+    def counted(*given, **how):
+        traced.append(how["interpret"])
+        return kernel(*given, **how)
+
+    monkeypatch.setattr(attention_choice, "attend_pallas", counted)
+    small = limits(tiny.VOCAB, context=64, page_size=8, pages=17, slots=2, max_nodes=32)
+    said = {}
+    for backend in ("jnp", "pallas"):
+        options = JaxOptions(draft_nodes=3, stacked=True, cache_dir=compiled, attention=backend)
+        made = JaxExecutor(checkpoint("qwen3"), small, options)
+        assert made.describe()["attention"] == backend
+        with Driver(made) as driver:
+            driver.open(0, list(range(20, 41)), Sampling(temperature=0.8, seed=5))
+            driver.open(1, list(range(60, 64)), Sampling(temperature=0.0))
+            driver.step([Row(0, 17), Row(1, 3)])
+            brought = 0
+            for _ in range(10):
+                known = [driver.sequences[slot].tokens for slot in (0, 1)]
+                right = [said["jnp"][slot][len(known[slot]) :] if said else [9] for slot in (0, 1)]
+                trees = [as_draft([7, *(line[:1] or [8]), 7], [-1, -1, 1]) for line in right]
+                rows = [Row(slot, draft=trees[slot]) for slot in (0, 1)]
+                first = len(known[0]) - driver.sequences[0].kv_len > 1
+                result = driver.step([Row(0), Row(1)] if first else rows)
+                brought += int(result.outcome.n_tokens.sum())
+            found = [driver.sequences[slot].tokens for slot in (0, 1)]
+        if said:
+            assert [a[: len(b)] for a, b in zip(found, said["jnp"], strict=True)] == said["jnp"]
+            assert brought > 25
+        said[backend] = found
+    assert traced and all(traced)
+    assert "interpreted" in caplog.text
+
+
+def test_where_there_is_no_such_kernel():
+    def devices(platform):
+        return SimpleNamespace(
+            mesh=SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
+        )
+
+    with pytest.raises(ConfigError, match="'fa'; on jax it must be one of auto, jnp, pallas"):
+        attention_of("fa", devices("cpu"))
+    with pytest.raises(ConfigError, match="written for TPUs, but the device is a gpu"):
+        attention_of("pallas", devices("gpu"))
+    assert attention_of("auto", devices("tpu")) is attend

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.batches import Buckets, Size, batches, regrouped
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Decoder
@@ -22,7 +22,7 @@ from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
-from forerun.executors.jax.programs import MOVED, Programs
+from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
 from forerun.executors.jax.shaping import Asked, edits_of, packed_shaping
 from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.step import Scores, asked_rows, key_of, receive
@@ -53,6 +53,7 @@ class JaxOptions:
     stacked      layers in a scan; None = where the device is no CPU (weights.py)
     platform     cpu or tpu: which of jax's devices; None = its own choice
     cache_dir    where compiled programs are kept from start to start; None = nowhere
+    attention    one of attention_choice.BACKENDS
     """
 
     dtype: str = "float32"
@@ -61,6 +62,7 @@ class JaxOptions:
     stacked: bool | None = None
     platform: str | None = None
     cache_dir: str | None = None
+    attention: str = "auto"
 
 
 class JaxExecutor:
@@ -88,6 +90,7 @@ class JaxExecutor:
         self.limits, self._options = limits, options
         _check(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
+        attention = attention_of(options.attention, sharding)
         self._device = sharding.mesh.devices.flat[0]
         on_cpu = self._device.platform == "cpu"
         self._buckets = Buckets.of(limits, options.draft_nodes)
@@ -102,7 +105,7 @@ class JaxExecutor:
         params = load_params(checkpoint, dtype, sharding, self._stacked)
         self._width = -(-limits.context // limits.page_size)
         self.decoder, self.dtype = Decoder(arch, sharding), dtype
-        functions = Functions(self.decoder, self._shape, limits.page_size, self._width)
+        functions = Functions(self.decoder, self._shape, limits.page_size, self._width, attention)
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
@@ -363,6 +366,7 @@ class JaxExecutor:
             "devices": self._options.shards,
             "dtype": self._options.dtype,
             "layers": "stacked" if self._stacked else "apart",
+            "attention": "pallas" if self._options.attention == "pallas" else "jnp",
             "batch_invariant": False,
             "compiled": len(programs.compiled) if programs else 0,
             "compile_seconds": round(programs.compile_seconds, 2) if programs else 0.0,
@@ -384,10 +388,3 @@ def _check(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> N
         raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
     if limits.context > arch.context:
         raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
-
-
-def keep_compiled(folder: str) -> None:
-    """Keep compiled programs in a folder, and use what is there: for the whole process."""
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from forerun.executors.jax.accept import choose, unpacked, walk
 from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
+from forerun.executors.jax.attention_choice import Attention
 from forerun.executors.jax.batches import Size
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import BlockPasses
@@ -22,9 +23,6 @@ from forerun.executors.jax.shaping import Shaping, choose_shaped
 from forerun.executors.jax.weights import Params
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
-
-Attention = Callable[..., Array]
-"""`attention.attend` or its twin."""
 
 
 class Key(NamedTuple):

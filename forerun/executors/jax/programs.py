@@ -266,3 +266,10 @@ def _shapes(tree: Any) -> Any:
     return jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
     )
+
+
+def keep_compiled(folder: str) -> None:
+    """Keep compiled programs in a folder, and use what is there: for the whole process."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
