@@ -32,10 +32,6 @@ _ONE_DEVICE = (
     "a model is cut over devices by --tp-size alone (jax executor); beyond that start several "
     "servers and put a proxy before them"
 )
-_LOSSY = (
-    "below 1 it would accept tokens that the model did not choose; every method here is "
-    "lossless, and --policy adaptive is what makes it fast"
-)
 _LOOKUP = "lookup and table have no such setting; --speculative-num-draft-tokens bounds their trees"
 _ONE_STEP = "prompts and answers share steps of at most --max-step-nodes tokens"
 _KERNEL = "the device decides: Triton on cuda, the native core's or torch's own on cpu"
@@ -54,8 +50,6 @@ _DRAFTING = [
         meaning="a JSON object: method, model, revision, num_speculative_tokens (N means "
         "`--speculative-num-steps N --speculative-num-draft-tokens N+1`); other keys are refused",
     ),
-    *usual("--speculative-accept-threshold-single --speculative-accept-threshold-acc",
-            ("1", "1.0"), SGLANG, why=_LOSSY),
     *refused("--speculative-attention-mode --speculative-draft-attention-backend", SGLANG,
               why=_KERNEL),
     *usual("--speculative-draft-model-quantization", ("unquant", "none"), SGLANG,
@@ -212,7 +206,7 @@ ALIASES: tuple[Alias, ...] = (*_DRAFTING, *_MODEL, *_SERVER, *_ASKING)
 _DRAFT_NAMES = (
     "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision "
     "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens "
-    "speculative_token_map"
+    "speculative_token_map speculative_accept_threshold_single speculative_accept_threshold_acc"
 )
 SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_DRAFT_NAMES.split(), (SGLANG,)),

@@ -174,6 +174,20 @@ class EngineConfig:
         low=1,
         high=257,
     )
+    speculative_accept_threshold_single: float = option(
+        1.0,
+        "when sampling, accept a draft token that the model gives at least this probability, also "
+        "where it chose another; below 1 is lossy, and answers say so",
+        low=0.0,
+        high=1.0,
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0,
+        "when sampling, divide the coin's limit by this, so that more draft tokens are accepted "
+        "than the model chose; below 1 is lossy, and answers say so",
+        low=0.0,
+        high=1.0,
+    )
     draft_reading: str | None = option(
         None,
         "how the draft head's configuration is meant, as --probe found it, such as "
@@ -281,6 +295,15 @@ class EngineConfig:
         return self.algorithm.model or self.algorithm.lookup
 
     @property
+    def lossy(self) -> bool:
+        """Sampled texts may differ from plain decoding's where a request says nothing else."""
+        single, acc = (
+            self.speculative_accept_threshold_single,
+            self.speculative_accept_threshold_acc,
+        )
+        return self.speculates and min(single, acc) < 1
+
+    @property
     def draft_shape(self) -> DraftShape:
         """The largest tree of draft tokens, defaults filled in."""
         steps = self.speculative_num_steps
@@ -294,6 +317,16 @@ class EngineConfig:
     def toy(self) -> bool:
         """True for the hand-computable model, which needs no file and no torch."""
         return self.model == "toy"
+
+
+def exact(config: EngineConfig) -> EngineConfig:
+    """The configuration, where it lets no text differ. Raises ConfigError."""
+    if config.lossy:
+        raise ConfigError(
+            "this compares texts that are to be the same, but accept thresholds below 1 let them "
+            "differ; leave speculative-accept-threshold-single and -acc out."
+        )
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,6 +123,20 @@ def drafting_sentence(
     return f"drafting: {method.name}, {method.meaning} ({why})"
 
 
+def lossy_sentence(config: EngineConfig) -> str | None:
+    """What accept thresholds of the server's do to its answers; None where they are lossless."""
+    if not config.lossy:
+        return None
+    single, acc = (
+        config.speculative_accept_threshold_single,
+        config.speculative_accept_threshold_acc,
+    )
+    return (
+        f"lossy: speculative-accept-threshold-single is {single:g} and -acc is {acc:g}, so sampled "
+        "answers may hold tokens that the model did not choose; greedy ones stay exact"
+    )
+
+
 def resolved_drafting(
     config: EngineConfig, head: bool, fault: str | None, block: int = 0
 ) -> EngineConfig:

@@ -17,6 +17,7 @@ from forerun.build.drafting import (
     Parts,
     drafting_sentence,
     excused,
+    lossy_sentence,
     model_drafter,
     open_drafts,
     policy_for,
@@ -38,7 +39,8 @@ from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.executors.toy import ToyExecutor
 from forerun.hub.catalog import Model, open_model
@@ -151,7 +153,12 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     drafter = _drafter(config, target, grammars)
     policy = policy_for(config, target.costs, drafter, grammars)
     fault = target.fault if not config.speculates else None
-    options = EngineOptions(max_waiting=config.max_waiting, overlap=config.overlap)
+    options = EngineOptions(
+        max_waiting=config.max_waiting,
+        overlap=config.overlap,
+        accept_threshold_single=config.speculative_accept_threshold_single,
+        accept_threshold_acc=config.speculative_accept_threshold_acc,
+    )
     return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
 
 
@@ -175,6 +182,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         info=_facts(target)
         | {
             "profile": profile.name if profile else None,
+            "lossy": lossy_sentence(target.config),
             "drafting": drafting_sentence(
                 config, target.config, target.table is not None, target.fault
             ),

@@ -101,6 +101,8 @@ def load_shown(config: EngineConfig) -> Loaded:
     _say_device(loaded.target)
     if loaded.info["profile"]:
         say(f"speculation as tuned on this machine: {loaded.info['profile']}")
+    if loaded.info["lossy"]:
+        say(loaded.info["lossy"])
     return loaded
 
 

@@ -10,7 +10,7 @@ from forerun.bench.fuzz import Fuzzer, Report, replay
 from forerun.bench.fuzz_case import write
 from forerun.bench.workload import read_prompts
 from forerun.cli.console import bars, emit_json, say
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, exact
 from forerun.flags import configured
 
 MINUTES = 2.0
@@ -19,7 +19,7 @@ MINUTES = 2.0
 
 def fuzz(arguments: argparse.Namespace) -> int:
     """Look for an answer that depends on its company. 1 where one was found."""
-    config = configured(EngineConfig, arguments)
+    config = exact(configured(EngineConfig, arguments))
     path = Path(arguments.prompts) if arguments.prompts else None
     fuzzer = Fuzzer(config, tuple(read_prompts(path)), arguments.seed)
     enough, total = _limit(arguments)

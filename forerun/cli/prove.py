@@ -11,7 +11,7 @@ from forerun.bench.workload import read_prompts, spread
 from forerun.cli import fuzz
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.constraint import grammar_of
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, exact
 from forerun.flags import configured
 from forerun.machine import stamp
 
@@ -24,7 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
         return fuzz.again(arguments)
     if arguments.fuzz:
         return fuzz.fuzz(arguments)
-    config, trial = configured(EngineConfig, arguments), _trial(arguments)
+    config, trial = exact(configured(EngineConfig, arguments)), _trial(arguments)
     target = open_shown(replace(config, max_sequences=max(trial.group, 1)))
     try:
         with bars() as progress:

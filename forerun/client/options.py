@@ -41,6 +41,8 @@ class EngineOptions(TypedDict, total=False):
     speculative_num_steps: int | None
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
+    speculative_accept_threshold_single: float
+    speculative_accept_threshold_acc: float
     draft_reading: str | None
     draft_on_error: str
     grammar_backend: str
@@ -69,5 +71,7 @@ class AskOptions(TypedDict, total=False):
     min_tokens: int
     logprobs: int | None
     prompt_logprobs: int | None
+    accept_threshold_single: float | None
+    accept_threshold_acc: float | None
     speculation: Speculation | None
     grammar: Grammar | None

@@ -4,15 +4,14 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
 
-from forerun.config import MAX_CHOICES
 from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
+from forerun.engine.options import EngineOptions
 from forerun.engine.output import Ending
 from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
@@ -30,22 +29,6 @@ log = logging.getLogger("forerun.engine")
 
 QUIET = 0.05
 """Seconds without work after which the engine counts as idle and checks itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """Limits of the engine itself.
-
-    max_waiting   sequences that may wait for a slot; a request that finds so many is refused
-    max_choices   largest n of a request
-    max_failures  steps in a row that may fail before the engine gives up
-    overlap       begin the next step before this one is looked at (overlap.py), where that can be
-    """
-
-    max_waiting: int = 1024
-    max_choices: int = MAX_CHOICES
-    max_failures: int = 3
-    overlap: bool = False
 
 
 class Engine:
@@ -118,7 +101,7 @@ class Engine:
         Raises RequestError (ContextError, BusyError) where it cannot be honoured, EngineError
         where the engine is no more; nothing has been allocated then.
         """
-        limits = self._parts.executor.limits
+        limits, request = self._parts.executor.limits, self._options.on(request)
         validate(request, limits.vocab, self.context, self._options.max_choices)
         if request.grammar is not None and isinstance(self._parts.grammars, NoGrammars):
             raise RequestError("This engine was started without structured output.", "grammar")

@@ -72,6 +72,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (1e-6, 1e6),
     "frequency_penalty": (-1e6, 1e6),
     "presence_penalty": (-1e6, 1e6),
+    "accept_threshold_single": (0.0, 1.0),
+    "accept_threshold_acc": (0.0, 1.0),
 }
 
 

@@ -17,6 +17,7 @@ from forerun.speculative.sampling import (
     process,
     unpack,
 )
+from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Words
 
@@ -73,7 +74,11 @@ class HostChoice:
             if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
                 return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
             processed = process(raw, sampling, history, ancestors, allowed)
-            return choose(processed, sampling, position)
+            chosen = choose(processed, sampling, position)
+            drafted = list(children(trees, row, node)) if sampling.lossy else []
+            if not drafted or chosen == NOTHING:
+                return chosen
+            return relaxed(processed, sampling, position, drafted, chosen)
 
         return accept_row(trees, row, choose_at)
 

@@ -68,12 +68,14 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     request.scope["state"]["record"].ignored += dialect.ignored
     if isinstance(generation, Ready):
         return Json(generation.body)
+    record = request.scope["state"]["record"]
+    record.ignored += generation.ignored
+    record.lossy = dialect.lossy = generation.lossy
     if generation.rules is not None:
         client = request.client.host if request.client is not None else ""
         compiled = await service.compiled(dialect.served, generation.rules, client)
         generation = generation.under(compiled)
-        dialect.unenforced = compiled.unenforced
-        request.scope["state"]["record"].unenforced = compiled.unenforced
+        dialect.unenforced = record.unenforced = compiled.unenforced
     return Generated(service, dialect, generation)
 
 

@@ -72,6 +72,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
                 "retry-after",
                 "x-forerun-ignored",
                 "x-forerun-unenforced",
+                "x-forerun-lossy",
             ),
         )
     ]

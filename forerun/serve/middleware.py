@@ -35,6 +35,9 @@ IGNORED = b"x-forerun-ignored"
 UNENFORCED = b"x-forerun-unenforced"
 """Header that names the schema keywords that an answer need not follow."""
 
+LOSSY = b"x-forerun-lossy"
+"""Header that names the accept thresholds, where an answer may differ from plain decoding's."""
+
 MAX_NAMED = 32
 """Of them, at most; the answer's body names all."""
 
@@ -47,6 +50,7 @@ class Record:
 
     ignored     fields of it that change nothing
     unenforced  keywords of its schemas that are not enforced
+    lossy       its accept thresholds, where they may change the answer
     """
 
     id: str
@@ -56,6 +60,7 @@ class Record:
     session: GenerationSession | None = None
     ignored: tuple[str, ...] = ()
     unenforced: tuple[str, ...] = ()
+    lossy: dict[str, float] | None = None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What an answer says of the request beside itself."""
@@ -64,6 +69,8 @@ class Record:
             names = [quote(path, safe="[]$:")[:300] for path in self.unenforced[:MAX_NAMED]]
             more = len(self.unenforced) - len(names)
             found.append((UNENFORCED, ", ".join([*names, *([f"{more} more"] if more else [])])))
+        if self.lossy:
+            found.append((LOSSY, ", ".join(f"{k}={v:g}" for k, v in self.lossy.items())))
         return [(name, value.encode()) for name, value in found]
 
     def line(self, method: str, path: str) -> str:

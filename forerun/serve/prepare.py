@@ -32,6 +32,8 @@ MAX_SEQUENCES = 256
 MAX_REPORTED = 1 << 19
 """Log-probabilities that one request may have reported: some 100 MB of answer."""
 
+THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
+
 MAX_TRACED = 8
 """Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
 
@@ -46,6 +48,8 @@ class Generation:
     rules       what the answers are constrained to, not yet compiled
     unseen      stop tokens that leave no text: they get no log-probabilities either
     parser      makes the reader of one choice's text; None where all of it is content
+    lossy       the accept thresholds, where they may change the answer
+    ignored     fields that change nothing beside what else was asked
     """
 
     id: str
@@ -56,6 +60,8 @@ class Generation:
     unseen: frozenset[int]
     rules: Rules | None = None
     parser: Callable[[], OutputParser] | None = None
+    lossy: dict[str, float] | None = None
+    ignored: tuple[str, ...] = ()
 
     def under(self, grammar: Compiled) -> "Generation":
         """The same with its rules compiled."""
@@ -86,6 +92,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     stopping = _stopping(body, sampling, limit)
     unseen = _unseen(body, loaded.tokenizer)
     made = _generation(body, (prompt,), stopping, sampling, settings)
+    made = _with_thresholds(made, body, loaded)
     made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
     if asked.control:
         requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
@@ -108,6 +115,7 @@ def completion_generation(
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
     made = _generation(body, prompts, stopping, sampling, settings)
+    made = _with_thresholds(made, body, loaded)
     unseen = _unseen(body, loaded.tokenizer)
     return replace(made, rules=constraint(body, settings), unseen=unseen)
 
@@ -142,6 +150,19 @@ def _generation(
     return Generation(name, int(time.time()), requests, body.n, body.stream, frozenset())
 
 
+def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Generation:
+    """The same, saying what the accept thresholds mean for it: that it is lossy, or that they
+    change nothing although the request names them.
+    """
+    sampling, asked = made.requests[0].sampling, body.speculative
+    names = THRESHOLDS
+    if sampling.lossy and asked.enabled and loaded.config.speculates:
+        return replace(made, lossy=dict(zip(names, sampling.accept_thresholds, strict=True)))
+    given = {name: getattr(asked, name) for name in names}
+    idle = [f"speculative.{name}" for name, value in given.items() if (value or 1.0) < 1]
+    return replace(made, ignored=tuple(idle))
+
+
 def _sampling(
     body: SampledBody,
     loaded: Loaded,
@@ -154,6 +175,8 @@ def _sampling(
     given = {name: getattr(body, name) for name in NEUTRAL}
     asked = {name: value for name, value in given.items() if value is not None}
     usual = {**NEUTRAL, **loaded.target.sampling, **asked}
+    single, acc = body.speculative.accept_threshold_single, body.speculative.accept_threshold_acc
+    config = loaded.config
     return Sampling(
         temperature=usual["temperature"],
         top_k=max(int(usual["top_k"]), 0),
@@ -168,6 +191,10 @@ def _sampling(
         stop_tokens=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        accept_threshold_single=config.speculative_accept_threshold_single
+        if single is None
+        else single,
+        accept_threshold_acc=config.speculative_accept_threshold_acc if acc is None else acc,
     )
 
 

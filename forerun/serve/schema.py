@@ -65,7 +65,8 @@ class SpeculativeOptions:
 
     max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
     server's own bounds hold beside them. stats: counts at the end; trace: what every step did, as
-    it happens (docs/trace.md). None of it changes the text.
+    it happens (docs/trace.md). None of that changes the text; the accept thresholds do, below 1,
+    where the temperature is not 0, and the answer says so.
     """
 
     enabled: bool = accept(boolean, True)
@@ -73,6 +74,8 @@ class SpeculativeOptions:
     max_depth: int | None = accept(integer(0, MAX_TOKENS))
     stats: bool = accept(boolean, False)
     trace: bool = accept(boolean, False)
+    accept_threshold_single: float | None = accept(number(0.0, 1.0))
+    accept_threshold_acc: float | None = accept(number(0.0, 1.0))
 
 
 @takes({"type": "object", "maxProperties": MAX_LOGIT_BIAS})
@@ -161,6 +164,8 @@ class SampledBody(ConstrainedBody):
         "allowedtoken_ids": "use logit_bias",
         "bad_words": "use logit_bias",
         "logits_processors": "the server runs no code from requests",
+        "speculative_accept_threshold_single": "use speculative.accept_threshold_single",
+        "speculative_accept_threshold_acc": "use speculative.accept_threshold_acc",
     }
 
 

@@ -59,6 +59,15 @@ def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
     return _gumbel(words[tokens % 4, np.arange(len(tokens))])
 
 
+def coin(seed: int, position: int) -> float:
+    """A uniform number in (0, 1) of an output position, independent of its noise: a counter whose
+    third word is 1, where the noise has 0.
+    """
+    counter = np.array([[0], [position], [1], [0]], np.uint64)
+    word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))[0, 0]
+    return (float(word) + 0.5) * 2.0**-32
+
+
 def _words(seed: int, position: int, blocks: AnyArray) -> AnyArray:
     """uint64[4,n]: the words of four tokens each."""
     counter = np.zeros((4, len(blocks)), np.uint64)

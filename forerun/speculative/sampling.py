@@ -27,6 +27,8 @@ class Sampling:
     stop_tokens         end-of-text ids plus the request's own (empty with ignore_eos)
     logprobs            None, or how many top alternatives to report per token (0 = chosen only)
     prompt_logprobs     the same for known tokens (echo)
+    accept_threshold_single, accept_threshold_acc
+                        thresholds.py; 1 = lossless, None = as the engine was started
     """
 
     temperature: float = 1.0
@@ -42,6 +44,8 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    accept_threshold_single: float | None = None
+    accept_threshold_acc: float | None = None
 
     def __post_init__(self) -> None:
         if 0.0 < self.temperature < 1e-5:
@@ -49,7 +53,7 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Nothing but the temperature is asked: no penalty, no bias, no cut-off."""
+        """Nothing but the temperature is asked: no penalty, no bias, no cut-off, nothing lossy."""
         cut = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return not (
             self.repetition_penalty != 1.0
@@ -58,7 +62,21 @@ class Sampling:
             or self.logit_bias
             or self.min_tokens
             or cut
+            or self.lossy
         )
+
+    @property
+    def accept_thresholds(self) -> tuple[float, float]:
+        """(single, acc); 1 where none is said."""
+        single, acc = self.accept_threshold_single, self.accept_threshold_acc
+        return 1.0 if single is None else single, 1.0 if acc is None else acc
+
+    @property
+    def lossy(self) -> bool:
+        """Draft tokens may be accepted that are not the target's choice. Never where that is
+        greedy.
+        """
+        return self.temperature > 0 and min(self.accept_thresholds) < 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.draft_state import allowed
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
+from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import (
     Candidates,

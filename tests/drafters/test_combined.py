@@ -7,7 +7,8 @@ from forerun.control.policy import FixedPolicy
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import TreeShape
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
 from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
 from tests.engine.toys import TOKENIZER, ask, limits, run
 

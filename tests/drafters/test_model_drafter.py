@@ -9,7 +9,8 @@ from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter, TreeShape
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures

@@ -6,7 +6,8 @@ import pytest
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter, TreeShape
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.options import EngineOptions
+from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
 from forerun.models.cache_layer import CacheLayer

@@ -7,8 +7,9 @@ import pytest
 
 from forerun.constrain.grammars import Committed
 from forerun.control.policy import FixedPolicy
+from forerun.engine.options import EngineOptions
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.thread import Engine
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
 from forerun.speculative.tree import NodeMasks

@@ -9,8 +9,9 @@ from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
+from forerun.engine.options import EngineOptions
 from forerun.engine.request import Delta, Finish, Request, Stopping, choice_seed
-from forerun.engine.thread import Engine, EngineOptions
+from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import SlotInit
@@ -79,6 +80,7 @@ def drafter(name: str, slots: int):
         "ngram": lambda: NgramDrafter(slots),
         "oracle": lambda: OracleDrafter(foresee),
         "adversary": lambda: AdversaryDrafter(foresee, VOCAB),
+        "likeliest": lambda: OracleDrafter(lambda _, text, count: following(text, count)),
         "erratic": lambda: ErraticDrafter(foresee, VOCAB, seed=5),
     }[name]()
 

@@ -139,6 +139,28 @@ def test_every_sampling_parameter(executor, executor_of, kind):
     assert emitted(executor, PARAMETERS, draft) == expected
 
 
+def test_accept_thresholds(executor, executor_of, kind):
+    """With acc 0 whatever is possible passes, in a batch with lossless rows; torch and jax agree
+    where the coin decides.
+    """
+    chain = [[113 + slot, 115, 114] for slot in range(4)]
+    samplings = [replace(one, accept_threshold_acc=0.0) for one in plain(1.0)]
+    samplings[2] = replace(samplings[2], accept_threshold_acc=1.0)
+    expected = emitted(executor, plain(1.0), count=4)
+    found = emitted(executor, samplings, lambda slot, tokens: chain_draft(chain[slot]), count=4)
+    for slot in (0, 1, 3):
+        assert found[slot][:3] == chain[slot]
+    assert found[2] == expected[2]
+    coins = [replace(one, accept_threshold_acc=0.02) for one in plain(1.0)]
+
+    def draft(slot, tokens):
+        return as_draft([97 + (tokens[-1] * k) % 16 for k in (3, 5, 7, 11)], [-1, -1, 0, 0])
+
+    texts = emitted(executor, coins, draft)
+    assert texts != emitted(executor, plain(1.0), draft)
+    assert texts == emitted(executor_of(judge_of(kind)), coins, draft)
+
+
 def grammar(plan, trees):
     """Masks by position and parity: not the same for two nodes of a row."""
     vocab = np.arange(320)

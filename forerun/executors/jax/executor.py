@@ -304,12 +304,14 @@ class JaxExecutor:
             scores.drafted.append(drafted.only(made))
 
     def _asked_of(self, plan: Plan, scores: Scores) -> Asked:
-        """By row: the parameters of those that no round decides, but for what is too long."""
+        """By row: the parameters of those that no round decides, but for what is too long, and what
+        accept thresholds let pass: the host decides that.
+        """
         found: Asked = {}
         for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
             slot = self._sampler.of_row(plan, row)
             edits = edits_of(slot.sampling, slot.history)
-            if len(edits) <= self.programs.edits[-1]:
+            if len(edits) <= self.programs.edits[-1] and not slot.sampling.lossy:
                 found[row] = slot.sampling, edits
         return found
 

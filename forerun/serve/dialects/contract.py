@@ -31,6 +31,7 @@ class Dialect(ABC):
     served      what was asked, known once `parse` has returned
     ignored     fields of the request that change nothing, known then too
     unenforced  keywords of its schemas that are not enforced, known before the first answer
+    lossy       the accept thresholds, where they may change the answer, known then too
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -40,6 +41,7 @@ class Dialect(ABC):
     def __init__(self) -> None:
         self.ignored: tuple[str, ...] = ()
         self.unenforced: tuple[str, ...] = ()
+        self.lossy: dict[str, float] | None = None
 
     @abstractmethod
     def parse(self, value: Any, service: Service) -> Generation | Ready:

@@ -75,8 +75,9 @@ class OpenAIDialect(Dialect):
             chunks = [{**chunk, "usage": now} for chunk in chunks]
         if last and options.include_usage:
             chunks.append({**self._envelope, "choices": [], "usage": counts})
-        if chunks and self.unenforced and not self._named:
-            chunks[0]["metadata"] = {"unenforced": list(self.unenforced)}
+        metadata = self._metadata()
+        if chunks and metadata and not self._named:
+            chunks[0]["metadata"] = metadata
             self._named = True
         if last and self._stats:
             chunks[-1]["metrics"] = speculation_metrics(tally.stats)
@@ -86,11 +87,17 @@ class OpenAIDialect(Dialect):
         """See Dialect."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": _usage(tally)}
-        if self.unenforced:
-            answer["metadata"] = {"unenforced": list(self.unenforced)}
+        metadata = self._metadata()
+        if metadata:
+            answer["metadata"] = metadata
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
         return answer
+
+    def _metadata(self) -> dict[str, Any]:
+        """What an answer is not, although one might think so."""
+        found: dict[str, Any] = {"unenforced": list(self.unenforced)} if self.unenforced else {}
+        return found | ({"lossy": self.lossy} if self.lossy else {})
 
     def end(self, error: ApiError | None) -> bytes:
         """See Dialect."""

@@ -110,6 +110,8 @@ class GenerateDialect(Dialect):
         if stats is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
             meta["spec_accept_length"] = 1 + stats.accepted / stats.steps
+        if self.lossy:
+            meta["lossy"] = self.lossy
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
     def _logprobs(self, answer: Answer, prompt: list[int]) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""Limits of an engine, and what it fills in where a request says nothing."""
+
+from dataclasses import dataclass, replace
+
+from forerun.config import MAX_CHOICES
+from forerun.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Limits of the engine itself.
+
+    max_waiting   sequences that may wait for a slot; a request that finds so many is refused
+    max_choices   largest n of a request
+    max_failures  steps in a row that may fail before the engine gives up
+    overlap       begin the next step before this one is looked at (overlap.py), where that can be
+    accept_threshold_single, accept_threshold_acc
+                  of requests that say none (speculative/thresholds.py); 1 = lossless
+    """
+
+    max_waiting: int = 1024
+    max_choices: int = MAX_CHOICES
+    max_failures: int = 3
+    overlap: bool = False
+    accept_threshold_single: float = 1.0
+    accept_threshold_acc: float = 1.0
+
+    def on(self, request: Request) -> Request:
+        """The request, with what it left to the engine filled in."""
+        sampling = request.sampling
+        single, acc = sampling.accept_threshold_single, sampling.accept_threshold_acc
+        filled = replace(
+            sampling,
+            accept_threshold_single=self.accept_threshold_single if single is None else single,
+            accept_threshold_acc=self.accept_threshold_acc if acc is None else acc,
+        )
+        return replace(request, sampling=filled)

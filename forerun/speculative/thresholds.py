@@ -1,0 +1,67 @@
+r"""Accept thresholds: draft tokens that the target did not choose, accepted all the same.
+
+SGLang's rule (`tree_speculative_sampling_target_only`) at one node, p the target's distribution
+after all sampling parameters, u one coin in [0, 1), x_1 .. x_k the children in their order:
+
+    accept the first x_i with p(x_i) > 0 and (u < (p(x_1) + .. + p(x_i)) / threshold_acc
+                                              or p(x_i) >= threshold_single);
+    where there is none, draw from p without x_1 .. x_k.
+
+Here the coin is made of the target's choice c (accept.py): the children's probabilities divide
+[0, 1) in their order, the rest of the vocabulary takes what remains, and u lies within c's part,
+at a place that belongs to (seed, position) as the noise does. u is uniform where the children do
+not depend on the noise, and c is, outside of the children, the draw that the rule asks for. With
+both thresholds 1 the first x_i with u < p(x_1) + .. + p(x_i) is c itself: the lossless rule.
+
+A threshold below 1 is lossy: texts depend on what was drafted, and no seed repeats them in other
+company. Greedy decoding has no such rule, there or here: its distribution is a single token.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from forerun.speculative.noise import coin
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Floats
+
+LEAST_DIVISOR = 1e-9
+"""What a threshold_acc of 0 divides by, as in SGLang."""
+
+
+def relaxed(
+    processed: Floats, sampling: Sampling, position: int, drafted: Sequence[int], chosen: int
+) -> int:
+    """The token that follows a node: one of `drafted` that the thresholds let pass, or `chosen`.
+
+    processed  float32[V] as in accept.choose
+    position   output position that the node decides
+    drafted    tokens of the node's children, in their order
+    chosen     the target's choice there
+
+    Arithmetic in float64.
+    """
+    tokens = list(dict.fromkeys(drafted))
+    weights = np.exp(processed.astype(np.float64) - float(processed.max()))
+    shares = weights[tokens] / weights.sum()
+    ends = shares.cumsum()
+    low, high = float(ends[-1]), 1.0
+    if chosen in tokens:
+        place = tokens.index(chosen)
+        low, high = float(ends[place] - shares[place]), float(ends[place])
+    thrown = low + coin(sampling.seed, position) * (high - low)
+    single, divisor = sampling.accept_thresholds
+    divisor = max(divisor, LEAST_DIVISOR)
+    for token, share, end in zip(tokens, shares.tolist(), ends.tolist(), strict=True):
+        likely = single < 1 and share >= single
+        if share > 0 and (token == chosen or likely or thrown < end / divisor):
+            return token
+    return chosen
+
+
+def children(trees: TreeBatch, row: int, node: int) -> Iterator[int]:
+    """Tokens of the draft tokens right below `node`, in their order."""
+    for below in range(node + 1, int(trees.start[row + 1])):
+        if trees.parents[below] == node:
+            yield int(trees.tokens[below])
