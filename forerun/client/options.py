@@ -19,6 +19,7 @@ class EngineOptions(TypedDict, total=False):
     executor: str
     device: str
     tp_size: int
+    attention_backend: str
     dtype: str
     kv_dtype: str
     disable_cuda_graph: bool
