@@ -33,7 +33,13 @@ class Fault(StrEnum):
     TIME = "it takes more than {seconds:g} seconds of processor time"
     TOTAL = "it has taken too much processor time altogether"
     DIED = "the process that it runs in ended, for want of memory perhaps"
+    KILLED = "the process that it runs in was ended by somebody else"
     SILENT = "the process that it runs in did not answer in time"
+
+    @property
+    def ours(self) -> bool:
+        """Whether the request had no part in it: it may be asked again."""
+        return self in (Fault.KILLED, Fault.SILENT)
 
     def words(self, seconds: float) -> str:
         """In words. seconds: of processor time that an answer may take."""
@@ -137,9 +143,7 @@ class SandboxProcess:
             return answer
         process.kill()
         code = process.wait()
-        self.fault = Fault.SILENT if silent.is_set() else Fault.DIED
-        known = {-signal.SIGPROF: Fault.TIME, -signal.SIGXCPU: Fault.TOTAL}
-        self.fault = known.get(code, self.fault)
+        self.fault = Fault.SILENT if silent.is_set() else _BY_SIGNAL.get(-code, Fault.DIED)
         self.close()
         return ""
 
@@ -152,6 +156,15 @@ class SandboxProcess:
             if self._questions is None or not answer.startswith('{"question":'):
                 return answer
             line = json.dumps(self._questions(json.loads(answer)["question"]))
+
+
+_BY_SIGNAL: dict[int, Fault] = {
+    signal.SIGPROF: Fault.TIME,
+    signal.SIGXCPU: Fault.TOTAL,
+    signal.SIGKILL: Fault.KILLED,
+    signal.SIGTERM: Fault.KILLED,
+}
+"""What a process that ended by a signal had come to. Of its own, for want of memory, it aborts."""
 
 
 def _processor_time(pid: int) -> int:

@@ -134,7 +134,7 @@ class Compiler:
         if answer is None:
             fault = worker.fault or Fault.DIED
             message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
-            if fault is Fault.SILENT:
+            if fault.ours:
                 raise BusyError(f"{message}; try again later.")
             raise RequestError(message, grammar.field)
         found: Translated | str

@@ -15,6 +15,7 @@ class Committed:
     kept      how many of them count; the others, and whatever may come, do not
     complete  the text is whole and ends behind these
     error     why nothing can follow these, where a matcher failed; empty while none has
+    lost      it failed through no fault of the grammar's: its process was ended or stopped
     again     the others are to be decided again: the sequence must be closed and opened anew, and
               its matcher will get further
     """
@@ -22,6 +23,7 @@ class Committed:
     kept: int
     complete: bool = False
     error: str = ""
+    lost: bool = False
     again: bool = False
 
 

@@ -7,6 +7,7 @@ part in a step until its mask is there. It drafts nothing.
 
 import base64
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from forerun.constrain.automaton import Vocabulary
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.limits import CALL_SECONDS
 from forerun.errors import EngineError
-from forerun.sandbox import SandboxProcess
+from forerun.sandbox import Fault, SandboxProcess
+
+log = logging.getLogger(__name__)
 
 MAX_PROCESSES = 4
 """Matchers that have a process at one time; others wait. Each takes up to 100 MB, and a
@@ -65,11 +68,13 @@ class Answer:
     """What a matcher says of its place. See Automaton.
 
     mask  of what may follow; where the text is complete, its end
+    lost  the error is no fault of the grammar's
     """
 
     mask: bytes = b""
     complete: bool = False
     error: str = ""
+    lost: bool = False
 
 
 class RemoteMatcher:
@@ -131,7 +136,8 @@ class RemoteMatcher:
             try:
                 failed = self._serve()
             except EngineError as error:
-                failed = Answer(error=str(error))
+                log.warning("a grammar cannot be followed: %s", error)
+                failed = Answer(error="The process that it runs in did not start", lost=True)
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():
@@ -146,16 +152,16 @@ class RemoteMatcher:
             found = self._process.ask({**first, "take": job})
             first = {}
             if found is None:
-                return Answer(error=self._failure())
+                return self._failure()
             if found["error"]:
                 return Answer(error=found["error"])
             self._tell(Answer(base64.b64decode(found["mask"]), found["complete"]))
         return None
 
-    def _failure(self) -> str:
-        fault = self._process.fault
-        message = fault.words(self._process.seconds) if fault is not None else "it failed"
-        return f"What may follow cannot be told: {message}"
+    def _failure(self) -> Answer:
+        fault = self._process.fault or Fault.DIED
+        message = f"What may follow cannot be told: {fault.words(self._process.seconds)}"
+        return Answer(error=message, lost=fault.ours)
 
     def _tell(self, answer: Answer) -> None:
         with self._lock:

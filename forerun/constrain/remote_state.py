@@ -37,7 +37,7 @@ class RemoteState:
         """Step over tokens. That the text is complete, or cannot go on, it says before the next."""
         answer = self._matcher.answer
         if answer.error or (answer.complete and not self._start.waiting):
-            return Committed(0, answer.complete, answer.error)
+            return Committed(0, answer.complete, answer.error, answer.lost)
         constrained = self._constrained(tokens)
         if constrained:
             self._matcher.take(constrained)

@@ -46,7 +46,7 @@ _Answer = TypeVar("_Answer")
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 
 
-class _Vocabulary:
+class VocabularyMasks:
     """What the automata of one tokenizer share."""
 
     def __init__(self, tokenizer: Vocabulary) -> None:
@@ -80,7 +80,7 @@ class XgrammarAutomaton:
     """
 
     def __init__(
-        self, matcher: "xgrammar.GrammarMatcher", words: _Vocabulary, known: bytes
+        self, matcher: "xgrammar.GrammarMatcher", words: VocabularyMasks, known: bytes
     ) -> None:
         self._matcher = matcher
         self._words = words
@@ -199,7 +199,9 @@ def _behind(sure: tuple[bytes, int] | None, token: bytes) -> tuple[bytes, int] |
 class XgrammarGrammar:
     """A grammar compiled by xgrammar. See Prepared."""
 
-    def __init__(self, ready: "xgrammar.CompiledGrammar", words: _Vocabulary, known: bytes) -> None:
+    def __init__(
+        self, ready: "xgrammar.CompiledGrammar", words: VocabularyMasks, known: bytes
+    ) -> None:
         self._ready, self._words, self._known = ready, words, known
 
     @property
@@ -221,7 +223,7 @@ class Xgrammar:
     lanes = 1
 
     def __init__(self, tokenizer: Vocabulary) -> None:
-        self._words = _Vocabulary(tokenizer)
+        self._words = VocabularyMasks(tokenizer)
         self._compiler = compiler_of(self._words.tokens, self._words.ends)
 
     def init_message(self) -> str:

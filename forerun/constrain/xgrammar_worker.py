@@ -3,7 +3,7 @@
 Its first line is the vocabulary: `{"tokens": [hex, ...], "ends": [id, ...]}`. What xgrammar only
 warns of ("ignoring ...") is an error here, unless the grammar is lenient.
 
-Only its first mask is tried: what a grammar costs later shows on the engine's thread.
+Its first mask and a few steps are tried, as llguidance's are: see probe.
 """
 
 import json
@@ -19,12 +19,36 @@ import numpy as np
 import xgrammar
 
 from forerun.constrain.grammar import Kind
-from forerun.constrain.limits import MEMORY, RECURSION
-from forerun.constrain.xgrammar_backend import compile_grammar, compiler_of
+from forerun.constrain.limits import MEMORY, RECURSION, SLOW
+from forerun.constrain.probe import expensive
+from forerun.constrain.xgrammar_backend import (
+    VocabularyMasks,
+    XgrammarAutomaton,
+    compile_grammar,
+    compiler_of,
+)
 from forerun.constrain.xgrammar_rules import honoured
 from forerun.sandbox import serve
 
 _HARMLESS = re.compile(r"Escape sequence '\\[^a-zA-Z0-9]' is not recognized")
+
+
+class Sent:
+    """The vocabulary that this process was sent. See Vocabulary. Nothing is spelled here."""
+
+    def __init__(self, tokens: list[bytes], ends: list[int]) -> None:
+        self._tokens = tokens
+        self.vocab_size, self.bos_id = len(tokens), None
+        self.eos_ids = tuple(ends)
+        self.special_ids = frozenset(id for id, token in enumerate(tokens) if not token)
+
+    def token_bytes(self, id: int) -> bytes:
+        """See Tokenizer."""
+        return self._tokens[id]
+
+    def encode_part(self, text: str, first: bool) -> list[int]:
+        """No ids: what a step costs does not depend on how forced text is spelled."""
+        return []
 
 
 class Checker:
@@ -36,6 +60,7 @@ class Checker:
     def __init__(self, init_message: dict[str, Any], warnings: IO[str]) -> None:
         tokens = [bytes.fromhex(token) for token in init_message["tokens"]]
         self._compiler = compiler_of(tokens, init_message["ends"])
+        self._known = VocabularyMasks(Sent(tokens, init_message["ends"]))
         self._words = -(-len(tokens) // 32)
         self._warnings = warnings
 
@@ -64,7 +89,9 @@ class Checker:
         ]
         if ignored and not lenient:
             return {"error": ignored[0]}
-        return {"grammar": source, "unenforced": left_out}
+        walked = XgrammarAutomaton(xgrammar.GrammarMatcher(ready), self._known, self._known.known)
+        dear = expensive(walked, frozenset(self._known.ends), SLOW)
+        return {"grammar": source, "expensive": dear, "unenforced": left_out}
 
 
 def main() -> None:

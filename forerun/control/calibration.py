@@ -111,7 +111,8 @@ def _attention_ms(executor: Executor) -> float:
     in turn so that both meet the same machine.
     """
     limits = executor.limits
-    cached = min(CACHED, min(limits.context, limits.pages * limits.page_size) - PER_ROW)
+    room = min(limits.context, limits.pages * limits.page_size)
+    cached = min(CACHED, room - PER_ROW - 1)  # What the last node says needs a place too.
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
         _time_step(executor, _Step(limits, [np.zeros_like(chunk)], 0, start, samples=False))

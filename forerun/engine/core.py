@@ -7,7 +7,7 @@ from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.output import Ending, Kept, delta, ended, keep, limit_reached
+from forerun.engine.output import Ending, Kept, delta, ended, grammar_ended, keep
 from forerun.engine.overlap import Overlap, carrying
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
@@ -290,7 +290,7 @@ class EngineCore:
         if kept.ending is None and committed.complete:
             kept = ended(sequence, kept, Ending(Finish.STOP))
         elif kept.ending is None and committed.error:
-            kept = ended(sequence, kept, limit_reached(sequence, committed.error))
+            kept = ended(sequence, kept, grammar_ended(sequence, committed))
         return kept, committed.again
 
     def _report(

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from forerun.constrain.grammars import Committed
 from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import TokenLogprobs
@@ -69,16 +70,17 @@ def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
     return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
 
 
-def limit_reached(sequence: Sequence, reason: str) -> Ending:
-    """The ending of a sequence whose grammar cannot be followed any further.
-
-    reason  why, in the matcher's words
+def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
+    """The ending of a sequence whose grammar cannot be followed any further, in the
+    matcher's words: at a limit, which the grammar brought about, or because the matcher was lost.
     """
     text = (
         f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
-        f"further. {reason.strip().rstrip('.')}. A simpler grammar, or one that leaves fewer ways "
-        "to read the same text, gets further."
+        f"further. {committed.error.strip().rstrip('.')}. "
     )
+    if committed.lost:
+        return Ending(Finish.ERROR, error=f"{text}Ask again.")
+    text += "A simpler grammar, or one that leaves fewer ways to read the same text, gets further."
     return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
 
 

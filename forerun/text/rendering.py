@@ -82,7 +82,8 @@ class Apart:
         asked = {"source": self._source, **request}
         with self._turn:
             answer = self._child.ask(asked)
-            if answer is None and self._child.fault is Fault.DIED:  # Somebody else ended it?
+            if answer is None and self._child.fault in (Fault.DIED, Fault.KILLED):
+                # Somebody else may have ended it.
                 answer = self._child.ask(asked)
         if answer is None:
             raise ModelError("the chat template takes too much memory or time")

@@ -143,8 +143,8 @@ class Tokenizer:
 
     @classmethod
     def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
-        added = [_added_token(token) for token in spec.get("added_tokens") or []]
         try:
+            added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec)
             backend = tokenizers.Tokenizer.from_str(json.dumps(spec | {"version": "1.0"}))
             codec = _codec(spec, {token.text for token in added if token.control})

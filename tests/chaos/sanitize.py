@@ -32,14 +32,16 @@ def build_tool():
     return tool
 
 
+def library(tool, name: str) -> str:
+    """Where the compiler has a library; its bare name where it has none."""
+    asked = [*tool.compiler(), f"-print-file-name={name}"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> int:
     tool = build_tool()
-    asan = subprocess.run(
-        [*tool.compiler(), "-print-file-name=libasan.so"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    # Python has no libstdc++: libasan would find nothing there that throws, and end with that.
+    asan, standard = (library(tool, name) for name in ("libasan.so", "libstdc++.so"))
     if not Path(asan).is_absolute():
         print("the compiler has no AddressSanitizer (GCC brings libasan)")
         return 2
@@ -50,7 +52,7 @@ def main() -> int:
         tool.build(Path(folder, "forerun", "executors", "cpu", "_core.so"), FLAGS)
         environment = os.environ | {
             "PYTHONPATH": folder,
-            "LD_PRELOAD": asan,
+            "LD_PRELOAD": f"{asan} {standard}",
             # Python and torch keep what they have until the end; the core is asked for overruns.
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=1",
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",

@@ -36,7 +36,7 @@ SETTINGS = {
     "negative": {"frequency_penalty": -1.0, "presence_penalty": -0.5},
     "bias": {"logit_bias": {"101": 3.0, "102": -3.0, "100": 1.0}},
     "min_tokens": {"min_tokens": 2, "logit_bias": {str(END): 8.0}, "ignore_eos": False},
-    "grammar": {"regex": "[a-h]{4}"},
+    "grammar": {"regex": "[a-h]{4}", "top_logprobs": 259},
     "everything": {
         "temperature": 1.3, "top_k": 8, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2,
         "frequency_penalty": 0.4, "presence_penalty": 0.3, "logit_bias": {"104": 2.0},
@@ -46,7 +46,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    flags = ("--max-logprobs", "64", "--policy", "fixed", "--speculative-num-draft-tokens", "6")
+    flags = ("--max-logprobs", "259", "--policy", "fixed", "--speculative-num-draft-tokens", "6")
     with forerun_serve(tmp_path_factory.mktemp("statistics"), *flags) as server:
         yield server
 

@@ -161,6 +161,9 @@ def test_what_takes_too_much_processor_time_is_ended_and_the_next_one_answered()
 def test_what_dies_or_does_not_answer_is_told_apart(monkeypatch):
     worker = SandboxProcess([sys.executable, "-c", "input()"], 0.3)
     assert worker.ask({}) is None and worker.fault is Fault.DIED
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    worker = SandboxProcess([sys.executable, "-c", code], 0.3)
+    assert worker.ask({}) is None and worker.fault is Fault.KILLED
     monkeypatch.setattr(sandbox, "SILENCE", 1.0)
     worker = SandboxProcess(["sleep", "60"], 0.02)
     assert worker.ask({}) is None and worker.fault is Fault.SILENT
@@ -210,6 +213,7 @@ class Faulty:
     [
         (Fault.TIME, RequestError, "more than 5 seconds of processor time"),
         (Fault.DIED, RequestError, "ended, for want of memory perhaps"),
+        (Fault.KILLED, BusyError, "ended by somebody else; try again later"),
         (Fault.SILENT, BusyError, "did not answer in time; try again later"),
     ],
 )

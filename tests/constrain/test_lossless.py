@@ -33,8 +33,8 @@ CASES = {
 SAMPLINGS = {"greedy": {}, "sampled": {"temperature": 0.8, "seed": 11}}
 
 
-def engine(name: str, kind: str, nodes=6, depth=5, **shape) -> Engine:
-    tokenizer = TOKENIZERS[kind]
+def engine(name: str, kind: str, nodes=6, depth=5, tokenizer=None, **shape) -> Engine:
+    tokenizer = tokenizer or TOKENIZERS[kind]
     vocab = max(tokenizer.vocab_size, 259) + 13  # padded, as models are
     sizes = {"page_size": 4, "pages": 400, "slots": 4, "max_nodes": 48, "context": 300} | shape
     executor = ToyExecutor(ExecutorLimits(**sizes, vocab=vocab))

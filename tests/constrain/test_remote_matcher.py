@@ -3,6 +3,8 @@
 The slow twin of every answer is plain decoding with a matcher on the engine's thread.
 """
 
+import os
+import signal
 import threading
 from dataclasses import replace
 
@@ -205,9 +207,100 @@ def test_a_hostile_grammar_is_seen_when_it_is_compiled_and_ended_alone(monkeypat
     compiler.close()
 
 
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
+    """The hostile client has a bias for a token of 16 letters, the dearest there is. Whether the
+    compiling process has seen what it will cost or not, others get a token in every step.
+    """
+    assert len(AMBIGUOUS.source) == 185
+    monkeypatch.setattr(remote_matcher, "CALL_SECONDS", 0.1)
+    tokenizer = sixteen()
+    compiler = Compiler(tokenizer)
+    grammar = compiler.compile(AMBIGUOUS)
+    assert grammar.expensive
+    if not seen:
+        found = grammar.translated
+        beginning = found.prepared.begin()
+        grammar = replace(
+            grammar, prototype=beginning, translated=Translated(found.text, found.prepared, False)
+        )
+        assert not grammar.expensive
+    made = engine("random", "bytes", tokenizer=tokenizer, context=1000, pages=1000)
+    sixteen_x = tokenizer.vocab_size - 1
+    options = {"logit_bias": ((sixteen_x, 100.0),), "stop_tokens": tokenizer.eos_ids}
+    hostile = ask("hostile", "x", 200, grammar=grammar, **options)
+    free = ask("free", "somebody else", 60)
+    alone = run(engine("none", "bytes", tokenizer=tokenizer), free).tokens("free")
+    heard = {"hostile": [], "free": []}
+    for one in (free, hostile):
+        made.submit(one, lambda delta, id=one.id: heard[id].append(delta))
+    steps = 0
+    while not heard["free"] or heard["free"][-1].finish is None:
+        told = sum(len(delta.tokens) for delta in heard["free"])
+        assert made.step_once()
+        steps += sum(len(delta.tokens) for delta in heard["free"]) == told
+    assert [token for delta in heard["free"] for token in delta.tokens] == alone
+    assert steps <= 2, "steps in which the other client got nothing: its prompt's"
+    while not heard["hostile"] or heard["hostile"][-1].finish is None:
+        made.step_once()
+    last = heard["hostile"][-1]
+    assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT, last
+    assert "more than 0.1 seconds of processor time" in last.error
+    assert seen or grammar.expensive
+    made.check()
+    compiler.close()
+
+
+@pytest.mark.usefixtures("library")
+def test_what_a_grammar_will_cost_is_seen_where_it_is_compiled():
+    """The same rules in GBNF, which both libraries read, and whose first mask takes seconds."""
+    rules = "\n".join(f"a{i} ::= (a{i + 1} a{i + 1} | a{i + 1})?" for i in range(14))
+    dear = Grammar.grammar(f'root ::= a0 "z"\n{rules}\na14 ::= [a-z]?')
+    assert compiled(dear, "bpe").expensive
+
+
 def test_who_follows_ordinary_grammars_does_it_on_the_engines_thread():
     for case in CASES.values():
         assert not compiled(case[0]).expensive
+
+
+@pytest.mark.parametrize("when", ["at once", "behind a token"])
+def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when):
+    """The request ends, as one that may be asked again; who runs beside it is not touched."""
+    city = CASES["city"][0]
+    found = fresh(city, expensive=True)
+    processes = []
+
+    def remote(answered):
+        matchers = RemoteMatchers("llguidance", TOKENIZERS["bytes"])
+        made = remote_matcher.RemoteMatcher(matchers, city, found.translated.text, answered)
+        processes.append(made._process)
+        return made
+
+    made = engine("none", "bytes")
+    grammar = replace(found, remote=remote)
+    heard = []
+    made.submit(request("city", grammar), heard.append)
+    free = ask("free", "somebody else", 40)
+    others = []
+    made.submit(free, others.append)
+    if when == "behind a token":
+        while not sum(len(delta.tokens) for delta in heard):
+            made.step_once()
+    while not (processes and processes[0]._process):
+        made.step_once()
+    os.kill(processes[0]._process.pid, signal.SIGSTOP)
+    os.kill(processes[0]._process.pid, signal.SIGKILL)
+    while not heard or heard[-1].finish is None:
+        made.step_once()
+    last = heard[-1]
+    assert last.finish == Finish.ERROR and last.code is None, last
+    assert "Ask again" in last.error
+    while made.step_once():
+        pass
+    made.check()
+    plain = run(engine("none", "bytes"), free)
+    assert [t for delta in others for t in delta.tokens] == plain.tokens("free")
 
 
 def test_few_processes_run_at_one_time(monkeypatch):

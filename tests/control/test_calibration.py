@@ -56,6 +56,19 @@ def test_measured_costs_are_those_of_the_executor():
     assert 10.0 < costs.attend_ms < 40.0
 
 
+class StrictToy(PricedToy):
+    """Refuses a page table that is wider than its context, as an executor of fixed shapes does."""
+
+    def verify(self, plan, trees, draft_request=None):
+        assert plan.page_table.shape[1] <= -(-self.limits.context // self.limits.page_size)
+        return super().verify(plan, trees, draft_request)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_no_step_is_longer_than_the_context(page_size):
+    assert measure_costs(StrictToy(ExecutorLimits(page_size, 512, 8, 64, 256, 259)))
+
+
 class CapturingToy(ToyExecutor):
     """A toy on a clock: the first step of a size compiles, the second captures, others replay."""
 

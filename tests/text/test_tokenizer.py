@@ -292,6 +292,8 @@ def test_bad_gguf_metadata_names_the_key(change, message):
             ' "decoder": {"type": "ByteLevel"}}',
             "up to 99999999",
         ),
+        ('{"model": {"type": "BPE"}, "added_tokens": [{}]}', "cannot be built"),
+        ('{"model": {"type": "BPE"}, "added_tokens": [null]}', "cannot be built"),
     ],
 )
 def test_bad_tokenizer_files_are_explained(tmp_path: Path, text, message):

@@ -1,0 +1,66 @@
+"""Grammars that are followed in processes of their own, over HTTP."""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.chaos.real_server import MANY, Real, strict
+from tests.constrain.test_remote_matcher import AMBIGUOUS
+from tests.e2e.processes import serving, wait_for
+from tests.e2e.test_structured import ASKED, CHAT, DENSE
+
+COMPLETIONS = "/v1/completions"
+
+
+def children(server):
+    """Ids of its matching processes."""
+    return Real.children(server, "matcher_worker")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(tmp_path, stream):
+    """It is the server's fault and may be asked again; a limit of the grammar's is a 400."""
+    body = {"messages": ASKED, **strict(MANY), "max_tokens": 100, "logit_bias": DENSE}
+    body |= {"temperature": 0, "stream": stream}
+    with serving(tmp_path, delay=0.05) as server, ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(server.post, CHAT, body)
+        beside = pool.submit(server.complete, max_tokens=30)
+        assert wait_for(lambda: children(server))
+        for child in children(server):
+            os.kill(child, signal.SIGSTOP)
+            os.kill(child, signal.SIGKILL)
+        answer = asked.result()
+        if stream:
+            assert "its grammar cannot be followed" in answer.text
+            assert "Ask again" in answer.text and "grammar_limit" not in answer.text
+        else:
+            assert answer.status_code == 500, answer.text
+            error = answer.json()["error"]
+            assert "Ask again" in error["message"] and error["code"] != "grammar_limit"
+        assert beside.result().json() | {"id": 0, "created": 0} == server.complete(
+            max_tokens=30
+        ).json() | {"id": 0, "created": 0}
+        assert server.idle() and server.healthy()
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_grammar_of_185_bytes_by_its_own_words(tmp_path):
+    """The default model, the bias and all: it ends alone, and nobody else's text changes."""
+    free = {"prompt": "The sea is", "temperature": 0, "max_tokens": 24}
+    hostile = {"prompt": "x", "grammar": AMBIGUOUS.source, "logit_bias": {"31069": 100}}
+    with (
+        serving(tmp_path, model="smollm2-135m", config={"kv_tokens": 2048}) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        alone = server.post(COMPLETIONS, free).json()["choices"]
+        asked = pool.submit(server.post, COMPLETIONS, {**hostile, "max_tokens": 300})
+        assert wait_for(lambda: children(server))
+        for _ in range(3):
+            assert server.post(COMPLETIONS, free).json()["choices"] == alone
+        answer = asked.result()
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "grammar_limit"
+        assert server.idle() and server.healthy()
