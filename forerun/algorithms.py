@@ -95,7 +95,7 @@ ALGORITHMS = (
     Algorithm(
         "NAIVE",
         "a draft head proposes one token a step; on a GPU verifying it and drafting the next are "
-        "one captured program, but for rows with a grammar or log-probabilities",
+        "one captured program",
         aliases=("NAIVE_EAGLE",),
         model=True,
         max_topk=1,

@@ -1,12 +1,17 @@
 """The torch executor: every family, on the CPU and on CUDA devices."""
 
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+
 from forerun.build.executor_entry import ExecutorEntry
-from forerun.build.memory import ITEM_BYTES, dense_needs
+from forerun.build.memory import ITEM_BYTES, Needs, dense_needs
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
+from forerun.models.arch import Architecture
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
@@ -22,6 +27,17 @@ def _free_memory(config: EngineConfig) -> int:
     if not torch.cuda.is_available():
         raise ConfigError(f"device is {config.device}, but torch sees no CUDA device here.")
     return int(torch.cuda.mem_get_info(config.device)[0])
+
+
+def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
+    """Captured rounds keep what every token is in every slot's text, and its bias: 8 bytes a token
+    of the vocabulary (executors/torch/captured/shaped_rows.py).
+    """
+    needs = dense_needs(config, arch, path)
+    if config.device == "cpu" or config.disable_cuda_graph:
+        return needs
+    kept = 8 * (config.max_sequences + 1) * arch.vocab
+    return replace(needs, per_node=needs.per_node + ceil(kept / config.max_step_nodes))
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
@@ -74,7 +90,7 @@ ENTRY = ExecutorEntry(
     title="torch executor",
     suits=lambda config: True,
     refusal=lambda arch, context: None,
-    needs=dense_needs,
+    needs=_needs,
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,
     build=_build,

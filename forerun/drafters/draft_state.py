@@ -101,10 +101,17 @@ class DraftState:
     def draft_extended(self, ready: int, drafts: NextDrafts, row: int) -> None:
         """The step has extended the draft model to `ready` and drafted below that."""
         self.ready, self.drafted, self.found = ready, (drafts, row), None
+        if drafts.ids is not None and drafts.log_probs is not None:
+            real = drafts.log_probs[row] > -np.inf
+            self.found = drafts.ids[row][real], drafts.log_probs[row][real]
 
-    def draft(self, depth: int, nodes: int) -> Draft | None:
-        """What the last step drafted, cut to this; None where it is not so deep."""
+    def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
+        """What the last step drafted, cut to this; None where it is not so deep, or where a grammar
+        may choose better ones for the only level.
+        """
         if self.drafted is None or self.drafted[0].levels < depth:
+            return None
+        if constrained and depth == 1 and self.found is not None:
             return None
         drafts, row = self.drafted
         found = drafts.tokens[row], drafts.parents[row], drafts.value[row]
@@ -112,9 +119,9 @@ class DraftState:
 
     def children(self, width: int, mask: bytes | None) -> Found:
         """The `width` best tokens that may follow, of those that `mask` allows; none where nobody
-        knows. Of what the last step drafted, the first level as it is.
+        knows. Of what the last step drafted the first level as it is, unless a grammar chooses.
         """
-        if self.drafted is not None:
+        if self.drafted is not None and (mask is None or self.found is None):
             drafts, row = self.drafted
             first = slice(drafts.width)
             return drafts.tokens[row, first], drafts.value[row, first]

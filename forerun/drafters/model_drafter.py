@@ -250,7 +250,7 @@ class ModelDrafter:
             depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             state = self._state(plan, row)
             if nodes > 0 and depth > 0 and state.ready == plan.kv_len[row]:
-                ready = state.draft(depth, nodes)
+                ready = state.draft(depth, nodes, bool(plan.constrained[row]))
                 if ready is None:
                     rows.append(row)
                 else:

@@ -11,7 +11,7 @@ draft token of step n were right, so that each position that can come has its pa
 about an outcome changes but that it is known one step later. So a row that ended in step n runs in
 step n+1 too: what comes of that is dropped, and slot and pages are given back when it is over.
 
-Where the host has a say - a prompt, a grammar, penalties, reports, draft tokens from the text,
+Where the host has a say - a prompt, a grammar, draft tokens from the text,
 somebody waiting for a free slot, too few pages - step n is looked at first, as without overlap.
 """
 

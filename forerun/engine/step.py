@@ -19,7 +19,7 @@ from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor, Scores
+from forerun.interface.executor import Executor, MaskingExecutor, Scores
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
 from forerun.text.tokenizer import Tokenizer
@@ -82,7 +82,12 @@ def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Score
     trees = batch(plan.known, draft(plan, parts))
     next_draft = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
     timer.lap("draft")
-    scores = parts.executor.verify(plan, trees, next_draft)
+    if not plan.some_constrained or not isinstance(parts.executor, MaskingExecutor):
+        scores = parts.executor.verify(plan, trees, next_draft)
+    else:
+        masks = parts.grammars.masks(plan.slots, trees)
+        timer.lap("mask")
+        scores = parts.executor.verify_masked(plan, trees, masks, next_draft)
     timer.lap("verify")
     return trees, scores
 
@@ -104,7 +109,9 @@ def finish(
 ) -> Outcome:
     """Accept and commit; waits for the device."""
     timer.resume()
-    masks = parts.grammars.masks(plan.slots, trees) if plan.some_constrained else None
+    masks = None
+    if plan.some_constrained and not isinstance(parts.executor, MaskingExecutor):
+        masks = parts.grammars.masks(plan.slots, trees)
     timer.lap("mask")
     accepted = parts.executor.accept(plan, trees, scores, masks)
     timer.lap("accept")

@@ -4,6 +4,7 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,13 +15,17 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, reports_of
+from forerun.executors.host_choice import report as report_of
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Reports, SlotInit
+from forerun.interface.plan import Outcome, Plan, Reports, SlotInit, TokenLogprobs
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
+
+ReportOf = Callable[[int, int, int], TokenLogprobs]
+"""(flat node, its choice, how many alternatives) -> the report."""
 
 _NONE: Ints = np.zeros(0, np.int32)
 
@@ -162,11 +167,13 @@ class HostSampler:
         logits: Logits,
         masks: NodeMasks | None,
         choice: Ints | None = None,
+        report: ReportOf | None = None,
     ) -> HostAccepted:
         """Decide every row. Changes nothing here: `outcome` makes it permanent.
 
         choice  int32[M] as in HostAccepted, for rows that the executor decided as the
                 specification would; NOTHING in all of the others. It is completed in place.
+        report  instead of making reports from logits
 
         A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
         nothing, emits nothing and has `finite` False; other rows are untouched. The same
@@ -188,6 +195,7 @@ class HostSampler:
         if not left:
             nothing = ((),) * plan.rows
             return HostAccepted(trees, choice, finite, nothing, nothing)
+        report = report or (lambda node, token, top: report_of(logits(node), token, top))
         logprobs: list[Reports] = [()] * plan.rows
         echoed: list[Reports] = [()] * plan.rows
         for row in left:
@@ -199,7 +207,7 @@ class HostSampler:
             echoed[row] = echo
             if plan.samples[row]:
                 self._decide(plan, row, trees, logits, masks, choice)
-                logprobs[row] = self._report(plan, row, trees, logits, choice)
+                logprobs[row] = self._report(plan, row, trees, report, choice)
                 finite[row] = choice[trees.root(row)] >= 0
         return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
 
@@ -274,12 +282,12 @@ class HostSampler:
                 choice[node] = token
 
     def _report(
-        self, plan: Plan, row: int, trees: TreeBatch, logits: Logits, choice: Ints
+        self, plan: Plan, row: int, trees: TreeBatch, report: ReportOf, choice: Ints
     ) -> Reports:
         """Reports of the emitted tokens, where they are asked for."""
         top = self.of_row(plan, row).sampling.logprobs
         nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
-        return reports_of(top, zip(nodes, choice[nodes], strict=True), logits)
+        return () if top is None else tuple(report(n, int(choice[n]), top) for n in nodes)
 
 
 def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:

@@ -118,6 +118,25 @@ class PreparedExecutor(Executor, Protocol):
 
 
 @runtime_checkable
+class MaskingExecutor(Executor, Protocol):
+    """An executor that decides rows under a grammar within the step itself, where their masks are
+    known when it begins.
+    """
+
+    def verify_masked(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        masks: NodeMasks | None,
+        draft_request: DraftRequest | None = None,
+    ) -> Scores:
+        """`verify`, of a step of which some rows are held by grammars. `accept` of these scores
+        needs no masks.
+        """
+        ...
+
+
+@runtime_checkable
 class OverlapExecutor(Executor, Protocol):
     """An executor whose device can go on with the next step before anybody looks at this one.
 

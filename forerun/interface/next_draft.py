@@ -34,6 +34,9 @@ class NextDrafts:
     tokens  int32[B,K]   target ids; a tree's nodes in the order of speculative.draft_tree.DraftTree
     parents int32[B,K]   as in Draft
     value   float32[B,K] as in DraftTree, the noise of sampling included; -inf = no such node
+    ids, log_probs  int32[B,k], float32[B,k] what may follow the rows' new ends, likeliest first, as
+                    `DraftModel.extend` says it but by target ids; -inf = nothing. None where no
+                    grammar holds a row, which might choose among them
     """
 
     rows: Bools
@@ -42,3 +45,5 @@ class NextDrafts:
     tokens: Ints
     parents: Ints
     value: Floats
+    ids: Ints | None = None
+    log_probs: Floats | None = None

@@ -125,7 +125,7 @@ def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
     assert tape.replays > before
     assert sum(accepted) > 10
     sizes = captured.describe()["captured"]
-    assert (4, 1 if most == 1 else 8, 0, 0) in sizes or (4, 2, 0, 0) in sizes
+    assert any(size[:2] in ((4, 1 if most == 1 else 8), (4, 2)) for size in sizes)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
@@ -282,7 +282,7 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
     told, seconds = [], captured.describe()["capture_seconds"]
     captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news))
     rows, nodes = (1, 2, 4), (1, 2, 3, 4)
-    assert set(captured.describe()["captured"]) == {(r, n, 0, 0) for r in rows for n in nodes}
+    assert set(captured.describe()["captured"]) == {Size(r, n) for r in rows for n in nodes}
     assert captured.describe()["capture_seconds"] > seconds
     assert told == [(done, 12) for done in range(13)]
     before = tape.captures

@@ -61,12 +61,14 @@ class Scores:
     row_of    int32[M] a flat node's row in `logits`; -1 = not scored
     plain     the nodes whose choice the device makes
     features  of the nodes, where they were requested
+    masks     of grammars, where they were known before the step
     """
 
     logits: Tensor
     row_of: Ints
     plain: PlainNodes
     features: TorchFeatures | None = None
+    masks: NodeMasks | None = None
 
 
 class _StepAttention(Protocol):

@@ -12,20 +12,34 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.geometry import tile_nodes, tiles_of
+from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.types import AnyArray
 
+RULES = (
+    *("repetition", "frequency", "presence", "min_p"),
+    *("top_k", "min_tokens", "top_p_low", "top_p_high"),
+)
+"""Facts of rows that ask the sampler for more than a temperature, see shaping.Shaping."""
+
 
 class Size(NamedTuple):
     """R rows of N nodes (see sizes.py), after which full trees of draft tokens are grown,
-    `levels` deep; no levels: none are.
+    `levels` deep; no levels: none are. What else rows ask for (shaped_rows.py): 0, or
+
+    shaping  what of the sampler's parameters
+    masked   whether a grammar holds some row
+    reports  alternatives that are reported with each token
     """
 
     rows: int
     nodes: int
     levels: int = 0
     width: int = 0
+    shaping: int = 0
+    masked: int = 0
+    reports: int = 0
 
     @property
     def total(self) -> int:
@@ -37,11 +51,18 @@ class Size(NamedTuple):
         """Nodes of a tree that is grown."""
         return full_size(self.width, self.levels)
 
+    @property
+    def candidates(self) -> int:
+        """Of the next root, for a grammar to choose among."""
+        return CANDIDATES if self.masked and self.levels else 0
+
 
 class Record(NamedTuple):
     """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
     their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
-    parents and values' bits of the trees that were grown, [3*R*K].
+    parents and values' bits of the trees that were grown, [3*R*K]; what may follow the roots of
+    the next trees, ids and bits of log-probabilities [2*R*candidates]; reports of nodes
+    [R*N*(1+2*reports)], see shaping.reported.
     """
 
     choices: Any
@@ -49,23 +70,28 @@ class Record(NamedTuple):
     parents: Any
     count: Any
     grown: Any
+    candidates: Any
+    reported: Any
 
     @classmethod
     def of(cls, size: Size, whole: Any) -> "Record":
         """Views of a tensor or an array."""
         ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
+        ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
+        ends.append(ends[-1] + 2 * size.rows * size.candidates)
         bounds = zip([0, *ends], [*ends, len(whole)], strict=True)
         return cls(*(whole[begin:end] for begin, end in bounds))
 
 
 class BufferDims(NamedTuple):
     """What all sizes have in common: places of a page table's row, slots of sequences, heads that
-    share a key/value head.
+    share a key/value head, tokens of the vocabulary.
     """
 
     width: int
     slots: int
     gqa_group: int
+    vocab: int
 
 
 def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
@@ -80,14 +106,22 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
+    Where it is asked for: RULES of rows; the grammars' masks [R*N,ceil(V/32)], and of nodes which
+    of them is theirs, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
+    asked: dict[str, tuple[int, ...]] = {}
+    if size.shaping:
+        asked |= dict.fromkeys(RULES, (size.rows,))
+    if size.masked:
+        asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
     return {
         "where": (2, size.rows),
         **dict.fromkeys((*of_rows, "slot", "carried", "most", "deep", "last"), (size.rows,)),
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
         "tree_intervals": (2, size.total),
         "table": (size.rows, dims.width),
+        **asked,
     }
 
 
@@ -119,8 +153,10 @@ class StagingBuffer:
         """Rows without a node; what stands in their places sees itself alone."""
         buffers, nodes = self.buffers, self._nodes
         for name, values in buffers.items():
-            if name not in ("parents", "draft_slot", "slot", "tree_intervals"):
+            if name not in ("parents", "draft_slot", "slot", "tree_intervals", "masks"):
                 values[...] = 0
+        if "mask_row" in buffers:
+            buffers["mask_row"][:] = -1
         buffers["parents"][:] = NOTHING
         buffers["draft_slot"][:] = -1
         buffers["slot"][:] = self._slots
@@ -131,13 +167,15 @@ class StagingBuffer:
 class Sized:
     """The fixed tensors of one size.
 
-    record  int32[3*R*N + R + 3*R*K] what comes back, in one copy, see `Record`
+    record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
     """
 
     def __init__(self, size: Size, dims: BufferDims, device: torch.device) -> None:
         shapes = _shapes(size, dims)
         count = sum(int(np.prod(shape)) for shape in shapes.values())
         returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
+        returned += 2 * size.rows * size.candidates
+        returned += size.total * (1 + 2 * size.reports) if size.reports else 0
         self.whole = torch.zeros(count, dtype=torch.int32, device=device)
         self.there = _views(self.whole, shapes)
         self.record = torch.zeros(returned, dtype=torch.int32, device=device)

@@ -22,6 +22,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -87,14 +88,17 @@ class Drafting:
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
-    def work(self, size: Size, decided: Decided, features: Tensor) -> Tensor:
-        """int32[3*R*K]: tokens, parents and values' bits of the trees."""
+    def work(self, size: Size, decided: Decided, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """int32[3*R*K]: tokens, parents and values' bits of the trees; and where grammars hold rows
+        int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may follow the roots.
+        """
         if size not in self._forests:
             self._forests[size] = _Forest(size, self._gqa_group, decided.choices.device)
         forest = self._forests[size]
         below = self._extend(forest, decided, features)
         tokens, parents, values = self._grow(forest, decided, below)
-        return torch.cat([tokens.int(), parents.int(), values.view(torch.int32)]).flatten()
+        grown = torch.cat([tokens.int(), parents.int(), values.view(torch.int32)]).flatten()
+        return grown, self._candidates(below.read) if size.masked else None
 
     def _extend(self, forest: "_Forest", decided: Decided, features: Tensor) -> _Below:
         """Run every node, make the accepted ones permanent in rows that are followed."""
@@ -189,10 +193,20 @@ class Drafting:
         return context.view(*forest.shape, *context.shape[1:])[:, level].flatten(0, 1)
 
     def _children(self, read: Tensor, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
+        return self._kernels.pick(self._likely(read, width), noise, width)
+
+    def _likely(self, read: Tensor, width: int) -> Likely:
         logits = self._arrays.module.logits(read).float()
         best, which = logits.topk(min(max(CANDIDATES, width), self._head.vocab), -1)
-        likely = Likely(best, which, logits.logsumexp(-1), self._arrays.ids)
-        return self._kernels.pick(likely, noise, width)
+        return Likely(best, which, logits.logsumexp(-1), self._arrays.ids)
+
+    def _candidates(self, read: Tensor) -> Tensor:
+        """int32[2*R*CANDIDATES]."""
+        likely = self._likely(read, CANDIDATES)
+        missing = (0, CANDIDATES - likely.which.shape[1])
+        ids = F.pad(likely.ids[likely.which], missing)
+        log_probs = F.pad(likely.logits - likely.normaliser[:, None], missing, value=-torch.inf)
+        return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
 
 
 def _of_rows(tensor: Tensor, which: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 A step of which every row begins with exactly one known token and samples runs as one round
 (runner.py), padded to one of a few sizes (sizes.py); nothing waits until its record is wanted
-(in_flight.py). Every other step, which is a prompt's or too large, is an eager one. Rows of a round
-that the device cannot decide are decided and committed from its logits, as in an eager step.
+(in_flight.py). Every other step, which is a prompt's or too large, is an eager one. Sampling
+parameters, masks that are known before a step, and log-probabilities are a round's own work
+(shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits, as
+in an eager step: those under a grammar whose masks come later.
 
 Another round may begin before the record of this one is read (`carry`): it takes up on the device
 what this one leaves there (future_map.py).
@@ -11,6 +13,7 @@ what this one leaves there (future_map.py).
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +22,7 @@ import torch
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
+from forerun.executors.host_choice import report as report_of
 from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
 from forerun.executors.torch.captured.drafting import Drafting
@@ -31,6 +35,7 @@ from forerun.executors.torch.captured.prepare_inputs import (
     prepare_inputs_carried,
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.sizes import declared, padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.eagle_model import TorchEagleModel
@@ -38,10 +43,11 @@ from forerun.executors.torch.executor import Scores, TorchExecutor
 from forerun.executors.torch.kernels import Kernels
 from forerun.interface.executor import DraftShape
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit, TokenLogprobs
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.speculative.draft_tree import full_size
+from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
@@ -68,6 +74,10 @@ class CapturedExecutor:
         self._runner: CudaGraphRunner | None = CudaGraphRunner(
             eager.decoder, eager.cache, eager.limits, kernels, records
         )
+        self._shaped = ShapedRows(
+            eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
+        )
+        self.runner.shaped = self._shaped
         self._last: InFlightStep | None = None
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
@@ -76,6 +86,7 @@ class CapturedExecutor:
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
         self._sampler.open(slot_init)
+        self._shaped.open(slot_init)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -135,7 +146,11 @@ class CapturedExecutor:
         return rows * nodes if size is None else size.total
 
     def size_of(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        draft_request: DraftRequest | None = None,
+        masked: bool = False,
     ) -> Size | None:
         """The smallest size that holds the step; None where it cannot be run as a round.
 
@@ -143,12 +158,19 @@ class CapturedExecutor:
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request)
+        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request, masked)
 
-    def _size(self, slots: Ints, nodes: int, draft_request: DraftRequest | None) -> Size | None:
+    def _size(
+        self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
+    ) -> Size | None:
         """The smallest size for rows, in these slots, of so many nodes."""
         size, drafting = padded_size(len(slots), nodes, self.limits.max_nodes), self.runner.drafting
-        if size is None or draft_request is None or drafting is None:
+        if size is None:
+            return None
+        more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
+        if more or self._sampler.reports(slots):
+            size = self._shaped.size(size, slots, masked)
+        if draft_request is None or drafting is None:
             return size
         larger = size._replace(levels=draft_request.levels, width=draft_request.width)
         follows = np.isin(slots, draft_request.slots).any()
@@ -161,14 +183,43 @@ class CapturedExecutor:
         """Begin a round, which also accepts and writes what it can decide, and drafts what is
         requested. Waits for nothing: `accept` does.
         """
-        size = self.size_of(plan, trees, draft_request)
+        return self._verify(plan, trees, None, draft_request)
+
+    @torch.inference_mode()
+    def verify_masked(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        masks: NodeMasks | None,
+        draft_request: DraftRequest | None = None,
+    ) -> Scores | InFlightStep:
+        """`verify` of a step of which some rows are held by grammars: a round decides these too.
+        Masks of an eager step are kept until `accept`.
+        """
+        return self._verify(plan, trees, masks, draft_request)
+
+    def _verify(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        masks: NodeMasks | None,
+        draft_request: DraftRequest | None,
+    ) -> Scores | InFlightStep:
+        size = self.size_of(plan, trees, draft_request, masks is not None)
         if size is None:
-            return self.eager.verify(plan, trees)
+            return replace(self.eager.verify(plan, trees), masks=masks)
         check_pages(plan, trees, self.limits.page_size)
         staging = self.runner.staging(size)
-        plain = plain_nodes(self._sampler.choosing, plan, trees)
+        held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
+        plain = plain_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
         place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
-        return self._begin(size, staging, plan.slots, decided, place, draft_request)
+        first = None
+        if size.shaping or size.masked:
+            self._shaped.fill(staging.buffers, size, plan.slots, masks, place)
+            first = self._shaped.stale(plan.slots, lambda row: self._text(plan, row))
+        step = self._begin(size, staging, plan.slots, decided, place, draft_request, first)
+        step.masks = masks
+        return step
 
     @torch.inference_mode()
     def carry(
@@ -189,8 +240,10 @@ class CapturedExecutor:
         if size is None or (draft_request is not None and not size.levels) or future.lacks(size):
             return None
         check_pages_carried(plan, self.limits.page_size)
-        staging, choosing = self.runner.staging(size), self._sampler.choosing
+        staging, choosing = self.runner.staging(size), self._shaped.choosing
         prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
+        if size.shaping:
+            self._shaped.fill(staging.buffers, size, plan.slots)
         decided = np.ones(plan.rows, np.bool_)
         return self._begin(size, staging, plan.slots, decided, None, draft_request)
 
@@ -202,8 +255,9 @@ class CapturedExecutor:
         decided: Bools,
         place: Ints | None,
         draft_request: DraftRequest | None,
+        first: Callable[[], None] | None = None,
     ) -> InFlightStep:
-        """Launch what `staging` is filled with; decided, place: see InFlightStep."""
+        """Launch what `staging` is filled with, after `first`; decided, place: see InFlightStep."""
         runner, count = self.runner, len(slots)
         staging.buffers["slot"][:count] = slots
         extends = np.zeros(count, np.bool_)
@@ -225,7 +279,7 @@ class CapturedExecutor:
             extends=extends,
             place=place,
             result=staging.result,
-            wait=runner.launch(size, staging),
+            wait=runner.launch(size, staging, first),
             over=over,
             logits=runner.logits[: size.total],
             features=runner.features,
@@ -233,10 +287,12 @@ class CapturedExecutor:
         return self._last
 
     def carries(self, scores: Scores | InFlightStep) -> bool:
-        """Whether the device decides every row of this step, and no report needs its logits."""
-        if not isinstance(scores, InFlightStep) or not scores.decided.all():
+        """Whether the device decides every row of this step, no report needs its logits, and no
+        grammar holds a row.
+        """
+        if not isinstance(scores, InFlightStep) or not scores.decided.all() or scores.size.masked:
             return False
-        return not self._sampler.reports(scores.slots)
+        return scores.size.reports > 0 or not self._sampler.reports(scores.slots)
 
     def drafting(self, scores: Scores | InFlightStep) -> Ints:
         """Slots of the rows that a round extends; an eager step extends none."""
@@ -256,6 +312,7 @@ class CapturedExecutor:
         masks: NodeMasks | None,
     ) -> HostAccepted:
         """Wait for what the round decided, and decide the rows that it left."""
+        masks = scores.masks if masks is None else masks
         if isinstance(scores, Scores):
             return self.eager.accept(plan, trees, scores, masks)
         logits: list[Floats] = []
@@ -269,7 +326,10 @@ class CapturedExecutor:
             row: Floats = logits[0][scores.places()[node]]
             return row
 
-        return self._sampler.accept(plan, trees, of_node, masks, scores.choices())
+        def report(node: int, token: int, top: int) -> TokenLogprobs:
+            return scores.report(node, top) or report_of(of_node(node), token, top)
+
+        return self._sampler.accept(plan, trees, of_node, masks, scores.choices(), report)
 
     @torch.inference_mode()
     def commit(
@@ -285,7 +345,16 @@ class CapturedExecutor:
         left = np.flatnonzero(~scores.decided).tolist()
         if left:
             self.eager.keep(plan, trees, accepted, left, scores.places())
-        return self._sampler.outcome(plan, trees, accepted, scores.node_features(), scores.drafts())
+        features, drafts = scores.node_features(), scores.drafts()
+        outcome = self._sampler.outcome(plan, trees, accepted, features, drafts)
+        if scores.size.shaping:
+            for row in np.flatnonzero(scores.decided).tolist():
+                self._shaped.told(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
+        return outcome
+
+    def _text(self, plan: Plan, row: int) -> tuple[Sampling, History]:
+        found = self._sampler.of_row(plan, row)
+        return found.sampling, found.history
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: the eager executor's, and of the rounds."""

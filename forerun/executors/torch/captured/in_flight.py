@@ -9,7 +9,8 @@ from torch import Tensor
 from forerun.executors.torch.captured.buffers import Record, Size
 from forerun.executors.torch.features import TorchFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.speculative.tree import TreeBatch
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
 
 
@@ -27,6 +28,7 @@ class InFlightStep:
     over     called when the record is read
     logits   float32[R*N,V] on the device, until the next round
     features [R*N,F*H] likewise, by place; None where nothing is requested
+    masks    of grammars, that it was begun with
     """
 
     size: Size
@@ -39,6 +41,7 @@ class InFlightStep:
     over: Callable[[], None]
     logits: Tensor
     features: Tensor | None
+    masks: NodeMasks | None = None
     _record: Ints | None = None
 
     def record(self) -> Ints:
@@ -54,6 +57,23 @@ class InFlightStep:
         choices: Ints = Record.of(self.size, self.record()).choices[self.places()]
         return choices
 
+    def report(self, node: int, top: int) -> TokenLogprobs | None:
+        """What is reported of the choice at a flat node; None where the device did not make it, or
+        reports less.
+        """
+        size, record = self.size, Record.of(self.size, self.record())
+        place = int(self.places()[node])
+        if record.choices[place] < 0 or not 0 <= top <= size.reports or not size.reports:
+            return None
+        mine = record.reported.reshape(size.total, -1)[place]
+        own, ids, others = mine[:1], mine[1 : 1 + size.reports], mine[1 + size.reports :]
+        best = zip(ids.tolist(), others.view(np.float32).tolist(), strict=True)
+        return TokenLogprobs(
+            token=int(record.choices[place]),
+            logprob=float(own.view(np.float32)[0]),
+            top=tuple(pair for pair in best if pair[1] > -np.inf)[:top],
+        )
+
     def drafting(self) -> Ints:
         """int32[.] slots of the rows that it drafts for. Waits for nothing."""
         slots: Ints = self.slots[self.extends]
@@ -64,10 +84,21 @@ class InFlightStep:
         size, rows = self.size, len(self.slots)
         if not size.levels:
             return None
-        grown = Record.of(size, self.record()).grown
+        grown, candidates = Record.of(size, self.record())[4:6]
+        ids = log_probs = None
+        if size.masked:
+            ids, log_probs = candidates.reshape(2, size.rows, -1)[:, :rows].copy()
+            log_probs = log_probs.view(np.float32)
         tokens, parents, value = grown.reshape(3, size.rows, size.draft_tokens)[:, :rows].copy()
         return NextDrafts(
-            self.extends, size.width, size.levels, tokens, parents, value.view(np.float32)
+            rows=self.extends,
+            width=size.width,
+            levels=size.levels,
+            tokens=tokens,
+            parents=parents,
+            value=value.view(np.float32),
+            ids=ids,
+            log_probs=log_probs,
         )
 
     def node_features(self) -> TorchFeatures | None:

@@ -12,7 +12,9 @@ Where rounds keep state (future_map.py), a round takes up on the device what the
 leaves there. Where a draft request comes with the step (drafting.py), the program extends the draft
 model by what was accepted and grows the next trees, which come back in the same copy.
 
-Rows that the device cannot decide (a grammar, penalties) run along: it walks no path for them.
+Sampling parameters, grammars' masks and log-probabilities are parts of a round that rows ask for
+(shaped_rows.py). Rows that the device cannot decide all the same run along: it walks no path for
+them.
 """
 
 from collections.abc import Callable
@@ -25,10 +27,12 @@ from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, S
 from forerun.executors.torch.captured.drafting import Decided, Drafting
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.graphs import Programs, Recorder
+from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
+from forerun.executors.torch.shaping import reported
 from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.accept import NOTHING
 
@@ -39,6 +43,7 @@ class CudaGraphRunner:
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft head does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
+    shaped      what rows may ask of the sampler beyond a temperature; None = nothing
     logits      float32[max_nodes,V] of the last round, by place
     features    [max_nodes,F*H] likewise; None where nothing is requested
     """
@@ -57,6 +62,7 @@ class CudaGraphRunner:
             width=-(-limits.context // limits.page_size),
             slots=limits.slots,
             gqa_group=decoder.arch.heads // decoder.arch.kv_heads,
+            vocab=limits.vocab,
         )
         self._device = cache.device
         self._sized: dict[Size, Sized] = {}
@@ -66,6 +72,7 @@ class CudaGraphRunner:
         self.drafting: Drafting | None = None
         self.features: Tensor | None = None
         self.future: FutureMap | None = None
+        self.shaped: ShapedRows | None = None
 
     @property
     def capture_seconds(self) -> float:
@@ -97,11 +104,17 @@ class CudaGraphRunner:
             self._programs.forget()
         return self.of(size).staging()
 
-    def launch(self, size: Size, staging: StagingBuffer) -> Callable[[], None]:
-        """Begin one round, after all that was begun before; returns what waits for it."""
+    def launch(
+        self, size: Size, staging: StagingBuffer, first: Callable[[], None] | None = None
+    ) -> Callable[[], None]:
+        """Begin one round, after all that was begun before and `first`; returns what waits for
+        it.
+        """
         sized = self.of(size)
 
         def work() -> None:
+            if first is not None:
+                first()
             sized.whole.copy_(staging.whole, non_blocking=True)
             self._programs.run(size)
             staging.result.copy_(sized.record, non_blocking=True)
@@ -154,7 +167,7 @@ class CudaGraphRunner:
             positions=buffers["position"],
             temperatures=buffers["temperature"].view(torch.float32),
         )
-        choices = self._kernels.choose(logits, noise.at(sized.row, buffers["depth"]))
+        choices = self._choose(size, buffers, logits, noise.at(sized.row, buffers["depth"]))
         kept = walk(choices, buffers, size)
         record = Record.of(size, sized.record)
         record.choices[:] = torch.where(kept.flatten(), choices, NOTHING)
@@ -165,9 +178,23 @@ class CudaGraphRunner:
         cache.move(scratch, torch.where(kept.flatten(), slot, scratch))
         if self.drafting is not None and self.features is not None and size.levels:
             decided = Decided(buffers, geometry, noise, choices, kept, position, slot)
-            record.grown.copy_(self.drafting.work(size, decided, self.features[:total]))
+            grown, candidates = self.drafting.work(size, decided, self.features[:total])
+            record.grown.copy_(grown)
+            if candidates is not None:
+                record.candidates.copy_(candidates)
+        if size.reports:
+            record.reported.copy_(reported(logits, choices, size.reports).flatten())
+        if size.shaping and self.shaped is not None:
+            self.shaped.add(buffers, choices, kept)
         if self.future is not None:
             self.future.leave(size, buffers, choices, kept, record)
+
+    def _choose(
+        self, size: Size, buffers: dict[str, Tensor], logits: Tensor, noise: NodeNoise
+    ) -> Tensor:
+        if self.shaped is None or not (size.shaping or size.masked):
+            return self._kernels.choose(logits, noise)
+        return self.shaped.choose(size, buffers, logits, noise, self._kernels.choose)
 
 
 def walk(choices: Tensor, buffers: dict[str, Tensor], size: Size) -> Tensor:

@@ -1,0 +1,211 @@
+"""What rows of a round ask of the sampler beyond a temperature, and what the device keeps for that.
+
+    host    a slot's parameters, masks           -> buffers
+    device  [slots+1,V] what each token is in a slot's text (shaping.py), and its biases
+
+A history is written whole when its slot takes part in a round for the first time, or has moved on
+outside of rounds. From then on rounds add what they emit themselves, so that nothing of it has to
+cross, and a carried round counts what the host has not heard of yet.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.device_choice import Choosing
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.captured.buffers import RULES, Size
+from forerun.executors.torch.kernels import Choose
+from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, chosen
+from forerun.interface.plan import SlotInit
+from forerun.speculative.sampling import History, Sampling
+from forerun.speculative.tree import NodeMasks
+from forerun.types import AnyArray, Ints
+
+PLAIN, EDITED, CUT = 0, 1, 2
+"""Of a row: the temperature alone; penalties, biases, early stop tokens or min_p; top_k or top_p,
+for which the vocabulary is sorted."""
+
+REPORTS = (1, 5, 20)
+"""Alternatives that a round reports with a token; who asks for more is told by the host."""
+
+
+class ShapedRows:
+    """The parameters and histories of slots.
+
+    choosing  as of the sampler, of every slot
+    """
+
+    def __init__(self, slots: int, vocab: int, device: torch.device, choosing: Choosing) -> None:
+        self._history = torch.zeros(slots + 1, vocab, dtype=torch.int32, device=device)
+        self._bias = torch.zeros(slots + 1, vocab, device=device)
+        self.choosing = replace(choosing, temperature=np.zeros(slots, np.float32))
+        self._rules: dict[str, Ints] = {name: np.zeros(slots, np.int32) for name in RULES}
+        self._kind, self._top = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
+        # Of slots that ask for more than a temperature: tokens that their history counts; of all
+        # slots, who has biases there.
+        self._counted: dict[int, int] = {}
+        self._biased: set[int] = set()
+
+    # --- the host's half ---------------------------------------------------------------------
+
+    def open(self, slot_init: SlotInit) -> None:
+        """A sequence took the slot."""
+        slot, sampling = slot_init.slot, slot_init.sampling
+        self._counted.pop(slot, None)
+        self.choosing.temperature[slot] = sampling.temperature
+        self._kind[slot] = _kind(sampling)
+        self._top[slot] = -1 if sampling.logprobs is None else sampling.logprobs
+        for name, bits in _rules(sampling, self._history.shape[1]).items():
+            self._rules[name][slot] = bits
+
+    def size(self, size: Size, slots: Ints, masked: bool) -> Size:
+        """The size with what these rows ask for."""
+        kind, top = int(self._kind[slots].max()), int(self._top[slots].max())
+        reports = 0
+        if 0 <= top <= REPORTS[-1]:
+            reports = next(count for count in REPORTS if count >= top)
+        reports = min(reports, self._history.shape[1])
+        return size._replace(shaping=kind, masked=int(masked), reports=reports)
+
+    def fill(
+        self, buffers: dict[str, AnyArray], size: Size, slots: Ints, masks: NodeMasks | None = None,
+        place: Ints | None = None,
+    ) -> None:  # fmt: skip
+        """Write what rows in these slots ask for. place: of every flat node, for masks."""
+        if size.shaping:
+            for name, values in self._rules.items():
+                buffers[name][: len(slots)] = values[slots]
+        if size.masked and masks is not None:
+            buffers["mask_row"][place] = masks.row
+            buffers["masks"][: len(masks.bits)] = masks.bits.view(np.int32)
+
+    def stale(
+        self, slots: Ints, history: Callable[[int], tuple[Sampling, History]]
+    ) -> Callable[[], None] | None:
+        """What brings the histories of these slots up to date on the device, before their round;
+        None where they are. history: by row, what is asked for and the text. What a carried round
+        counts was counted by the one before it.
+        """
+        rows: list[tuple[int, AnyArray, AnyArray | None]] = []
+        for row, slot in enumerate(slots.tolist()):
+            if not self._kind[slot]:
+                continue
+            asked, text = history(row)
+            current = self._counted.get(slot) == len(text.tokens)
+            if not current and (slot not in self._counted or _penalised(asked)):
+                rows.append((slot, self._entries(text, asked), self._biases(slot, asked)))
+                self._counted[slot] = len(text.tokens)
+        return (lambda: self._write(rows)) if rows else None
+
+    def told(self, slot: int, tokens: int) -> None:
+        """A round has added to a slot's history, which counts so many tokens now."""
+        if self._kind[slot]:
+            self._counted[slot] = tokens
+
+    def _entries(self, text: History, sampling: Sampling) -> AnyArray:
+        vocab = self._history.shape[1]
+        counts = np.bincount(text.tokens[text.prompt_len :], minlength=vocab)
+        entries = (COUNT * counts).astype(np.int32)
+        entries[text.tokens[: text.prompt_len]] |= SEEN
+        entries[list(sampling.stop_tokens)] |= STOP
+        return entries
+
+    def _biases(self, slot: int, sampling: Sampling) -> AnyArray | None:
+        """The slot's biases; None where nothing changes."""
+        if not sampling.logit_bias and slot not in self._biased:
+            return None
+        found = np.zeros(self._history.shape[1], np.float32)
+        for token, value in sampling.logit_bias:
+            found[token] += np.float32(value)
+        self._biased.add(slot)
+        return found
+
+    def _write(self, rows: list[tuple[int, AnyArray, AnyArray | None]]) -> None:
+        for slot, entries, biases in rows:
+            self._history[slot].copy_(torch.from_numpy(entries))
+            if biases is not None:
+                self._bias[slot].copy_(torch.from_numpy(biases))
+
+    # --- launches only -----------------------------------------------------------------------
+
+    def choose(
+        self,
+        size: Size,
+        buffers: dict[str, Tensor],
+        logits: Tensor,
+        noise: NodeNoise,
+        choose: Choose,
+    ) -> Tensor:
+        """int32[R*N]: choices from logits float32[R*N,V]; noise: of every node."""
+        shape = size.rows, size.nodes
+        shaping = masks = None
+        if size.shaping:
+            slots = buffers["slot"].long()
+            shaping = Shaping(
+                history=self._history.index_select(0, slots),
+                bias=self._bias.index_select(0, slots),
+                rules={name: buffers[name] for name in RULES},
+                tokens=buffers["tokens"].view(shape),
+                above=_above(buffers["tree_intervals"].view(2, *shape)),
+                positions=noise.positions.view(shape),
+                temperatures=buffers["temperature"].view(torch.float32),
+                cuts=size.shaping == CUT,
+            )
+        if size.masked:
+            masks = buffers["masks"], buffers["mask_row"].view(shape)
+
+        def of_rows(part: Tensor, begin: int, end: int) -> Tensor:
+            nodes = slice(begin * size.nodes, end * size.nodes)
+            mine = noise.seeds[nodes], noise.positions[nodes], noise.temperatures[nodes]
+            return choose(part, NodeNoise(*mine))
+
+        return chosen(logits.view(*shape, -1), shaping, masks, of_rows)
+
+    def add(self, buffers: dict[str, Tensor], choices: Tensor, kept: Tensor) -> None:
+        """Count what a round emits: choices [R*N] of nodes on accepted paths, kept bool[R,N]."""
+        vocab = self._history.shape[1]
+        where = buffers["slot"].long()[:, None] * vocab + choices.clamp_min(0).view_as(kept)
+        self._history.view(-1).index_add_(0, where.flatten(), COUNT * kept.flatten().int())
+
+
+def _above(intervals: Tensor) -> Tensor:
+    """bool[R,N,N]: whether node j > 0 is node i or above it; intervals [2,R,N]: geometry.py."""
+    enter, leave = intervals
+    found = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
+    above: Tensor = found & (torch.arange(enter.shape[1], device=enter.device) > 0)
+    return above
+
+
+def _kind(sampling: Sampling) -> int:
+    if sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
+        return CUT
+    return PLAIN if sampling.plain else EDITED
+
+
+def _penalised(sampling: Sampling) -> bool:
+    """Whether its choices depend on what was said."""
+    counted = sampling.frequency_penalty or sampling.presence_penalty
+    return bool(counted) or sampling.repetition_penalty != 1.0
+
+
+def _rules(sampling: Sampling, vocab: int) -> dict[str, int]:
+    """RULES of a sequence, as int32 bits."""
+    floats = {
+        "repetition": sampling.repetition_penalty,
+        "frequency": sampling.frequency_penalty,
+        "presence": sampling.presence_penalty,
+        "min_p": np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf,
+    }
+    found = {name: int(np.float32(value).view(np.int32)) for name, value in floats.items()}
+    low, high = np.array([sampling.top_p], np.float64).view(np.int32).tolist()
+    top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
+    return found | {
+        "top_k": top_k,
+        "min_tokens": min(sampling.min_tokens, 2**31 - 1),
+        "top_p_low": low,
+        "top_p_high": high,
+    }

@@ -1,0 +1,180 @@
+"""Every sampling parameter on the device: forerun.speculative.sampling.process and the reports of
+what was chosen, in fixed shapes and with nothing that waits.
+
+The arithmetic is the host's, operation by operation in float32, so that a node's choice is the
+host's too. Exponentials may differ in their last bit: a token differs only where the mass that
+top_p cuts at lies within such an error of it, or two scores do.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+COUNT, SEEN, STOP = 4, 1, 2
+"""What an entry of a history is made of: COUNT for each time that the output has the token, SEEN
+where the prompt has it, STOP where it is a stop token."""
+
+CHUNK = 64
+"""Nodes that are shaped at once, where rows are not larger: some 40 bytes per node and token of the
+vocabulary."""
+
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """What R rows of N nodes ask for; vectors are [R] and hold the bits of numbers as int32.
+
+    history    int32[R,V], see COUNT; of the tokens that are decided
+    bias       float32[R,V]
+    rules      by name: repetition, frequency, presence, min_p (the logarithm), top_k, min_tokens,
+               top_p_low and top_p_high (halves of a float64)
+    tokens     int32[R,N] of the nodes
+    above      bool[R,N,N] whether node j is draft token i or above it, [r,i,j]
+    positions  int32[R,N] output position that each node decides
+    temperatures  float32[R]
+    cuts       whether some row asks for top_k or top_p
+    """
+
+    history: Tensor
+    bias: Tensor
+    rules: dict[str, Tensor]
+    tokens: Tensor
+    above: Tensor
+    positions: Tensor
+    temperatures: Tensor
+    cuts: bool
+
+    def number(self, name: str) -> Tensor:
+        """float32[R,1,1]."""
+        return self.rules[name].view(torch.float32)[:, None, None]
+
+    def part(self, begin: int, end: int) -> "Shaping":
+        """Some of the rows."""
+        rows = slice(begin, end)
+        rules = {name: values[rows] for name, values in self.rules.items()}
+        mine = self.tokens[rows], self.above[rows], self.positions[rows], self.temperatures[rows]
+        return Shaping(self.history[rows], self.bias[rows], rules, *mine, self.cuts)
+
+
+def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
+    """bool[...,V]: what masks allow. words int32[R,ceil(V/32)]; which int32[...] row of a node, -1
+    = everything.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    mine = words[which.clamp_min(0).long()]
+    found = ((mine[..., None] >> bits) & 1).flatten(-2)[..., :vocab] > 0
+    return found | (which < 0)[..., None]
+
+
+def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
+    """float32[R,N,V]: logits of R rows of N nodes, not heated, with -inf where a token is excluded;
+    allowed: bool[R,N,V] by the grammars. Of a node whose logits are not finite, NaN.
+    """
+    finite = logits.max(-1, keepdim=True).values.isfinite()
+    out = logits
+    if shaping is not None:
+        out = _edited(logits, shaping)
+        stops = (shaping.history & STOP > 0)[:, None]
+        early = shaping.positions[..., None] < shaping.rules["min_tokens"][:, None, None]
+        allowed = _without(stops & early, allowed)
+    if allowed is not None:
+        out = torch.where(allowed, out, -torch.inf)
+    if shaping is not None:
+        out = _cut(out, shaping)
+    return torch.where(finite, out, torch.nan)
+
+
+def _without(banned: Tensor, allowed: Tensor | None) -> Tensor:
+    """bool[R,N,V]: what is allowed and not banned; banned all the same where nothing else is."""
+    if allowed is None:
+        return ~banned
+    left = allowed & ~banned
+    return torch.where(left.any(-1, keepdim=True), left, allowed)
+
+
+def _edited(logits: Tensor, shaping: Shaping) -> Tensor:
+    """Penalties and biases."""
+    _, nodes, _ = logits.shape
+    drafted = torch.zeros_like(logits, dtype=torch.int32)
+    where = shaping.tokens[:, None].expand(-1, nodes, -1).long()
+    drafted = drafted.scatter_add(2, where, shaping.above.int())
+    counts = shaping.history[:, None] // COUNT + drafted
+    seen = (shaping.history & SEEN > 0)[:, None] | (counts > 0)
+    repetition = shaping.number("repetition")
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    edited = torch.where(seen, repeated, logits)
+    edited = edited - shaping.number("frequency") * counts.float()
+    edited = edited - shaping.number("presence") * (counts > 0).float()
+    return edited + shaping.bias[:, None]
+
+
+def _cut(out: Tensor, shaping: Shaping) -> Tensor:
+    """What min_p, top_k and top_p leave, where a row is not greedy."""
+    hot = (shaping.temperatures > 0)[:, None, None]
+    heated = out / torch.where(shaping.temperatures > 0, shaping.temperatures, 1.0)[:, None, None]
+    likely = heated >= heated.max(-1, keepdim=True).values + shaping.number("min_p")
+    kept = likely
+    if shaping.cuts:
+        heated = torch.where(likely, heated, -torch.inf)
+        values, order = heated.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(out.shape[-1], device=out.device)
+        best = rank < shaping.rules["top_k"][:, None, None]
+        weights = torch.where(best, (values - values[..., :1]).exp(), 0.0).double()
+        mass = weights.cumsum(-1)
+        least = _double(shaping.rules)[:, None, None] * mass[..., -1:]
+        best = best & (F.pad(mass[..., :-1], (1, 0)) < least)
+        kept = likely & torch.zeros_like(best).scatter(-1, order, best)
+    return torch.where(kept | ~hot, out, -torch.inf)
+
+
+def _double(rules: dict[str, Tensor]) -> Tensor:
+    """float64[R]: top_p. Where it is 1, more: rounding must not cut."""
+    low, high = (rules[name].long() for name in ("top_p_low", "top_p_high"))
+    top_p = ((high << 32) | (low & _LOW)).view(torch.float64)
+    return torch.where(top_p < 1.0, top_p, 2.0)
+
+
+def chosen(
+    logits: Tensor,
+    shaping: Shaping | None,
+    masks: tuple[Tensor, Tensor] | None,
+    choose: Callable[[Tensor, int, int], Tensor],
+) -> Tensor:
+    """int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a time.
+
+    masks   words int32[.,ceil(V/32)] and int32[R,N] which of them is a node's
+    choose  (logits float32[n,V], first and last but one row) -> int32[n]
+    """
+    rows, nodes, vocab = logits.shape
+    found = []
+    for begin, end in _chunks(rows, max(1, CHUNK // nodes)):
+        part = shaping.part(begin, end) if shaping is not None else None
+        allowed = None if masks is None else unpacked(masks[0], masks[1][begin:end], vocab)
+        found.append(choose(shaped(logits[begin:end], part, allowed).flatten(0, 1), begin, end))
+    return torch.cat(found)
+
+
+def _chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + size, rows)) for begin in range(0, rows, size))
+
+
+def reported(logits: Tensor, choices: Tensor, top: int) -> Tensor:
+    """int32[M,1+2K]: of M nodes with logits float32[M,V] the log-probability of the choice, ids of
+    the K = `top` best, ties by lowest id, and theirs; log-probabilities in nats, bits of float32.
+    """
+    vocab = logits.shape[-1]
+    most = logits.max(-1, keepdim=True).values
+    mass = (logits - most).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    normaliser = most.double() + mass.log()
+    # A larger logit, then a lower id, is a larger key. Both zeros are one.
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32).long()
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
+    keys = ordered * vocab + (vocab - 1 - torch.arange(vocab, device=logits.device))
+    ids = keys.topk(top, -1).indices
+    which = torch.cat([choices.clamp_min(0).long()[:, None], ids], 1)
+    found = (logits.gather(1, which).double() - normaliser).float().view(torch.int32)
+    return torch.cat([found[:, :1], ids.int(), found[:, 1:]], 1)

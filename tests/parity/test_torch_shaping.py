@@ -1,0 +1,183 @@
+"""All sampling parameters on the device: the host's choice, and the host's reports."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.device_choice import Choosing
+from forerun.executors.host_choice import report
+from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.captured.buffers import RULES, Size
+from forerun.executors.torch.captured.shaped_rows import ShapedRows
+from forerun.executors.torch.shaping import reported
+from forerun.interface.plan import SlotInit
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.accept import choose as chosen_by_rule
+from forerun.speculative.sampling import History, Sampling, process
+from forerun.speculative.tree import NodeMasks
+from forerun.speculative.verify import intervals
+from tests.parity.tape import Watch
+
+VOCAB, ROWS, NODES = 700, 4, 4
+TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
+PATHS = [(), (5,), (5, 9), (5, 9, 5)]
+
+KINDS = [
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
+    {"repetition_penalty": 1.7, "temperature": 0.0},
+    {"repetition_penalty": 0.7, "frequency_penalty": 0.37, "presence_penalty": -0.9},
+    {"logit_bias": ((9, 4.0), (5, -100.0), (600, 7.25))},
+    {"min_tokens": 9, "stop_tokens": (9, 11)},
+    {"frequency_penalty": 1.3, "top_p": 0.95, "temperature": 1.7, "logit_bias": ((3, 2.0),)},
+    {"top_k": 1},
+    {"temperature": 0.0, "top_p": 0.5},
+    {},
+]
+
+
+def made(samplings):
+    """ShapedRows in which slot n asks for samplings[n]."""
+    none = np.zeros(ROWS, np.int32)
+    choosing = Choosing(none.astype(np.float32), none.astype(np.uint64), none)
+    rows = ShapedRows(ROWS, VOCAB, torch.device("cpu"), choosing)
+    for slot, sampling in enumerate(samplings):
+        rows.open(SlotInit(slot, none, len(none), sampling))
+    return rows
+
+
+def buffers_of(rows, size, samplings, masks):
+    slots = np.arange(ROWS, dtype=np.int32)
+    words = -(-VOCAB // 32)
+    found = {name: np.zeros(ROWS, np.int32) for name in RULES}
+    found |= {
+        "mask_row": np.full(size.total, -1, np.int32),
+        "masks": np.zeros((size.total, words), np.int32),
+        "slot": slots,
+        "tokens": np.tile(np.array(TOKENS, np.int32), ROWS),
+        "tree_intervals": np.tile(intervals(PARENTS)[:, None], (1, ROWS, 1)).reshape(2, -1),
+        "temperature": np.array([s.temperature for s in samplings], np.float32).view(np.int32),
+    }
+    rows.fill(found, size, slots, masks, np.arange(size.total))
+    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
+
+
+def chosen(rows, samplings, histories, logits, masks):
+    """What the device chooses, launches only: int32[R,N]."""
+    slots = np.arange(ROWS, dtype=np.int32)
+    size = rows.size(Size(ROWS, NODES), slots, masks is not None)
+    first = rows.stale(slots, lambda slot: (samplings[slot], histories[slot]))
+    if first is not None:
+        first()
+    buffers = buffers_of(rows, size, samplings, masks)
+    depth = np.tile(np.arange(NODES), ROWS)
+    noise = NodeNoise(
+        torch.tensor([s.seed for s in samplings]).repeat_interleave(NODES),
+        torch.from_numpy(np.repeat([h.output_len for h in histories], NODES) + depth).int(),
+        torch.tensor([s.temperature for s in samplings]).repeat_interleave(NODES),
+    )
+    with Watch():
+        found = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, choose)
+    return found.view(ROWS, NODES).numpy()
+
+
+def masks_of(allowed):
+    padded = np.pad(allowed.reshape(ROWS * NODES, VOCAB), ((0, 0), (0, -VOCAB % 32)))
+    bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    return NodeMasks(np.arange(ROWS * NODES, dtype=np.int32), bits)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_choices_are_the_hosts(masked):
+    """Of every kind of row, at four nodes each that add draft tokens to what was said."""
+    random = np.random.default_rng(0)
+    for turn in range(24):
+        samplings = [
+            Sampling(
+                **{"temperature": 0.9, "seed": 10 * turn + row}
+                | KINDS[(turn + 3 * row) % len(KINDS)]
+            )
+            for row in range(ROWS)
+        ]
+        histories = [
+            History(random.integers(0, 40, 20).astype(np.int32), int(random.integers(5, 18)))
+            for _ in range(ROWS)
+        ]
+        logits = (random.normal(size=(ROWS, NODES, VOCAB)) * 3).astype(np.float32)
+        if turn % 3 == 0:
+            logits = np.round(logits)  # Ties.
+        allowed = np.ones((ROWS, NODES, VOCAB), bool)
+        if masked:
+            allowed = random.random((ROWS, NODES, VOCAB)) < 0.3
+            allowed[0] = False
+            allowed[0][:, [9, 11]] = True  # Stop tokens alone.
+            allowed[1, 2] = False
+        masks = masks_of(allowed) if masked else None
+        found = chosen(made(samplings), samplings, histories, logits, masks)
+        for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
+            for node, path in enumerate(PATHS):
+                mask = masks.bits[NODES * row + node] if masked else None
+                processed = process(logits[row, node], sampling, history, path, mask)
+                wanted = chosen_by_rule(processed, sampling, history.output_len + len(path))
+                assert found[row, node] == wanted, (sampling, node)
+
+
+def test_what_has_no_finite_logit_has_no_choice():
+    logits = np.zeros((ROWS, NODES, VOCAB), np.float32)
+    logits[0, 0, 3], logits[1, 1, 650] = np.nan, np.inf
+    sampling, history = Sampling(top_k=2, seed=1), History(np.zeros(2, np.int32), 1)
+    allowed = np.ones(logits.shape, bool)
+    allowed[..., [3, 650]] = False  # Nor where a grammar hides it.
+    found = chosen(made([sampling] * 4), [sampling] * 4, [history] * 4, logits, masks_of(allowed))
+    assert found[0, 0] == found[1, 1] == NOTHING
+    assert (np.delete(found.ravel(), [0, 5]) >= 0).all()
+
+
+def test_rounds_count_what_they_emit():
+    """A history is written once; afterwards it is what it would be if written anew."""
+    sampling = Sampling(repetition_penalty=1.3, stop_tokens=(4,), logit_bias=((2, 1.0), (3, 2.0)))
+    rows, random = made([sampling] * ROWS), np.random.default_rng(1)
+    histories = [History(random.integers(0, 9, 12).astype(np.int32), 5) for _ in range(ROWS)]
+    slots = np.arange(ROWS, dtype=np.int32)
+    rows.stale(slots, lambda slot: (sampling, histories[slot]))()
+    choices = random.integers(0, 9, (ROWS, NODES)).astype(np.int32)
+    kept = np.arange(NODES) < np.array([[1], [4], [0], [2]])
+    rows.add(
+        {"slot": torch.from_numpy(slots)},
+        torch.from_numpy(choices).flatten(),
+        torch.from_numpy(kept),
+    )
+    moved = [
+        History(np.append(text.tokens, said[mine]).astype(np.int32), 5)
+        for text, said, mine in zip(histories, choices, kept, strict=True)
+    ]
+    for slot, text in enumerate(moved):
+        rows.told(slot, len(text.tokens))
+    assert rows.stale(slots, lambda slot: (sampling, moved[slot])) is None
+    anew = made([sampling] * ROWS)
+    anew.stale(slots, lambda slot: (sampling, moved[slot]))()
+    assert torch.equal(rows._history[:ROWS], anew._history[:ROWS])
+    assert torch.equal(rows._bias, anew._bias) and rows._bias[0, 3] == 2.0
+    # A slot that is taken again knows nothing of before.
+    rows.open(SlotInit(1, slots, 4, Sampling(repetition_penalty=1.3)))
+    rows.stale(slots, lambda slot: (Sampling(repetition_penalty=1.3), histories[slot]))()
+    assert not rows._bias[1].any()
+
+
+@pytest.mark.parametrize("top", [1, 5, 20])
+def test_reports_are_the_hosts(top):
+    logits = np.random.default_rng(2).normal(size=(6, VOCAB)).astype(np.float32) * 4
+    logits[1] = np.round(logits[1])
+    logits[2, 5:] = -np.inf
+    choices = torch.tensor([3, 600, 4, 0, 699, 1], dtype=torch.int32)
+    with Watch():
+        found = reported(torch.from_numpy(logits), choices, top).numpy()
+    for line, token, mine in zip(logits, choices.tolist(), found, strict=True):
+        wanted = report(line, token, top)
+        own, ids, others = mine[:1], mine[1 : 1 + top], mine[1 + top :].view(np.float32)
+        assert own.view(np.float32)[0] == pytest.approx(wanted.logprob, abs=1e-5)
+        possible = others > -np.inf
+        assert ids[possible].tolist() == [token for token, _ in wanted.top]
+        np.testing.assert_allclose(others[possible], [v for _, v in wanted.top], atol=1e-5)
