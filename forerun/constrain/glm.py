@@ -59,7 +59,7 @@ class _Writer:
         content: Callable[[Grammar], str],
     ) -> None:
         self._grammar, self._literal, self._content = grammar, literal, content
-        found = rewritten(raw, plain=not grammar.lenient)
+        found = rewritten(raw, plain=not grammar.lenient, integers=True)
         whole = found.schema if isinstance(found.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
         self._root = self._resolved(whole)

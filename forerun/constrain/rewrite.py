@@ -13,6 +13,7 @@ from typing import Any
 from forerun.constrain.references import Place, References
 from forerun.constrain.rewrite_array import arrays
 from forerun.constrain.rewrite_choice import conditional, exclusive_choice, negated
+from forerun.constrain.rewrite_exact import bounds_are_large
 from forerun.constrain.rewrite_keys import with_plain_keys
 from forerun.constrain.rewrite_logic import TYPES, type_of
 from forerun.constrain.rewrite_number import bounded, exact, exclusive
@@ -76,20 +77,25 @@ class Rewritten:
 
 
 def rewritten(
-    schema: Any, plain: bool = True, exact: bool = False, brief: bool = False
+    schema: Any,
+    plain: bool = True,
+    exact: bool = False,
+    brief: bool = False,
+    integers: bool = False,
 ) -> Rewritten:
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
     exact  the library writes integers of any size, and takes formats for no more than their form
     brief  conditions and negations are left out, for they may multiply
+    integers  constants and bounds that would be rounded stay: see rewrite_exact.py
 
     Raises ValueError where a `type` names none: that is a mistake, and not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
     _check_types(schema)
-    rewriter = Rewriter(schema, exact, brief)
+    rewriter = Rewriter(schema, exact, brief, integers)
     found = rewriter.schema(schema, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
@@ -113,12 +119,11 @@ class Rewriter:
     defined  schemas that others refer to, by name
     origins  and where they stood
     faults   what was left out so far
-    exact    see rewritten
-    brief    see rewritten
+    exact, brief, integers  see rewritten
     """
 
-    def __init__(self, root: dict[str, Any], exact: bool = False, brief: bool = False) -> None:
-        self.exact, self.brief = exact, brief
+    def __init__(self, root: dict[str, Any], exact: bool, brief: bool, integers: bool) -> None:
+        self.exact, self.brief, self.integers = exact, brief, integers
         self.defined: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.faults: list[Fault] = []
@@ -235,7 +240,7 @@ def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
 
 
 def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    if rewriter.exact:
+    if rewriter.exact or rewriter.integers:
         return out
     if "const" in out and not exact(out["const"]):
         rewriter.fault(path, "const", "integers beyond 2**53 would be rounded")
@@ -251,7 +256,10 @@ def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, A
 
 
 def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    out, faults = bounded(exclusive(out))
+    out = exclusive(out)
+    if rewriter.integers and bounds_are_large(out):
+        return out
+    out, faults = bounded(out)
     for name in faults:
         rewriter.fault(path, name, "no number beyond it can be written")
     return out

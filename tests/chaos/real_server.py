@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -116,16 +116,33 @@ class Real(Server):
     def threads(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
-    def warm_up(self, rounds: int = 3) -> None:
-        """Remember golden answers and what memory it takes to give them."""
+    def warm_up(self, rounds: int = 3, faults: int = 0) -> None:
+        """Remember golden answers and what memory it takes to give them.
+
+        faults  how often all children are killed meanwhile: the threads that follow new ones take
+                memory, which malloc keeps for the next
+        """
         self.golden = self.answers()
         assert all(status == 200 for status, _ in self.golden.values()), self.golden
         for _ in range(rounds):
             with Load(self) as load:
                 assert wait_for(lambda load=load: load.done >= 60)
             assert not load.wrong and not load.refused, (load.wrong, load.refused)
+        self.kill_children(faults)
         assert wait_for(lambda: not self.held())
         self.warm = self.resident()
+
+    def kill_children(self, times: int) -> "Load":
+        """Under load, all that there are; each time some answers later. The load that ran."""
+        with Load(self) as load:
+            for _ in range(times):
+                assert wait_for(self.children)
+                for child in self.children():
+                    with suppress(ProcessLookupError):
+                        os.kill(child, signal.SIGKILL)
+                before = load.done
+                assert wait_for(lambda before=before: load.done >= before + 6)
+        return load
 
     def unharmed(self, memory: bool = True) -> None:
         """After a fault: healthy, the golden answers, nothing held, memory back within 5 %."""

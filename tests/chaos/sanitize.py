@@ -22,6 +22,8 @@ FLAGS = (
     "-g",
 )
 TESTS = ("tests/cpu", "tests/drafters/test_ngram.py")
+MEASURES = "not ready_soon_and_small"
+"""Left out: how much memory a start takes says nothing where every byte has a shadow."""
 
 
 def build_tool():
@@ -59,7 +61,7 @@ def main() -> int:
             "CI": "1",
         }
         line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-s"]
-        line += sys.argv[1:] or ["-m", "not slow", "--timeout=900", *TESTS]
+        line += sys.argv[1:] or ["-m", "not slow", "-k", MEASURES, "--timeout=900", *TESTS]
         return subprocess.run(line, cwd=folder, env=environment, check=False).returncode
 
 

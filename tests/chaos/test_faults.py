@@ -59,14 +59,8 @@ def clear(load):
 
 
 def test_every_child_is_killed_again_and_again(server):
-    with Load(server) as load:
-        for _ in range(KILLS):
-            assert wait_for(server.children)
-            for child in server.children():
-                os.kill(child, signal.SIGKILL)
-            before = load.done
-            assert wait_for(lambda before=before: load.done >= before + 6)
-    clear(load)
+    server.warm_up(0, faults=10)
+    clear(server.kill_children(KILLS))
     server.unharmed()
 
 
@@ -75,7 +69,7 @@ def test_a_child_is_stopped(tmp_path, fresh, kind):
     """It is given up and started anew; meanwhile those who do not need it are served."""
     module = ("tests.chaos.serve_impatiently",)
     with forerun_serve(tmp_path, module=module) as server:
-        server.warm_up(1)
+        server.warm_up(1, faults=10)
         assert server.golden == fresh
         with Load(server, names=("apart", "chat", "new")) as needing:
             assert wait_for(lambda: server.children(kind))
