@@ -4,6 +4,7 @@ The arithmetic is forerun/speculative; an executor's quicker ways to the same ch
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +32,9 @@ None. Asked only where nothing but the temperature shapes the choice, and before
 ChooseFast = Callable[[Floats, Sampling, int], int | None]
 """(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
 or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
+
+ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
+"""(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
 
 FEW = 2048
 """Tokens that a grammar allows, up to which noise for these alone is the quickest."""
@@ -82,6 +86,10 @@ class HostChoice:
 
         return accept_row(trees, row, choose_at)
 
+    def reports(self, logits: Logits) -> ReportsOf:
+        """From logits."""
+        return partial(reports_of, logits)
+
     def _choose_plain(
         self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
     ) -> int | None:
@@ -99,10 +107,8 @@ class HostChoice:
         return token if token is not None and allowed[token] else None
 
 
-def reports_of(top: int | None, pairs: Iterable[tuple[int, int]], logits: Logits) -> Reports:
-    """Reports of (flat node, token that follows it) pairs, where they are asked for."""
-    if top is None:
-        return ()
+def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:
+    """Reports of (flat node, token that follows it) pairs."""
     return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
 
 

@@ -4,7 +4,6 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 """
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,18 +13,14 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
-from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, reports_of
-from forerun.executors.host_choice import report as report_of
+from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, ReportsOf
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Reports, SlotInit, TokenLogprobs
+from forerun.interface.plan import Outcome, Plan, Reports, SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
-
-ReportOf = Callable[[int, int, int], TokenLogprobs]
-"""(flat node, its choice, how many alternatives) -> the report."""
 
 _NONE: Ints = np.zeros(0, np.int32)
 
@@ -167,13 +162,13 @@ class HostSampler:
         logits: Logits,
         masks: NodeMasks | None,
         choice: Ints | None = None,
-        report: ReportOf | None = None,
+        reports: ReportsOf | None = None,
     ) -> HostAccepted:
         """Decide every row. Changes nothing here: `outcome` makes it permanent.
 
-        choice  int32[M] as in HostAccepted, for rows that the executor decided as the
-                specification would; NOTHING in all of the others. It is completed in place.
-        report  instead of making reports from logits
+        choice   int32[M] as in HostAccepted, for rows that the executor decided as the
+                 specification would; NOTHING in all of the others. It is completed in place.
+        reports  the executor's own way to log-probabilities, which needs no logits here
 
         A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
         nothing, emits nothing and has `finite` False; other rows are untouched. The same
@@ -195,11 +190,11 @@ class HostSampler:
         if not left:
             nothing = ((),) * plan.rows
             return HostAccepted(trees, choice, finite, nothing, nothing)
-        report = report or (lambda node, token, top: report_of(logits(node), token, top))
+        told = reports or self._choice.reports(logits)
         logprobs: list[Reports] = [()] * plan.rows
         echoed: list[Reports] = [()] * plan.rows
         for row in left:
-            echo = self._echo(plan, row, trees, logits)
+            echo = self._echo(plan, row, trees, told)
             if any(isnan(entry.logprob) for entry in echo):
                 choice[trees.start[row] : trees.start[row + 1]] = NOTHING
                 finite[row] = False
@@ -207,7 +202,7 @@ class HostSampler:
             echoed[row] = echo
             if plan.samples[row]:
                 self._decide(plan, row, trees, logits, masks, choice)
-                logprobs[row] = self._report(plan, row, trees, report, choice)
+                logprobs[row] = self._report(plan, row, trees, told, choice)
                 finite[row] = choice[trees.root(row)] >= 0
         return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
 
@@ -255,14 +250,15 @@ class HostSampler:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
         return found
 
-    def _echo(self, plan: Plan, row: int, trees: TreeBatch, logits: Logits) -> Reports:
+    def _echo(self, plan: Plan, row: int, trees: TreeBatch, told: ReportsOf) -> Reports:
         """Reports of the decided tokens that follow the known ones, where they are asked for."""
         slot = self.of_row(plan, row)
-        if slot.sampling.prompt_logprobs is None:
+        top = slot.sampling.prompt_logprobs
+        if top is None:
             return ()
         following = slot.tokens[int(plan.kv_len[row]) + 1 :]
-        pairs = zip(range(int(trees.start[row]), trees.root(row) + 1), following, strict=False)
-        return reports_of(slot.sampling.prompt_logprobs, pairs, logits)
+        nodes = range(int(trees.start[row]), trees.root(row) + 1)
+        return told(top, list(zip(nodes, following, strict=False)))
 
     def _decide(
         self,
@@ -282,12 +278,14 @@ class HostSampler:
                 choice[node] = token
 
     def _report(
-        self, plan: Plan, row: int, trees: TreeBatch, report: ReportOf, choice: Ints
+        self, plan: Plan, row: int, trees: TreeBatch, told: ReportsOf, choice: Ints
     ) -> Reports:
         """Reports of the emitted tokens, where they are asked for."""
         top = self.of_row(plan, row).sampling.logprobs
+        if top is None:
+            return ()
         nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
-        return () if top is None else tuple(report(n, int(choice[n]), top) for n in nodes)
+        return told(top, list(zip(nodes, choice[nodes].tolist(), strict=True)))
 
 
 def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:

@@ -29,14 +29,15 @@ KINDS = ["toy", "torch", "jax", pytest.param("cpu", marks=pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def executor_of(checkpoint, compiled):
+def executor_of(checkpoint, compiled, quickly):
     @cache
     def build(kind):
         if kind == "toy":
             return ToyExecutor(replace(SMALL, vocab=259))
         found = checkpoint("qwen3")
         if kind == "jax":
-            return JaxExecutor(found, SMALL, JaxOptions(draft_nodes=15, cache_dir=compiled))
+            options = JaxOptions(draft_nodes=15, stacked=True, cache_dir=compiled)
+            return JaxExecutor(found, SMALL, options)
         return {"cpu": CpuExecutor, "torch": TorchExecutor}[kind](found, SMALL)
 
     return build

@@ -1,5 +1,6 @@
 """A draft head in JAX, pass by pass and inside of rounds, against torch's."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,13 +10,17 @@ import pytest
 import torch
 
 import forerun.executors.jax as on_jax
-from forerun.build import drafting, with_jax
+from forerun.build import drafting, engine, with_jax
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
+from forerun.constrain.grammars import Committed
+from forerun.constrain.tree_mask import TreeGrammars
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.jax import executor as jax_executor
+from forerun.executors.jax.reports import line_size
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import NodeMasks
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
@@ -190,29 +195,62 @@ def stepped(target, monkeypatch, kinds):
     """Of every step: how many dispatches, and the bytes of each copy to the host."""
     copied, get, programs = [], jax.device_get, target.executor.programs
     monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
-    engine, found = make_engine(target, target.config), []
+    running, found = make_engine(target, target.config), []
     for prompt, kind in zip(PROMPTS, kinds, strict=False):
         request = make_request(prompt, max_tokens=TOKENS, ignore_eos=True, seed=4, **kind)
-        engine.submit(request, lambda _: None)
+        running.submit(request, lambda _: None)
     while True:
         before = programs.dispatches, len(copied)
-        if not engine.step_once():
-            engine.check()
+        if not running.step_once():
+            running.check()
             return found
         found.append((programs.dispatches - before[0], copied[before[1] :]))
 
 
-@pytest.mark.slow
-def test_what_a_second_program_decides_it_drafts_for(markov, compiled, quickly, monkeypatch):
-    """A bias of next to nothing: every draft token is right, and no logits cross to the host."""
-    folder, head = markov
-    config = {"speculative_algorithm": "EAGLE", "speculative_num_steps": DEPTH}
-    target = on_xla(folder, head(1), compiled, speculative_num_draft_tokens=DEPTH + 1, **config)
-    dispatches = stepped(target, monkeypatch, [{"temperature": 0.0, "logit_bias": ((5, -1e-4),)}])
-    target.close()
-    assert len(dispatches) == 1 + -(-(TOKENS - 1) // (DEPTH + 1))
-    assert [count for count, _ in dispatches[2:]] == [2] * (len(dispatches) - 2)
-    assert max(max(sizes) for _, sizes in dispatches[2:]) < 4 * tiny.VOCAB
+class Excluding(TreeGrammars):
+    """Rows that are held exclude one token or another, in turn by depth; none that the target
+    says.
+    """
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.held = set()
+
+    def open(self, slot, grammar, output):
+        self.held.add(slot)
+
+    def close(self, slot):
+        self.held.discard(slot)
+
+    def ready(self, slot, grammar):
+        return True
+
+    def mask(self, slot):
+        return None
+
+    def guide(self, slots, drafts, nodes, depth):
+        return drafts
+
+    def masks(self, slots, trees):
+        row = np.full(len(trees.tokens), -1, np.int32)
+        for b, slot in enumerate(slots.tolist()):
+            if slot in self.held:
+                row[trees.nodes(b)] = trees.depth[trees.nodes(b)] % 2
+        allowed = np.ones((2, tiny.VOCAB), np.uint8)
+        allowed[[0, 1], [3, 4]] = 0
+        return NodeMasks(row, np.packbits(allowed, axis=1, bitorder="little").view(np.uint32))
+
+    def commit(self, slot, tokens):
+        assert not set(tokens) & {3, 4}
+        return Committed(len(tokens))
+
+
+KINDS = {
+    "plain": [{"temperature": 0.0}, {"temperature": 0.8}],
+    "shaped": [{"logit_bias": ((5, -1e-4),), "logprobs": 3}, {"temperature": 0.8, "top_k": 300}],
+    "held": [{"grammar": "any"}, {"grammar": "any", "repetition_penalty": 1.0001}],
+}
+"""What changes no greedy token: every draft token of an always right head is accepted."""
 
 
 @pytest.mark.slow
@@ -223,10 +261,11 @@ def test_a_drafting_step_is_one_dispatch_and_one_copy(
     compilations,  # noqa: F811
     monkeypatch,
 ):
-    """After start-up nothing compiles, and nothing is transferred in secret; trees, sampled and
-    greedy in one batch.
+    """Trees; rows of all kinds, grammars and log-probabilities among them. After start-up nothing
+    compiles, and nothing is transferred in secret.
     """
     monkeypatch.setattr(jax_executor, "TIMED_NODES", 0)
+    monkeypatch.setattr(engine, "TreeGrammars", Excluding)
     folder, head = markov
     shape = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
     target = on_xla(
@@ -234,12 +273,22 @@ def test_a_drafting_step_is_one_dispatch_and_one_copy(
         speculative_num_steps=DEPTH, **shape,
     )  # fmt: skip
     compilations.clear()
-    with jax.transfer_guard("disallow"):
-        dispatches = stepped(target, monkeypatch, [{"temperature": 0.0}, {"temperature": 0.8}])
-    target.close()
+    whole = 1 + -(-(TOKENS - 1) // (DEPTH + 1))
+    for name, kinds in KINDS.items():
+        with jax.transfer_guard("disallow"):
+            dispatches = stepped(target, monkeypatch, kinds)
+        monkeypatch.undo()
+        monkeypatch.setattr(engine, "TreeGrammars", Excluding)
+        if name == "held":
+            assert len(dispatches) == whole
+        line = 1 if name == "plain" else 1 + line_size(tiny.VOCAB)
+        # The prompts are extended, and the first trees grown, by passes that the host asks for.
+        for count, sizes in dispatches[2:]:
+            assert (count, len(sizes)) == (1, 1)
+            assert sizes[0] <= 4 * 2 * (5 * line + 3 * full_size(2, DEPTH))
     assert compilations == [] and target.executor.describe()["compiled_late"] == 0
-    assert len(dispatches) > 8
-    # The prompts are extended, and the first trees grown, by passes that the host asks for.
-    for count, sizes in dispatches[2:]:
-        assert (count, len(sizes)) == (1, 1)
-        assert sizes[0] <= 4 * 2 * (5 + 3 * full_size(2, DEPTH))  # Choices and trees of two rows.
+    held = target.executor.programs.state.draft.keys
+    moved = re.compile(rf"= f32\[{','.join(map(str, held.shape))}\]\S* copy\(")
+    for key in target.executor.programs.compiled:
+        assert not moved.search(target.executor.programs.text(key)), key
+    target.close()

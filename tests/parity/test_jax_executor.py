@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.batches import Buckets, Size, batches
 from forerun.executors.jax.kv import StateShape
+from forerun.executors.jax.reports import TOP, line_size, lines, report
+from forerun.executors.jax.step import Answers
 from forerun.interface.executor import DraftShape
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
@@ -59,7 +62,7 @@ def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
     keys = warm.programs.keys
     assert set(warm.programs.compiled) == set(keys)
     assert warm.told == [(n + 1, len(keys)) for n in range(len(keys))]
-    assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 4 + 2
+    assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 4 + 3
 
 
 def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilations):
@@ -90,10 +93,15 @@ def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilation
     assert warm.describe()["compiled_late"] == 0
 
 
-def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, monkeypatch):
-    copied = []
-    get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
+@pytest.fixture
+def copied(monkeypatch):
+    """Bytes of every copy to the host."""
+    found, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: found.append(x.nbytes) or get(x))
+    return found
+
+
+def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, copied):
     with Driver(warm) as driver:
         for slot in range(3):
             driver.open(slot, prompt[slot:9], Sampling(temperature=0.5, seed=slot))
@@ -104,6 +112,25 @@ def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, monkey
             driver.step([Row(0, draft=chain_draft([5, 6])), Row(1), Row(2)])
     assert warm.programs.dispatches == before + 5
     assert copied == [4 * 4 * 4] * 5  # Choices of four rows of four nodes.
+
+
+@pytest.mark.parametrize("masks_of", [None, grammar])
+def test_so_is_one_with_parameters_reports_and_masks(warm, prompt, copied, masks_of):
+    """And beside each choice its log-probability and those of 20 others, not the logits."""
+    samplings = [*PARAMETERS[:3], Sampling(temperature=0.5, seed=3)]
+    with Driver(warm) as driver:
+        for slot, sampling in enumerate(samplings):
+            driver.open(slot, prompt[slot:9], replace(sampling, logprobs=slot or None))
+        driver.step([Row(slot) for slot in range(4)])
+        copied.clear()
+        before = warm.programs.dispatches
+        for _ in range(5):
+            rows = [Row(0, draft=chain_draft([5, 6])), Row(1), Row(2), Row(3)]
+            outcome = driver.step(rows, masks_of).outcome
+            told = [[len(entry.top) for entry in told] for told in outcome.logprobs]
+            assert told == [[], *([n] * outcome.n_tokens[n] for n in (1, 2, 3))]
+    assert warm.programs.dispatches == before + 5
+    assert copied == [4 * 4 * 4 * (1 + line_size(tiny.VOCAB))] * 5
 
 
 def test_the_state_is_donated_and_nothing_else_stays(warm, prompt):
@@ -119,15 +146,63 @@ def test_the_state_is_donated_and_nothing_else_stays(warm, prompt):
         assert len(jax.live_arrays()) <= alive
 
 
-def test_log_probabilities_are_reported(warm, prompt):
+@pytest.mark.parametrize("top", [3, TOP, TOP + 5])
+def test_log_probabilities_are_the_hosts(warm, prompt, top, copied):
+    """Of prompts, of what is chosen, and of draft tokens that are; beyond TOP by the host."""
+    sampling = replace(EVERYTHING, logprobs=top, prompt_logprobs=top)
     with Driver(warm) as driver:
-        driver.open(0, prompt, replace(EVERYTHING, logprobs=3))
+        driver.open(0, prompt, sampling)
         result = driver.step([Row(0)])
-        expected = result.logits(0, 29).double().log_softmax(-1)
-    (report,) = result.outcome.logprobs[0]
-    assert report.logprob == pytest.approx(float(expected.max()), abs=1e-5)
-    assert [token for token, _ in report.top] == expected.topk(3).indices.tolist()
-    assert len(result.outcome.prompt_logprobs[0]) == 29
+        answers = Answers(warm.programs, result.scores, tiny.VOCAB)
+        expected = reports_of(answers.of_node, top, list(enumerate(prompt[1:])))
+        close(result.outcome.prompt_logprobs[0], expected)
+        close(
+            result.outcome.logprobs[0],
+            reports_of(answers.of_node, top, [(29, result.emitted(0)[0])]),
+        )
+        following = []
+        for _ in range(3):
+            following += driver.step([Row(0)]).emitted(0)
+        driver.close(0)
+        driver.open(1, [*prompt, result.emitted(0)[0]], sampling, prompt_len=30)
+        driver.step([Row(1, 29)])
+        copied.clear()
+        result = driver.step([Row(1, draft=chain_draft(following[:2]))])
+        assert (max(copied) < 8 * 4 * tiny.VOCAB) == (top <= TOP)
+        assert result.emitted(0) == following
+        answers = Answers(warm.programs, result.scores, tiny.VOCAB)
+        first = result.trees.root(0)
+        pairs = list(enumerate(following, first))
+        close(result.outcome.logprobs[0], reports_of(answers.of_node, top, pairs))
+
+
+def close(found, expected):
+    """Reports of the same tokens, whose alternatives are in the same order."""
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert one.token == other.token
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        values = [[r.logprob, *(value for _, value in r.top)] for r in (one, other)]
+        np.testing.assert_allclose(*values, atol=1e-5)
+
+
+def test_lines_are_the_hosts():
+    """Ties, excluded tokens, what is not finite, and a vocabulary below TOP."""
+    random = np.random.default_rng(2)
+    for vocab in (700, 9):
+        logits = np.round(random.normal(size=(6, vocab)) * 3).astype(np.float32)
+        logits[1] = random.normal(size=vocab) * 9
+        logits[2, 3:] = -np.inf
+        logits[3, 5] = np.nan
+        logits[4, 5] = np.inf
+        tokens = random.integers(0, 3, 6).astype(np.int32)
+        found = np.asarray(jax.jit(lines)(logits, tokens))
+        assert found.shape[1] == line_size(vocab)
+        for line, row, token in zip(found, logits, tokens.tolist(), strict=True):
+            if not np.isfinite(row.max()):
+                assert np.isnan(report(line, token, 0).logprob)
+                continue
+            close([report(line, token, 7)], reports_of(lambda _: row, 7, [(0, token)]))  # noqa: B023
 
 
 def test_a_row_that_is_not_finite_fails_alone(tmp_path, compiled, prompt):
@@ -187,6 +262,14 @@ def test_steps_are_cut_into_few_dispatches():
     cut = batches(*driver.plan(rows), buckets, shape)
     assert [b.size for b in cut] == [(4, 1), (4, 1), (4, 1), (1, 1), (1, 1), (1, 9), (1, 9)]
     assert sorted(row for b in cut for row in b.rows) == list(range(16))
+    # Rows that change many logits do not all fit into one round.
+    rows = [Row(slot) for slot in range(2, 18)]
+    weights = dict.fromkeys(range(0, 16, 3), 40)
+    cut = batches(*driver.plan(rows), buckets, shape, 100, weights)
+    assert [row for b in cut for row in b.rows] == list(range(16))
+    assert all(sum(weights.get(row, 0) for row in b.rows) <= 100 for b in cut)
+    assert [b.size.rows for b in cut] == [4, 1, 1, 4, 1, 1, 4]
+    assert all(len(b.rows) == b.size.rows for b in cut)
 
 
 def test_what_it_refuses(checkpoint, warm, prompt):

@@ -15,6 +15,7 @@ from forerun.executors.jax.shaping import (
     choose_shaped,
     edits_of,
     packed_shaping,
+    room_for_edits,
 )
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, _keep_largest, process
@@ -22,7 +23,8 @@ from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.parity.driver import as_draft
 
-VOCAB, ROWS, EDITS = 700, 4, 64
+VOCAB, ROWS = 700, 4
+EDITS = room_for_edits(ROWS, 128, VOCAB)
 SIZE = Size(ROWS, 4)
 TREE = as_draft([5, 9, 5], [-1, 0, 1])
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
@@ -54,7 +56,7 @@ def chosen():
 
     @jax.jit
     def run(logits, rules, whole, allowed):
-        return choose_shaped(logits, rules, every, Shaping.of(whole, SIZE, EDITS), allowed)
+        return choose_shaped(logits, rules, every, Shaping.of(whole, ROWS, EDITS), allowed)
 
     def choose_all(logits, samplings, histories, allowed):
         dispatch = Batch(SIZE, False, tuple(range(ROWS)), (), ())

@@ -18,7 +18,10 @@ from forerun.executors.jax.kv import StateShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Bools, Ints
+from forerun.types import Ints
+
+_Row = tuple[int, Ints]
+"""A row's number, and its flat nodes."""
 
 
 class Size(NamedTuple):
@@ -110,15 +113,23 @@ class Batch:
         return places
 
 
-def batches(plan: Plan, trees: TreeBatch, buckets: Buckets, shape: StateShape) -> list[Batch]:
-    """All dispatches of a step, chunks first.
+def batches(
+    plan: Plan,
+    trees: TreeBatch,
+    buckets: Buckets,
+    shape: StateShape,
+    room: int = 0,
+    weights: dict[int, int] | None = None,
+) -> list[Batch]:
+    """All dispatches of a step, chunks first. weights: of rows, of which no round has more than
+    `room`; others weigh nothing.
 
     Of a tree that is larger than what was compiled, the first nodes run, which hold whatever is
     above them; to the others it is as if they had not been drafted.
     """
     cut: list[Batch] = []
     begin = shape.scratch
-    sampling: list[tuple[int, Ints]] = []
+    sampling: list[_Row] = []
     for row in range(plan.rows):
         nodes = np.arange(trees.start[row], trees.start[row + 1], dtype=np.int32)
         known = int(trees.known[row])
@@ -129,7 +140,21 @@ def batches(plan: Plan, trees: TreeBatch, buckets: Buckets, shape: StateShape) -
             size = Size(1, _at_least(buckets.chunks, len(part)))
             cut.append(Batch(size, True, (row,), (part,), (begin,)))
             begin += len(part)
-    return cut + list(_rounds(sampling, buckets))
+    return cut + list(_rounds(_groups(sampling, weights or {}, room), buckets))
+
+
+def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_Row]]:
+    """The rows in their order, in as few groups as `room` allows."""
+    groups: list[list[_Row]] = []
+    held = 0
+    for row in rows:
+        weight = weights.get(row[0], 0)
+        if not groups or held + weight > room:
+            groups.append([])
+            held = 0
+        groups[-1].append(row)
+        held += weight
+    return groups
 
 
 def _chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[Ints]:
@@ -137,25 +162,26 @@ def _chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[Ints]:
         yield nodes[begin : begin + sizes[-1]]
 
 
-def _rounds(rows: list[tuple[int, Ints]], buckets: Buckets) -> Iterator[Batch]:
+def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
     """One round where all rows fit into one; else some per number of nodes, without empty rows."""
-    if not rows:
-        return
     begin = 0
-    for size, some in sized(rows, buckets):
-        numbers, nodes = zip(*some, strict=True)
-        begins = tuple(begin + line * size.nodes for line in range(len(some)))
-        yield Batch(size, False, numbers, nodes, begins)
-        begin += size.total
+    for rows in groups:
+        for size, some in sized(rows, buckets, len(groups) > 1):
+            numbers, nodes = zip(*some, strict=True)
+            begins = tuple(begin + line * size.nodes for line in range(len(some)))
+            yield Batch(size, False, numbers, nodes, begins)
+            begin += size.total
 
 
 def sized(
-    rows: list[tuple[int, Ints]], buckets: Buckets
-) -> Iterator[tuple[Size, list[tuple[int, Ints]]]]:
-    """Rows in groups, each with the size of the round that runs it."""
+    rows: list[_Row], buckets: Buckets, full: bool = False
+) -> Iterator[tuple[Size, list[_Row]]]:
+    """Rows in groups, each with the size of the round that runs it. full: no round has empty rows,
+    so that several lists of rows take no more nodes than one.
+    """
     largest = max(len(nodes) for _, nodes in rows)
     size = Size(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
-    if size in buckets.rounds:
+    if size in buckets.rounds and not full:
         yield size, rows
         return
     for nodes in buckets.nodes:
@@ -165,26 +191,6 @@ def sized(
             size = max(size for size in fitting if size.rows <= len(left))
             yield size, left[: size.rows]
             left = left[size.rows :]
-
-
-def regrouped(cut: list[Batch], wanted: Bools, buckets: Buckets) -> Iterator[Batch]:
-    """The rounds' rows with wanted[b], in groups of other sizes, where their nodes are."""
-    begins = {
-        row: begin
-        for batch in cut
-        if not batch.chunk
-        for row, begin in zip(batch.rows, batch.begins, strict=True)
-    }
-    nodes = {
-        row: nodes
-        for batch in cut
-        if not batch.chunk
-        for row, nodes in zip(batch.rows, batch.nodes, strict=True)
-    }
-    rows = [(row, nodes[row]) for row in begins if wanted[row]]
-    for size, some in sized(rows, buckets) if rows else ():
-        numbers, flat = zip(*some, strict=True)
-        yield Batch(size, False, numbers, flat, tuple(begins[row] for row in numbers))
 
 
 def _at_least(sizes: Iterable[int], count: int) -> int:

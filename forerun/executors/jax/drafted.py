@@ -1,6 +1,6 @@
 """What a step drafts for the next one, as its records arrive."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,21 +33,13 @@ class Drafted:
         for into, found in zip((self.tokens, self.parents, self.value), lines, strict=True):
             into[list(batch.rows)] = found
 
-    def only(self, rows: Bools) -> "Drafted":
-        """Of these rows."""
-        return replace(self, rows=self.rows & rows)
-
-
-def joined(parts: list[Drafted]) -> NextDrafts:
-    """As it goes out; the parts, of one shape, are of different rows."""
-    whole, *others = parts
-    rows, arrays = whole.rows, [whole.tokens, whole.parents, whole.value]
-    for part in others:
-        mine = part.rows[:, None]
-        rows = rows | part.rows
-        arrays = [
-            np.where(mine, new, old)
-            for new, old in zip((part.tokens, part.parents, part.value), arrays, strict=True)
-        ]
-    tokens, parents, value = arrays
-    return NextDrafts(rows, whole.width, whole.levels, tokens, parents, value.view(np.float32))
+    def joined(self, made: Bools) -> NextDrafts:
+        """As it goes out, of rows that were decided, bool[B]."""
+        return NextDrafts(
+            self.rows & made,
+            self.width,
+            self.levels,
+            self.tokens,
+            self.parents,
+            self.value.view(np.float32),
+        )

@@ -156,11 +156,18 @@ class Drafting(NamedTuple):
         self, params: Params, held: DraftArrays, decided: Decided, width: int, levels: int
     ) -> tuple[DraftArrays, Array]:
         """What is held now, and int32[3*R*K]: tokens, parents and values' bits of full trees."""
-        held, roots, past = self._extend(params, held, decided)
+        roots, past, target = self._extend(params, held, decided)
         grown = self._grow(params, decided.given, roots, past, (width, levels))
         whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
         whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
-        return held, jnp.concatenate([part.reshape(-1) for part in whole])
+        record = jnp.concatenate([part.reshape(-1) for part in whole])
+        # The trees read what is there now, so what is written must wait for them, or XLA copies all
+        # of it. No token is below 0, which XLA does not know.
+        target = jnp.where(whole[0].min() < 0, NOWHERE, target)
+        held = committed(held, roots.path[0], target)
+        follows = decided.given.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + decided.given.draft_slot, NOWHERE)
+        return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
     def attention(
         self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
@@ -180,8 +187,10 @@ class Drafting(NamedTuple):
 
     def _extend(
         self, params: Params, held: DraftArrays, decided: Decided
-    ) -> tuple[DraftArrays, _Roots, Past]:
-        """Run every node; make accepted ones permanent in rows that are followed."""
+    ) -> tuple[_Roots, Past, Array]:
+        """Run every node. Where trees begin, what they can read, and int32[R,N'] slots of what is
+        to stay: accepted nodes of rows that are followed.
+        """
         given, network = decided.given, self.network
         past = Past(held.keys, held.values, given.table, given.kv_len)
         kept = decided.kept & (given.draft_slot >= 0)[:, None]
@@ -199,12 +208,10 @@ class Drafting(NamedTuple):
         target = jnp.where(extended.path, slots, NOWHERE)
         if network.sizes.runs_root:
             target = target.at[:, -1].set(jnp.where(follows, self.slots + place, NOWHERE))
-        held = committed(held, ran, target)
         last = extended.last[:, None, None]
         read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
-        held = held._replace(outputs=held.outputs.at[place].set(output, mode="drop"))
         position = given.kv_len + count + network.sizes.runs_root
-        return held, _Roots(read, output, position, count, (ran, extended.path)), past
+        return _Roots(read, output, position, count, (ran, extended.path)), past, target
 
     def _grow(
         self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]

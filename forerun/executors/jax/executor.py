@@ -10,12 +10,12 @@ import numpy as np
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.jax.attention_choice import attention_of
-from forerun.executors.jax.batches import Buckets, Size, batches, regrouped
+from forerun.executors.jax.batches import Batch, Buckets, Size, batches
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import FEW
-from forerun.executors.jax.drafted import Drafted, joined
+from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
@@ -23,9 +23,9 @@ from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
-from forerun.executors.jax.shaping import Asked, edits_of, packed_shaping
+from forerun.executors.jax.shaping import packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
-from forerun.executors.jax.step import Scores, asked_rows, key_of, receive
+from forerun.executors.jax.step import Answers, Scores, asked_of, asked_rows, receive
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
@@ -35,7 +35,7 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Bools, Floats, Ints
+from forerun.types import AnyArray, Bools, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
@@ -105,7 +105,10 @@ class JaxExecutor:
         params = load_params(checkpoint, dtype, sharding, self._stacked)
         self._width = -(-limits.context // limits.page_size)
         self.decoder, self.dtype = Decoder(arch, sharding), dtype
-        functions = Functions(self.decoder, self._shape, limits.page_size, self._width, attention)
+        self._edits = room_for_edits(limits.slots, limits.context, limits.vocab)
+        functions = Functions(
+            self.decoder, self._shape, limits.page_size, self._width, self._edits, attention
+        )
         self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
@@ -180,13 +183,18 @@ class JaxExecutor:
         found: Ints = (begin + np.arange(len(values))).astype(np.int32)
         return found
 
+    @property
+    def _drafts_within(self) -> bool:
+        """Whether rounds can draft."""
+        return self._network is not None and not self._network.sizes.block
+
     def _drafting(self, plan: Plan, decided: Bools, request: DraftRequest | None) -> Drafted | None:
         """What this step drafts: rows that a round decides and follows from their only known token.
 
         Where trees of a shape were foreseen at start-up, these are grown: who wants less cuts.
         """
         network = self._network
-        if request is None or network is None or network.sizes.block:
+        if request is None or network is None or not self._drafts_within:
             return None
         if request.width > network.sizes.vocab:
             return None
@@ -220,34 +228,70 @@ class JaxExecutor:
     def verify(
         self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
     ) -> Scores:
-        """Begin the step; waits for nothing. Rows whose choice hangs on the temperature alone are
-        decided and committed by the same program, which also drafts for them what is requested.
+        """Begin the step; waits for nothing. Rounds decide and commit their rows, and draft for
+        them what is requested; where a grammar holds a row they begin with `accept`, which brings
+        its masks.
 
         Raises EngineError, and has begun nothing, where the plan is too large or a position has no
         page.
         """
-        programs = self.programs
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         self._check_pages(plan, trees)
         choosing = self._sampler.choosing
-        decided = (choosing.temperature[plan.slots] >= 0) & plan.samples & ~plan.constrained
+        asked, temperature = (
+            asked_of(plan, self._sampler, self._edits),
+            choosing.temperature[plan.slots],
+        )
+        decided = (temperature >= 0) & plan.samples & ~plan.constrained
+        decided[list(asked)] = True
         drafted = self._drafting(plan, decided, draft_request)
         rows = asked_rows(plan, decided, drafted)
-        rows.temperature[:] = np.maximum(choosing.temperature[plan.slots], 0)
-        cut = batches(plan, trees, self._buckets, self._shape)
+        rows.temperature[:] = np.maximum(temperature, 0)
+        for row, (sampling, _) in asked.items():
+            rows.temperature[row] = sampling.temperature
+        weights = {row: len(edits) for row, (_, edits) in asked.items()}
+        cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights)
         place = np.full(count, -1, np.int32)
-        records = []
         for batch in cut:
-            whole = packed(batch, plan, trees, choosing, rows, self._width)
-            record = programs.run(key_of(batch, drafted), whole)
-            records.append(None if batch.chunk else record)
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
+        scores = Scores(cut, [], place, rows, asked, drafted)
+        late = bool((plan.constrained & plan.samples).any())
+        self._dispatch(plan, trees, scores, [batch for batch in cut if batch.chunk or not late])
         self._steps += 1
-        started = [drafted] if drafted is not None else []
-        return Scores(cut, records, place, decided, draft_request, started)
+        return scores
+
+    def _dispatch(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        scores: Scores,
+        cut: list[Batch],
+        masks: NodeMasks | None = None,
+    ) -> None:
+        """Begin some of a step's batches, in their order."""
+        shape = (self._grown.width, self._grown.levels) if self._drafts_within else (0, 0)
+        if scores.drafted is not None:
+            shape = scores.drafted.width, scores.drafted.levels
+        words, vocab = -(-self.limits.vocab // 32), self.limits.vocab
+        for batch in cut:
+            choosing, size = self._sampler.choosing, batch.size
+            given = packed(batch, plan, trees, choosing, scores.rows, self._width)
+            if batch.chunk:
+                self.programs.run(Key("chunk", size), given)
+                record = None
+            elif scores.asked.keys().isdisjoint(batch.rows):
+                record = self.programs.run(Key("round", size, *shape), given)
+            else:
+                allowed = self.programs.everything(size)
+                if masks is not None:
+                    allowed = padded_masks(batch, masks, words)
+                shaping = packed_shaping(batch, scores.asked, self._edits, vocab)
+                key = Key("shaped", size, *shape)
+                record = self.programs.run(key, given, allowed, shaping)
+            scores.records.append(record)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
@@ -258,85 +302,25 @@ class JaxExecutor:
     def accept(
         self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
     ) -> HostAccepted:
-        """Keep one path per tree; waits for the step. Rows under a grammar, or shaped by more than
-        a temperature, are decided by a second program; logits cross to the host for reports, and
-        where rounding leaves a choice open.
+        """Keep one path per tree; waits for the step. Logits cross to the host where rounding
+        leaves a choice open, and for more alternatives than a program reports.
         """
+        self._dispatch(plan, trees, scores, scores.batches[len(scores.records) :], masks)
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
         for batch, record in zip(scores.batches, scores.records, strict=True):
             if record is not None:
-                receive(record, batch, choice, *scores.drafted)
-        self._decide(plan, trees, scores, masks, choice)
-        return self._sampler.accept(plan, trees, self._logits(scores), masks, choice)
-
-    def _decide(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        scores: Scores,
-        masks: NodeMasks | None,
-        choice: Ints,
-    ) -> None:
-        """Decide and commit the rows that rounds could not; draft for them what is requested."""
-        asked = self._asked_of(plan, scores)
-        if not asked:
-            return
-        held = np.isin(np.arange(plan.rows), list(asked))
-        edits = max(len(listed) for _, listed in asked.values())
-        edits = next(size for size in self.programs.edits if size >= edits)
-        drafted = self._drafting(plan, held, scores.request)
-        rows = asked_rows(plan, held, drafted)
-        for row, (sampling, _) in asked.items():
-            rows.temperature[row] = sampling.temperature
-        words, vocab = -(-self.limits.vocab // 32), self.limits.vocab
-        for batch in regrouped(scores.batches, held, self._buckets.widest):
-            key = key_of(batch, drafted)._replace(kind="decide", edits=edits)
-            record = self.programs.run(
-                key,
-                packed(batch, plan, trees, self._sampler.choosing, rows, self._width),
-                padded_masks(batch, masks, words),
-                packed_shaping(batch, asked, edits, vocab),
-            )
-            receive(record, batch, choice, drafted)
-        made = held & (choice[trees.roots] >= 0)
-        scores.decided[:] |= made
-        if drafted is not None:
-            scores.drafted.append(drafted.only(made))
-
-    def _asked_of(self, plan: Plan, scores: Scores) -> Asked:
-        """By row: the parameters of those that no round decides, but for what is too long, and what
-        accept thresholds let pass: the host decides that.
-        """
-        found: Asked = {}
-        for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
-            slot = self._sampler.of_row(plan, row)
-            edits = edits_of(slot.sampling, slot.history)
-            if len(edits) <= self.programs.edits[-1] and not slot.sampling.lossy:
-                found[row] = slot.sampling, edits
-        return found
-
-    def _logits(self, scores: Scores) -> Callable[[int], Floats]:
-        """Logits of flat nodes, a few more at each transfer than were asked for."""
-        found: dict[int, Floats] = {}
-
-        def of_node(node: int) -> Floats:
-            if scores.place[node] < 0:
-                return np.full(self.limits.vocab, np.nan, np.float32)
-            if node not in found:
-                last = min(node + 8, len(scores.place))
-                nodes = [other for other in range(node, last) if other not in found]
-                rows = self.programs.logits(scores.place[nodes])
-                found.update(zip(nodes, rows, strict=True))
-            return found[node]
-
-        return of_node
+                receive(record, batch, choice, scores, self.limits.vocab)
+        shaped = np.isin(np.arange(plan.rows), list(scores.asked))
+        scores.rows.decided[shaped & (choice[trees.roots] < 0)] = False
+        logits = Answers(self.programs, scores, self.limits.vocab)
+        return self._sampler.accept(plan, trees, logits.of_node, masks, choice, logits.reports)
 
     def commit(
         self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
     ) -> Outcome:
         """Move what the host accepted from scratch into pages."""
         source, target = [], []
-        for row in np.flatnonzero(plan.samples & ~scores.decided).tolist():
+        for row in np.flatnonzero(plan.samples & ~scores.rows.decided).tolist():
             path = accepted.paths[row]
             path = path[path >= trees.root(row)]
             positions = plan.kv_len[row] + trees.depth[path]
@@ -348,8 +332,8 @@ class JaxExecutor:
         features, drafts = None, None
         if self._network is not None and self._network.sizes.width:
             features = JaxFeatures(self.programs, scores.place)
-        if scores.drafted:
-            drafts = joined(scores.drafted)
+        if scores.drafted is not None:
+            drafts = scores.drafted.joined(scores.rows.decided)
         return self._sampler.outcome(plan, trees, accepted, features, drafts)
 
     def _move(self, source: Ints, target: Ints) -> None:

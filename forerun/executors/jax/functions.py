@@ -19,25 +19,25 @@ from forerun.executors.jax.draft_passes import DraftPasses
 from forerun.executors.jax.drafting import Decided, Drafting
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, slots_of
+from forerun.executors.jax.reports import line_size, lines
 from forerun.executors.jax.shaping import Shaping, choose_shaped
 from forerun.executors.jax.weights import Params
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
 
 
 class Key(NamedTuple):
     """What tells programs apart.
 
-    width, levels  of the trees that a round grows at its end; levels: also draft tokens above those
-                   that `expand` runs
-    edits          tokens of a row whose logits `decide` may change
+    width, levels  of the trees that a round can grow at its end; levels: also draft tokens above
+                   those that `expand` runs
     """
 
     kind: str
     size: Size = Size(0, 0)
     width: int = 0
     levels: int = 0
-    edits: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Functions:
     """The programs as pure functions, not compiled.
 
     width    places of a page table's row
+    edits    tokens whose logits a round may change, of all rows (shaping.py)
     network  that drafts, whose features are kept, if there is one
     """
 
@@ -52,6 +53,7 @@ class Functions:
     shape: StateShape
     page_size: int
     width: int
+    edits: int
     attend: Attention = attend
     network: DraftNetwork | BlockNetwork | None = None
 
@@ -81,32 +83,18 @@ class Functions:
         given, passed = self._forward(params, state, whole, size)
         return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
-    def round(
-        self,
-        params: Params,
-        state: State,
-        whole: Array,
-        *,
-        key: Key,
-    ) -> tuple[State, Array]:
+    def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
         """Score, choose, accept, commit; with levels also follow and draft. Gives int32[R*N]:
         choices along the accepted paths of decided rows, NOTHING elsewhere; then what was drafted
         (drafting.py).
         """
-        size = key.size
-        given, passed = self._forward(params, state, whole, size)
-        choices = choose(
-            self.decoder.logits(params, passed.last.reshape(size.total, -1)), given.rules
-        )
-        kept = walk(choices.reshape(size), given.trees)
-        state = self._kept(state, given, passed, kept)
-        record = jnp.where(kept.reshape(-1), choices, NOTHING)
-        if not key.levels:
-            return state, record
-        decided = Decided(given, choices.reshape(size), kept, passed.features)
-        return self._drafted(params, state, decided, record, key)
+        given, passed = self._forward(params, state, whole, key.size)
+        logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
+        choices = choose(logits, given.rules).reshape(key.size)
+        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
+        return state, jnp.concatenate([jnp.where(kept, choices, NOTHING).reshape(-1), grown])
 
-    def decide(
+    def shaped(
         self,
         params: Params,
         state: State,
@@ -116,32 +104,30 @@ class Functions:
         *,
         key: Key,
     ) -> tuple[State, Array]:
-        """As `round`, from streams that are kept already, under grammar masks (inputs.py) and every
-        sampling parameter (shaping.py).
+        """As `round`, under grammar masks (inputs.py) and every sampling parameter (shaping.py).
+        Behind the choices: the nodes' lines (reports.py), zeros where nobody is told.
         """
         size = key.size
-        given = Inputs.of(whole, size, self.width)
+        given, passed = self._forward(params, state, whole, size)
+        logits = self.decoder.logits(params, passed.last.reshape(size.total, -1))
         which, bits = masks
-        logits = self.decoder.logits(params, state.hidden[given.place])
         allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
+        how = Shaping.of(shaping, size.rows, self.edits)
         choices = choose_shaped(
-            logits.reshape(*size, -1),
-            given.rules,
-            given.trees,
-            Shaping.of(shaping, size, key.edits),
-            allowed.reshape(*size, -1),
+            logits.reshape(*size, -1), given.rules, given.trees, how, allowed.reshape(*size, -1)
         )
-        kept = walk(choices, given.trees)
-        scratch = self.shape.slots + given.place
-        target = jnp.where(kept.reshape(-1), self._slots(given), scratch)
-        state = _moved(state, scratch, target)
+        told = lax.cond(
+            (how.told > 0).any(),
+            lambda: lines(logits, choices.reshape(-1)),
+            lambda: jnp.zeros((size.total, line_size(logits.shape[1])), jnp.int32),
+        )
+        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
         record = jnp.where(kept, choices, NOTHING).reshape(-1)
-        if not key.levels:
-            return state, record
-        assert state.draft is not None, "a draft network was attached"
-        streams = state.draft.streams[given.place].reshape(*size, state.draft.streams.shape[1])
-        decided = Decided(given, choices, kept, streams)
-        return self._drafted(params, state, decided, record, key)
+        return state, jnp.concatenate([record, told.reshape(-1), grown])
+
+    def report(self, params: Params, state: State, asked: Array) -> Array:
+        """Lines of tokens asked[1] that follow rows asked[0] of the streams, int32[2,REPORTED]."""
+        return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
 
     def logits(self, params: Params, state: State, rows: Array) -> Array:
         """float32[FEW,V] of rows int32[FEW] of the streams."""
@@ -168,19 +154,31 @@ class Functions:
         streams = held.streams.at[rows].set(values.astype(held.streams.dtype), mode="drop")
         return state._replace(draft=held._replace(streams=streams))
 
-    def _drafted(
+    def _ended(
         self,
         params: Params,
         state: State,
-        decided: Decided,
-        record: Array,
+        chosen: tuple[Inputs, Forwarded, Array],
         key: Key,
-    ) -> tuple[State, Array]:
-        """The state and the record of a step that drafts."""
-        assert state.draft is not None, "a draft network was attached"
-        shape = key.width, key.levels
-        held, grown = self.drafting.work(params, state.draft, decided, *shape)
-        return state._replace(draft=held), jnp.concatenate([record, grown])
+    ) -> tuple[State, Array, Array]:
+        """Walk, commit, and draft where somebody is followed. The state, bool[R,N] which nodes
+        are kept, and what was drafted.
+        """
+        given, passed, choices = chosen
+        kept = walk(choices, given.trees)
+        state = self._kept(state, given, passed, kept)
+        if not key.levels:
+            return state, kept, jnp.zeros(0, jnp.int32)
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        decided = Decided(given, choices, kept, passed.features)
+        count = 3 * key.size.rows * full_size(key.width, key.levels)
+        held, grown = lax.cond(
+            (given.draft_slot >= 0).any(),
+            lambda: self.drafting.work(params, held, decided, key.width, key.levels),
+            lambda: (held, jnp.zeros(count, jnp.int32)),
+        )
+        return state._replace(draft=held), kept, grown
 
     def _forward(
         self, params: Params, state: State, whole: Array, size: Size

@@ -2,12 +2,13 @@
 
     chunk   (R=1, N)  prompt tokens: forward, keys and values into pages
     round   (R, N)    forward, choose, walk, commit: one dispatch and one small copy to the host
-    decide  (R, N)    the second half of a round again, for rows that a grammar holds (the host
-                      makes masks while the round runs) or that more than a temperature shapes
-    logits            of a few nodes, for reports, and for what rounding leaves open
+    shaped  (R, N)    a round some of whose rows a grammar holds, more than a temperature shapes, or
+                      are told log-probabilities
+    report            log-probabilities of a prompt's tokens
+    logits            of a few nodes, where rounding leaves a choice open
     move              keys and values of what the host accepted, from scratch into pages
 
-With a draft network a round of `levels` also follows and drafts (drafting.py), and there are the
+With a draft network rounds of `levels` also follow and draft (drafting.py), and there are the
 passes of draft_passes.py. All take the state (kv.py), donated, and give it back. No shape and no
 branch depends on a value.
 """
@@ -37,6 +38,7 @@ from forerun.executors.jax.draft_passes import (
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed_size, total
 from forerun.executors.jax.kv import DraftArrays
+from forerun.executors.jax.reports import REPORTED
 from forerun.executors.jax.shaping import shaping_shapes
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
@@ -47,16 +49,13 @@ log = logging.getLogger("forerun.executors.jax")
 MOVED = 64
 """Nodes that one `move` moves."""
 
-FEW_EDITS = 64
-"""Tokens of a row whose logits are changed, mostly; see shaping.py."""
-
 STATE_ONLY = ("move", "extend", "expand", "load", "keep")
 """Programs that give the state back and nothing else."""
 
 FEW_ROWS = ("logits", "candidates", "features")
 """Programs that read a few rows of the state."""
 
-NO_STATE = (*FEW_ROWS, "block")
+NO_STATE = (*FEW_ROWS, "block", "report")
 """Programs that change nothing."""
 
 
@@ -76,8 +75,7 @@ class Programs:
         )
         self._whole = functions.decoder.sharding.whole
         self._words = -(-limits.vocab // 32)
-        # Biases and stop tokens alone, then as many different tokens as were ever said.
-        self.edits = (FEW_EDITS, FEW_EDITS + min(limits.context, limits.vocab))
+        self._everything: dict[Size, Any] = {}
         self._buckets = buckets
         self._draft = DraftShape()
         self._compiled: dict[Key, Any] = {}
@@ -88,16 +86,17 @@ class Programs:
     def keys(self) -> tuple[Key, ...]:
         """Every program that can be asked for."""
         chunks = [Key("chunk", Size(1, nodes)) for nodes in self._buckets.chunks]
-        rounds = [Key("round", size) for size in self._buckets.rounds]
-        decides = [
-            Key("decide", size, edits=edits)
-            for size in self._buckets.widest.rounds
-            for edits in self.edits
+        network, shape = self._functions.network, (0, 0)
+        if network is not None and not network.sizes.block:
+            shape = self._draft.width, self._draft.levels
+        rounds = [
+            Key(kind, size, *shape) for kind in ("round", "shaped") for size in self._buckets.rounds
         ]
-        return *chunks, *rounds, *decides, Key("logits"), Key("move"), *self._of_drafts()
+        few = Key("report"), Key("logits"), Key("move")
+        return *chunks, *rounds, *few, *self._of_drafts()
 
     def _of_drafts(self) -> Iterator[Key]:
-        """What a network adds: rounds that draft, and the passes that the host asks for."""
+        """What a network adds: the passes that the host asks for."""
         network, (nodes, width, levels) = self._functions.network, astuple(self._draft)
         if network is None or not nodes:
             return
@@ -112,11 +111,6 @@ class Programs:
             yield from (Key("block", Size(rows, count)) for rows in self._buckets.rows)
         if not levels:
             return
-        for size in self._buckets.rounds:
-            yield Key("round", size, width, levels)
-        for size in self._buckets.widest.rounds:
-            for edits in self.edits:
-                yield Key("decide", size, width, levels, edits)
         yield from (Key("extend", size) for size in followed)
         depth = next(size for size in DEPTHS if size >= levels - 1)
         for rows in self._buckets.rows:
@@ -176,6 +170,25 @@ class Programs:
         )
         return found
 
+    def everything(self, size: Size) -> Any:
+        """Grammar masks that allow all nodes everything, which stay on the device."""
+        if size not in self._everything:
+            which = np.full(size.total, size.total, np.int32)
+            bits = np.full((size.total + 1, self._words), -1, np.int32)
+            self._everything[size] = self._there((which, bits))
+        return self._everything[size]
+
+    def lines(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """What `report` gives of rows int32[n] of the streams and tokens int32[n] behind them."""
+        found = []
+        for begin in range(0, len(rows), REPORTED):
+            part = slice(begin, begin + REPORTED)
+            asked = np.zeros((2, REPORTED), np.int32)
+            count = len(rows[part])
+            asked[0, :count], asked[1, :count] = rows[part], tokens[part]
+            found.append(self.ask(Key("report"), asked)[:count])
+        return np.concatenate(found)
+
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """float32[n,V] of rows int32[n] of the streams, on the host."""
         return self.rows("logits", rows)
@@ -213,7 +226,7 @@ class Programs:
 
     def _lowered(self, key: Key) -> Any:
         work = self._functions.of(key.kind)
-        if key.kind in ("round", "decide"):
+        if key.kind in ("round", "shaped"):
             work = partial(work, key=key)
         elif key.size.rows:
             work = partial(work, size=key.size)
@@ -239,6 +252,8 @@ class Programs:
         match key.kind:
             case "move":
                 return (ints(2, MOVED),)
+            case "report":
+                return (ints(2, REPORTED),)
             case "extend":
                 whole = ints(total(extend_shapes(key.size, width)))
             case "keep":
@@ -255,9 +270,9 @@ class Programs:
                 whole = ints(FEW)
             case _:
                 whole = ints(packed_size(key.size, width))
-        if key.kind == "decide":
+        if key.kind == "shaped":
             nodes = key.size.total
-            shaping = ints(total(shaping_shapes(key.size, key.edits)))
+            shaping = ints(total(shaping_shapes(key.size.rows, self._functions.edits)))
             return whole, (ints(nodes), ints(nodes + 1, self._words)), shaping
         return (whole,)
 

@@ -1,7 +1,8 @@
 """Every sampling parameter in a program: forerun.speculative.sampling.process, and the choice.
 
-Penalties, biases and early stop tokens come as a list of `edits` tokens per row; a node adds the
-draft tokens above it. Cut-offs sort nothing: the k-th largest logit is found bit by bit.
+Penalties, biases and early stop tokens come as one list of edited tokens for all rows, of which as
+much is read as there is; a node adds the draft tokens above it. Cut-offs sort nothing: the k-th
+largest logit is found bit by bit, where somebody has one.
 
 The choice is the host's to the bit on machines whose float32 arithmetic is the host's. Only top_p
 adds numbers up, the host in float64: here a set that is certainly too small and one that is
@@ -18,8 +19,9 @@ from jax import Array, lax
 
 from forerun.executors.jax.accept import Rules, Trees, sampled
 from forerun.executors.jax.attention import ancestors
-from forerun.executors.jax.batches import Batch, Size
+from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.inputs import Shapes, total, views_of
+from forerun.executors.jax.reports import is_told, mass
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import History, Sampling
 from forerun.types import Ints
@@ -34,8 +36,14 @@ MASS_ERROR = 1e-4
 """Relative error of a sum of probabilities in float32, at most: some 900 roundings, one after the
 other, of 2**-24 each, and two of every exponential."""
 
-_RUN = 256
-"""Probabilities that are added up one after the other."""
+FEW_EDITS = 64
+"""Tokens of a row whose logits are changed, mostly."""
+
+MOST_BIASES = 512
+"""Tokens that one request's biases and stop tokens name, mostly."""
+
+_READ = 256
+"""Edits that are put into their places at once."""
 
 
 Edits = dict[int, tuple[int, int, float]]
@@ -66,26 +74,36 @@ def edits_of(sampling: Sampling, history: History) -> Edits:
     return found
 
 
-def shaping_shapes(size: Size, edits: int) -> Shapes:
-    """Of rows: bits of the penalties, of the logarithm of min_p and of top_p; top_k, min_tokens. Of
-    edits: token, how often the output has it, flags and bits of the bias.
+def room_for_edits(slots: int, context: int, vocab: int) -> int:
+    """Edits of all rows of a dispatch: a few of each, and one sequence's different tokens."""
+    needed = FEW_EDITS * slots + min(context, vocab) + MOST_BIASES
+    return -(-needed // _READ) * _READ
+
+
+def shaping_shapes(rows: int, room: int) -> Shapes:
+    """Of rows: bits of the penalties, of the logarithm of min_p and of top_p; top_k, min_tokens,
+    and whether log-probabilities are told. The number of edits; of edits: the row, the token, how
+    often the output has it times 4 plus flags, and bits of the bias.
     """
-    rows = ("repetition", "frequency", "presence", "min_p", "top_p", "top_k", "min_tokens")
+    names = ("repetition", "frequency", "presence", "min_p", "top_p", "top_k", "min_tokens", "told")
     return {
-        **dict.fromkeys(rows, (size.rows,)),
-        **dict.fromkeys(("token", "counted", "flags", "bias"), (size.rows, edits)),
+        **dict.fromkeys(names, (rows,)),
+        "edits": (1,),
+        **dict.fromkeys(("row", "token", "counted", "bias"), (room,)),
     }
 
 
-def packed_shaping(batch: Batch, asked: Asked, edits: int, vocab: int) -> Ints:
+def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
     """A batch's parameters as a program reads them; rows that are not asked have none."""
-    shapes = shaping_shapes(batch.size, edits)
+    shapes = shaping_shapes(batch.size.rows, room)
     whole = np.zeros(total(shapes), np.int32)
     views = views_of(whole, shapes)
-    views["token"][:], views["top_k"][:] = vocab, vocab
+    views["row"][:] = batch.size.rows
+    views["top_k"][:] = vocab
     for name in ("repetition", "top_p"):
         views[name].view(np.float32)[:] = 1.0
     views["min_p"].view(np.float32)[:] = -np.inf
+    edits: list[tuple[int, int, int, float]] = []
     for line, row in enumerate(batch.rows):
         if row not in asked:
             continue
@@ -94,20 +112,25 @@ def packed_shaping(batch: Batch, asked: Asked, edits: int, vocab: int) -> Ints:
         views["frequency"].view(np.float32)[line] = sampling.frequency_penalty
         views["presence"].view(np.float32)[line] = sampling.presence_penalty
         views["min_tokens"][line] = sampling.min_tokens
+        views["told"][line] = is_told(sampling)
         if sampling.top_k > 0:
             views["top_k"][line] = min(sampling.top_k, vocab)
         views["top_p"].view(np.float32)[line] = sampling.top_p
         if sampling.min_p > 0:
             views["min_p"].view(np.float32)[line] = np.log(sampling.min_p)
-        for at, (token, (count, flags, bias)) in enumerate(listed.items()):
-            views["token"][line, at], views["counted"][line, at] = token, count
-            views["flags"][line, at] = flags
-            views["bias"].view(np.float32)[line, at] = bias
+        edits += [(line, token, 4 * n + flags, b) for token, (n, flags, b) in listed.items()]
+    views["edits"][0] = len(edits)
+    if edits:
+        rows, tokens, counted, bias = zip(*edits, strict=True)
+        given = ("row", rows), ("token", tokens), ("counted", counted)
+        for name, values in given:
+            views[name][: len(edits)] = values
+        views["bias"].view(np.float32)[: len(edits)] = bias
     return whole
 
 
 class Shaping(NamedTuple):
-    """The vector, read inside a program; [R] and [R,edits]."""
+    """The vector, read inside a program; [R], [1] and [room]."""
 
     repetition: Array
     frequency: Array
@@ -116,18 +139,49 @@ class Shaping(NamedTuple):
     top_p: Array
     top_k: Array
     min_tokens: Array
+    told: Array
+    edits: Array
+    row: Array
     token: Array
     counted: Array
-    flags: Array
     bias: Array
 
     @classmethod
-    def of(cls, whole: Array, size: Size, edits: int) -> "Shaping":
+    def of(cls, whole: Array, rows: int, room: int) -> "Shaping":
         """Views."""
-        views = views_of(whole, shaping_shapes(size, edits))
+        views = views_of(whole, shaping_shapes(rows, room))
         for name in ("repetition", "frequency", "presence", "min_p", "top_p", "bias"):
             views[name] = lax.bitcast_convert_type(views[name], jnp.float32)
         return cls(**views)
+
+
+class Edited(NamedTuple):
+    """The edits by token, [R,V]: how often the output has it, bools seen and banned, the bias."""
+
+    counts: Array
+    seen: Array
+    banned: Array
+    bias: Array
+
+    @classmethod
+    def of(cls, shaping: Shaping, rows: int, vocab: int) -> "Edited":
+        """Put where they belong, _READ at a time: a program reads no more than there are."""
+
+        def read(number: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
+            row, token, counted, bias = (
+                lax.dynamic_slice(part, (number * _READ,), (_READ,))
+                for part in (shaping.row, shaping.token, shaping.counted, shaping.bias)
+            )
+            counts, biases = tables
+            return (
+                counts.at[row, token].set(counted, mode="drop"),
+                biases.at[row, token].set(bias, mode="drop"),
+            )
+
+        start = jnp.zeros((rows, vocab), jnp.int32), jnp.zeros((rows, vocab), jnp.float32)
+        blocks = (shaping.edits[0] + _READ - 1) // _READ
+        counted, bias = lax.fori_loop(0, blocks, read, start)
+        return cls(counted >> 2, counted & SEEN > 0, counted & BANNED > 0, bias)
 
 
 def choose_shaped(
@@ -138,9 +192,10 @@ def choose_shaped(
     """
     rows, nodes, vocab = logits.shape
     finite = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
-    edited = _edited(logits, trees, shaping)
+    listed = Edited.of(shaping, rows, vocab)
+    edited = _edited(logits, trees, shaping, listed)
     early = rules.positions.reshape(rows, nodes) < shaping.min_tokens[:, None]
-    banned = _flagged(shaping, BANNED, vocab)[:, None] & early[..., None]
+    banned = listed.banned[:, None] & early[..., None]
     without = allowed & ~banned
     allowed = jnp.where(without.any(-1, keepdims=True), without, allowed)
     edited = jnp.where(allowed, edited, -jnp.inf)
@@ -152,8 +207,13 @@ def choose_shaped(
         heated = edited / jnp.where(hot, temperature, 1.0)[..., None]
         likely = heated >= heated.max(-1, keepdims=True) + shaping.min_p[:, None, None]
         heated = jnp.where(likely, heated, -jnp.inf)
-        heated = jnp.where(_largest(heated, shaping.top_k[:, None]), heated, -jnp.inf)
-        fewer, more = _nuclei(heated, shaping.top_p[:, None])
+        counted, summed = (shaping.top_k < vocab).any(), (shaping.top_p < 1.0).any()
+        every = jnp.ones(heated.shape, bool)
+        kept = lax.cond(counted, lambda: _largest(heated, shaping.top_k[:, None]), lambda: every)
+        heated = jnp.where(kept, heated, -jnp.inf)
+        fewer, more = lax.cond(
+            summed, lambda: _nuclei(heated, shaping.top_p[:, None]), lambda: (every, every)
+        )
         most = jnp.where(more, heated, -jnp.inf)
         token = sampled(most.reshape(-1, vocab), rules).reshape(rows, nodes)
         sure = jnp.take_along_axis(fewer, token[..., None], -1)[..., 0]
@@ -166,19 +226,7 @@ def choose_shaped(
     return jnp.where(good, token, NOTHING).astype(jnp.int32)
 
 
-def _flagged(shaping: Shaping, flag: int, vocab: int) -> Array:
-    """bool[R,V]."""
-    return _spread(shaping.token, (shaping.flags & flag).astype(jnp.int32), vocab) > 0
-
-
-def _spread(token: Array, values: Array, vocab: int) -> Array:
-    """[R,V] with values [R,edits] at their tokens, 0 elsewhere."""
-    rows = jnp.arange(token.shape[0])[:, None]
-    made = jnp.zeros((token.shape[0], vocab), values.dtype)
-    return made.at[rows, token].add(values, mode="drop")
-
-
-def _edited(logits: Array, trees: Trees, shaping: Shaping) -> Array:
+def _edited(logits: Array, trees: Trees, shaping: Shaping, listed: Edited) -> Array:
     """Penalties and biases; a product is rounded before anything is added to it."""
     rows, nodes, vocab = logits.shape
     above = ancestors(trees.intervals) & (jnp.arange(nodes) > 0)
@@ -186,8 +234,8 @@ def _edited(logits: Array, trees: Trees, shaping: Shaping) -> Array:
     tokens = jnp.broadcast_to(trees.tokens[:, None], (rows, nodes, nodes))
     drafted = jnp.zeros((rows, nodes, vocab), jnp.int32)
     drafted = drafted.at[line, node, tokens].add(above.astype(jnp.int32), mode="drop")
-    counts = _spread(shaping.token, shaping.counted, vocab)[:, None] + drafted
-    seen = _flagged(shaping, SEEN, vocab)[:, None] | (drafted > 0)
+    counts = listed.counts[:, None] + drafted
+    seen = listed.seen[:, None] | (drafted > 0)
     repetition, frequency, presence = (
         part[:, None, None] for part in (shaping.repetition, shaping.frequency, shaping.presence)
     )
@@ -196,7 +244,7 @@ def _edited(logits: Array, trees: Trees, shaping: Shaping) -> Array:
     there = presence * (counts > 0).astype(jnp.float32)
     repeated, often, there = lax.optimization_barrier((repeated, often, there))
     edited: Array = jnp.where(seen, repeated, logits) - often - there
-    return edited + _spread(shaping.token, shaping.bias, vocab)[:, None]
+    return edited + listed.bias[:, None]
 
 
 def _ordered(values: Array) -> Array:
@@ -235,29 +283,20 @@ def _largest(values: Array, count: Array) -> Array:
     return above | (ties & (_before(ties) < spare))
 
 
-def _mass(weights: Array) -> Array:
-    """Sums of [...,V] in runs of _RUN."""
-    vocab = weights.shape[-1]
-    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % _RUN)]
-    runs = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, _RUN)
-    partial: Array = lax.optimization_barrier(runs.sum(-1))
-    return partial.sum(-1)
-
-
 def _nuclei(values: Array, top_p: Array) -> tuple[Array, Array]:
     """bool[...,V]: fewer and more tokens than the most likely ones that hold top_p [...]."""
     keys = _ordered(values)
     weights = jnp.exp(values - values.max(-1, keepdims=True))
-    whole = _mass(weights)
+    whole = mass(weights)
 
     def cut(needed: Array) -> Array:
         def reaches(least: Array) -> Array:
-            return _mass(jnp.where(keys >= least[..., None], weights, 0.0)) >= needed
+            return mass(jnp.where(keys >= least[..., None], weights, 0.0)) >= needed
 
         least = _bitwise(reaches, values.shape[:-1])[..., None]
         above, ties = keys > least, keys == least
-        mass = _mass(jnp.where(above, weights, 0.0))[..., None]
-        return above | (ties & (mass + _before(ties) * weights < needed[..., None]))
+        before = mass(jnp.where(above, weights, 0.0))[..., None]
+        return above | (ties & (before + _before(ties) * weights < needed[..., None]))
 
     every = (top_p >= 1.0)[..., None]
     fewer, more = (cut(whole * top_p * (1 + sign * MASS_ERROR)) for sign in (-1, 1))

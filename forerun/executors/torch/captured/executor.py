@@ -43,7 +43,7 @@ from forerun.executors.torch.executor import Scores, TorchExecutor
 from forerun.executors.torch.kernels import Kernels
 from forerun.interface.executor import DraftShape
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit, TokenLogprobs
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, Reports, SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.speculative.draft_tree import full_size
@@ -326,10 +326,13 @@ class CapturedExecutor:
             row: Floats = logits[0][scores.places()[node]]
             return row
 
-        def report(node: int, token: int, top: int) -> TokenLogprobs:
-            return scores.report(node, top) or report_of(of_node(node), token, top)
+        def reports(top: int, pairs: list[tuple[int, int]]) -> Reports:
+            return tuple(
+                scores.report(node, top) or report_of(of_node(node), token, top)
+                for node, token in pairs
+            )
 
-        return self._sampler.accept(plan, trees, of_node, masks, scores.choices(), report)
+        return self._sampler.accept(plan, trees, of_node, masks, scores.choices(), reports)
 
     @torch.inference_mode()
     def commit(

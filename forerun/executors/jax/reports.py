@@ -1,0 +1,67 @@
+"""Log-probabilities, made where the logits are: what crosses to the host is what is reported.
+
+A line is int32[1 + 2*k]: bits of one token's log-probability, the ids of the k likeliest tokens,
+best first, ties by lowest id, and bits of theirs; k = TOP, or the vocabulary where that is smaller.
+Raw ones, before any sampling parameter, in nats, in float32.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.sampling import Sampling
+from forerun.types import AnyArray, Ints
+
+TOP = 20
+"""Alternatives of a token that a program finds; who asks for more has the host find them."""
+
+REPORTED = 16
+"""Tokens of prompts whose log-probabilities are found in one dispatch."""
+
+_RUN = 256
+"""Probabilities that are added up one after the other."""
+
+
+def is_told(sampling: Sampling) -> bool:
+    """Whether a program is to report the tokens that it chooses."""
+    return sampling.logprobs is not None and sampling.logprobs <= TOP
+
+
+def line_size(vocab: int) -> int:
+    """Numbers of a line."""
+    return 1 + 2 * min(TOP, vocab)
+
+
+def mass(weights: Array) -> Array:
+    """Sums of [...,V] in runs of _RUN."""
+    vocab = weights.shape[-1]
+    padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % _RUN)]
+    runs = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, _RUN)
+    partial: Array = lax.optimization_barrier(runs.sum(-1))
+    return partial.sum(-1)
+
+
+def lines(logits: Array, tokens: Array) -> Array:
+    """int32[n,1+2*k] of tokens int32[n] (below 0: of token 0) by logits float32[n,V]."""
+    best, ids = lax.top_k(logits, min(TOP, logits.shape[1]))
+    most = best[:, :1]
+    normaliser = most + jnp.log(mass(jnp.exp(logits - most)))[:, None]
+    own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], 1)
+    bits = lax.bitcast_convert_type(
+        jnp.concatenate([own - normaliser, best - normaliser], 1), jnp.int32
+    )
+    return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], 1)
+
+
+def report(line: Ints, token: int, top: int) -> TokenLogprobs:
+    """What a line says of the token that it was made for; tokens that are excluded are not told."""
+    kept = (len(line) - 1) // 2
+    ids = line[1 : 1 + kept][:top].tolist()
+    values: AnyArray = line.view(np.float32)
+    told = zip(ids, values[1 + kept :][:top].tolist(), strict=True)
+    return TokenLogprobs(
+        token=token,
+        logprob=float(values[0]),
+        top=tuple((other, value) for other, value in told if value > -np.inf),
+    )
