@@ -44,7 +44,8 @@ ALGORITHMS = (
     Algorithm(
         "AUTO",
         "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter, "
-        "STANDALONE if a GGUF file; on a GPU NEXTN if the target has prediction layers; else NGRAM",
+        "NEXTN if one with prediction layers, STANDALONE if a GGUF file; on a GPU NEXTN if the "
+        "target has prediction layers of its own; else NGRAM",
         model=True,
         lookup=True,
     ),
@@ -73,7 +74,7 @@ ALGORITHMS = (
     Algorithm("OFF", "no speculation", aliases=("NONE",)),
     Algorithm(
         "NEXTN",
-        "the target's own prediction layers, read from its checkpoint",
+        "the target's own prediction layers, read from its checkpoint, or a draft's",
         aliases=("MTP",),
         model=True,
         kind="layers",

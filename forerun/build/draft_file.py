@@ -4,19 +4,36 @@ from pathlib import Path
 
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.models.arch import Architecture
 from forerun.models.block_folder import BlockFile, holds_block, open_block
+from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.prediction_folder import holds_prediction, open_prediction
+from forerun.models.prediction_layers import PredictionLayers
 
-AnyDraftFile = DraftFile | BlockFile
+AnyDraftFile = DraftFile | BlockFile | PredictionLayers
 
 
-def open_draft_file(config: EngineConfig, folder: Path, arch: Architecture) -> AnyDraftFile:
-    """The network in a draft's folder, of the kind that the configuration wants.
+def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
+    """The network in a draft's folder, of the kind that the configuration wants. EAGLE takes
+    prediction layers too, as in SGLang.
 
     Raises ModelError where it cannot be used, ConfigError where it is of another kind.
     """
-    method, held = config.algorithm, holds_block(folder)
+    method, held, arch = config.algorithm, holds_block(folder), target.architecture
+    if holds_prediction(folder):
+        if method.name not in ("NEXTN", "EAGLE", "AUTO"):
+            raise ConfigError(
+                f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
+                "use NEXTN."
+            )
+        _leaves_nothing_open(config, folder, "prediction layers")
+        return open_prediction(folder, target)
+    if method.kind == "layers":
+        raise ConfigError(
+            f"speculative-algorithm is {method.name}, but {folder} holds no prediction layers; "
+            "leave speculative-draft-model-path out where the target has layers of its own, or use "
+            "EAGLE with a draft head."
+        )
     if held and not (method.block or method.name == "AUTO"):
         raise ConfigError(
             f"speculative-algorithm is {method.name}, but {folder} holds a block drafter; use "
@@ -28,11 +45,7 @@ def open_draft_file(config: EngineConfig, folder: Path, arch: Architecture) -> A
             "EAGLE for a draft head."
         )
     if held:
-        if config.draft_reading is not None:
-            raise ConfigError(
-                f"draft-reading is {config.draft_reading}, but {folder} holds a block drafter, "
-                "whose configuration leaves nothing open; leave it out."
-            )
+        _leaves_nothing_open(config, folder, "a block drafter")
         return open_block(folder, arch)
     head = open_draft(folder, arch, config.draft_reading)
     if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
@@ -41,3 +54,12 @@ def open_draft_file(config: EngineConfig, folder: Path, arch: Architecture) -> A
             "second kind; use EAGLE."
         )
     return head
+
+
+def _leaves_nothing_open(config: EngineConfig, folder: Path, what: str) -> None:
+    """Raise ConfigError where the configuration says how to read what can be read in one way."""
+    if config.draft_reading is not None:
+        raise ConfigError(
+            f"draft-reading is {config.draft_reading}, but {folder} holds {what}, whose "
+            "configuration leaves nothing open; leave it out."
+        )

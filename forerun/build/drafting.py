@@ -56,14 +56,9 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
     """
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
-    if config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE"):
-        if config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
-            return replace(config, speculative_algorithm="NEXTN", speculative_draft_model_path=None)
-        if config.algorithm.kind == "layers":
-            raise ConfigError(
-                "speculative-algorithm NEXTN drafts with layers of the target's own checkpoint; "
-                "leave speculative-draft-model-path out, or use EAGLE with a draft head."
-            )
+    layers = config.algorithm.kind == "layers" or (layered and config.algorithm.name == "EAGLE")
+    if layers and config.speculative_draft_model_path in (None, NO_DRAFT, config.model):
+        return replace(config, speculative_algorithm="NEXTN", speculative_draft_model_path=None)
     named = config.speculative_draft_model_path
     if not config.speculates or named not in (None, NO_DRAFT):
         if named and Path(named).is_dir():
@@ -112,6 +107,8 @@ def drafting_sentence(
         return f"drafting: OFF ({fault or 'as asked'})"
     if asked.speculative_algorithm != AUTO:
         why = "as asked"
+    elif method.name == "NEXTN" and named is not None:
+        why = f"AUTO: {named} holds prediction layers"
     elif method.name == "NEXTN":
         why = "AUTO: the target has prediction layers of its own"
     elif method.model:
@@ -138,11 +135,12 @@ def lossy_sentence(config: EngineConfig) -> str | None:
 
 
 def resolved_drafting(
-    config: EngineConfig, head: bool, fault: str | None, block: int = 0
+    config: EngineConfig, head: bool, fault: str | None, block: int = 0, layers: bool = False
 ) -> EngineConfig:
     """The configuration with AUTO decided, and the length and size of its trees filled in.
 
     head   a draft head is there
+    layers it is prediction layers
     block  draft tokens of a block, which a block drafter proposes where nothing else is asked
     fault  why a draft that was named cannot be used, which means that nothing drafts
 
@@ -151,6 +149,8 @@ def resolved_drafting(
     chosen = config.speculative_algorithm
     if fault is not None:
         chosen = "OFF"
+    elif layers:
+        chosen = "NEXTN"
     elif chosen == AUTO:
         chosen = "EAGLE+NGRAM" if head else "NGRAM"
         chosen = "DFLASH" if block else chosen
@@ -180,7 +180,7 @@ def open_drafts(config: EngineConfig, target: Model) -> Parts:
     Raises ModelError where the draft cannot be used.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
-    if config.speculates and method.kind == "layers":
+    if config.speculates and method.kind == "layers" and named is None:
         return Parts(_prediction_layers(config, target.checkpoint))
     if named is None or not config.speculates:
         return Parts()
@@ -199,7 +199,9 @@ def open_drafts(config: EngineConfig, target: Model) -> Parts:
             f"{folder} holds an n-gram table and no head; use --speculative-algorithm NGRAM"
         )
     if method.model and not alone:
-        head = open_draft_file(config, folder, arch)
+        head = open_draft_file(config, folder, target.checkpoint)
+        if isinstance(head, PredictionLayers):
+            head = _deep_enough(config, head)
         for warning in head.warnings:
             warnings.warn(f"draft {named}: {warning}", stacklevel=2)
     return Parts(head, table)
@@ -225,7 +227,10 @@ def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLa
     if isinstance(target, FolderCheckpoint):
         files = target.prediction_files
         declared = target.config.get("num_nextn_predict_layers")
-    layers = open_prediction_layers(target, files, declared)
+    return _deep_enough(config, open_prediction_layers(target, files, declared))
+
+
+def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLayers:
     return layers.first(config.speculative_num_steps or layers.count)
 
 

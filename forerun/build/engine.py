@@ -49,6 +49,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.ngram_table import NgramTable
+from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.token_map import read_token_map
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
@@ -269,7 +270,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
             config, lambda: draft_model(config, executor, model.checkpoint, draft)
         )
     block = drafts.traits.block_size if drafts is not None else 0
-    config = resolved_drafting(config, drafts is not None, fault, block)
+    layers = isinstance(draft, PredictionLayers) and drafts is not None
+    config = resolved_drafting(config, drafts is not None, fault, block, layers)
     within = drafts is not None and draft is not None and draft.kind in entry.within
     prepare(config, executor, within, progress)
     costs = _costs(config, executor)

@@ -24,6 +24,7 @@ from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
+from forerun.train.prediction import PredictionHead
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.served import ServedAuthor
 from forerun.train.token_map import token_map
@@ -59,6 +60,8 @@ def main(arguments: argparse.Namespace) -> int:
             write_token_map(ids, out / MAP_FILE)
             say(f"{len(ids)} token ids are in {out / MAP_FILE}: --speculative-token-map takes it")
             return 0
+        if config.method == "mtp":  # What cannot be trained is refused before answers are written.
+            PredictionHead(model.architecture, config.draft_vocab)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
         core = choose_executor(engine, model.architecture).executor == "cpu"
         source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)

@@ -130,9 +130,11 @@ class PredictionLayers:
     apart         all layers share what `own` names
     count         K: layer k drafts depth k, the last one all that is deeper
     target_ids    int32[Vd] the tokens that may be proposed, and whose rows the head has
+    folder        where they are, if not in the target's checkpoint
     """
 
     kind: ClassVar[str] = "prediction layers"
+    warnings: ClassVar[tuple[str, ...]] = ()
 
     target: Checkpoint
     files: Mapping[str, tuple[TensorFile, str]]
@@ -140,6 +142,7 @@ class PredictionLayers:
     apart: bool
     count: int
     target_ids: Ints
+    folder: Path | None = None
 
     @property
     def architecture(self) -> Architecture:
@@ -161,8 +164,8 @@ class PredictionLayers:
 
     @property
     def path(self) -> Path:
-        """The target's."""
-        return self.target.path
+        """Their own folder, or the target's."""
+        return self.folder or self.target.path
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
@@ -197,7 +200,13 @@ class PredictionLayers:
         return Packed(info.kind, file.rows(stored), info.shape[-1])
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
-        """Proposing nothing but the target ids of `token_map` (FR-Spec)."""
+        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where
+        they come with a choice of their own.
+        """
+        if self.vocab < self.architecture.vocab:
+            raise ModelError(
+                f"{self.path} brings its own draft vocabulary; leave speculative-token-map out"
+            )
         return replace(self, target_ids=token_map)
 
     @property
@@ -234,16 +243,22 @@ def _own(layer: int, part: str) -> str:
 
 
 def open_prediction_layers(
-    target: Checkpoint, files: Files, declared: int | None = None
+    target: Checkpoint,
+    files: Files,
+    declared: int | None = None,
+    folder: Path | None = None,
+    target_ids: Ints | None = None,
 ) -> PredictionLayers:
     """The prediction layers of `target`, of the tensors that `divided` set aside.
 
-    declared  how many its configuration promises, if it says so
+    declared    how many its configuration promises, if it says so
+    folder      where the tensors are, if not in the target's checkpoint
+    target_ids  int32[Vd] the tokens they choose among; None = all
 
     Raises ModelError: there are none; more or fewer than declared; missing, unexpected or wrongly
     shaped tensors, all named.
     """
-    where = target.path
+    where = folder or target.path
     if not files:
         raise ModelError(f"{where} has no prediction layers (no tensors called mtp or eh_proj)")
     naming, first, count = _naming(files, target.architecture, where)
@@ -278,8 +293,8 @@ def open_prediction_layers(
         )
     kept = {name: item for name, item in found.items() if name not in borrowed}
     kept |= _copies(target, found, borrowed, where)
-    ids = np.arange(arch.vocab, dtype=np.int32)
-    return PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids)
+    ids = np.arange(arch.vocab, dtype=np.int32) if target_ids is None else target_ids
+    return PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids, folder)
 
 
 def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:

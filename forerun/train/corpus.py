@@ -18,13 +18,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from forerun.errors import ModelError
-from forerun.models.block_config import BlockHead
-from forerun.models.draft_config import DraftHead
 from forerun.train.answers import Chat
 from forerun.train.teacher import Teacher
 from forerun.types import AnyArray, Floats, Ints
@@ -32,6 +31,18 @@ from forerun.types import AnyArray, Floats, Ints
 CROWD = 2
 LIKELY = 64
 """K, unless the draft vocabulary is smaller."""
+
+
+class ReadsFeatures(Protocol):
+    """The part of a network's description that says what it reads of the target: hidden states
+    `features`, as in DraftHead, each `target_hidden` wide.
+    """
+
+    @property
+    def features(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def target_hidden(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,7 @@ def open_corpus(folder: Path) -> Corpus:
 
 def write_features(
     corpus: Corpus,
-    head: DraftHead | BlockHead,
+    head: ReadsFeatures,
     ids: Ints,
     teacher: Teacher,
     progress: Callable[[int, int], None],

@@ -17,7 +17,7 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.train.loss import Batch, Vocabulary, ttt_loss
-from forerun.train.unroll import Unrolling
+from forerun.train.unroll import Unrollable, Unrolling
 
 SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
@@ -84,8 +84,11 @@ def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: Vocabulary) 
     head.lm_head.weight.requires_grad_(False)
 
 
-def calibrate(head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabulary) -> float:
-    """Scale the final norm to the smallest first-step loss on `batch`; returns that loss.
+def calibrate(
+    head: Unrollable, norm: Tensor, batch: Batch, embed: Tensor, vocabulary: Vocabulary
+) -> float:
+    """Scale the final norm, the weight `norm`, to the smallest first-step loss on `batch`, which it
+    returns.
 
     At most ln(Vd), because the scale 0 is among the candidates.
     """
@@ -94,7 +97,7 @@ def calibrate(head: EagleHead, batch: Batch, embed: Tensor, vocabulary: Vocabula
         return float(ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))[0])
 
     with torch.no_grad():
-        return calibrate_norm(head.norm.weight, loss)
+        return calibrate_norm(norm, loss)
 
 
 def calibrate_norm(weight: Tensor, loss: Callable[[], float]) -> float:

@@ -6,20 +6,20 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from forerun.errors import ForerunError
-from forerun.executors.torch.eagle import EagleHead
 from forerun.train.corpus import Corpus, Piece, batches
 from forerun.train.ema import WeightEma
 from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
 from forerun.train.progress import Check, Progress
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot, save_snapshot
-from forerun.train.unroll import Unrolling
+from forerun.train.unroll import Unrollable, Unrolling
 
 Reader = Callable[[list[Piece]], Batch]
 
@@ -70,13 +70,12 @@ class Schedule:
 def unrolled_loss(
     trial: "Trial", batch: Batch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
-    """An EAGLE head's: see `ttt_loss`."""
+    """Of what is fed its own outputs: see `ttt_loss`."""
     schedule = trial.schedule
     plan = Unrolling(schedule.steps)
     if not judging:
         plan = Unrolling(schedule.steps, schedule.decay, schedule.thin)
-    head = trial.head
-    assert isinstance(head, EagleHead)
+    head = cast(Unrollable, trial.head)
     return ttt_loss(head, batch, trial.embed, trial.vocabulary, plan, seed)
 
 

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.eagle import EagleHead
-from forerun.train.unroll import Unrolling, turns, unrolled
+from forerun.train.unroll import Unrollable, Unrolling, turns, unrolled
 
 
 class Teacher(Protocol):
@@ -150,7 +149,7 @@ class StepScore:
 
 
 def ttt_loss(
-    head: EagleHead,
+    head: Unrollable,
     batch: Batch,
     embed: Tensor,
     vocabulary: Vocabulary,

@@ -41,7 +41,7 @@ from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
-from forerun.train.student import Student, block_student, eagle_student
+from forerun.train.student import Student, block_student, eagle_student, prediction_student
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.types import Ints
@@ -213,6 +213,8 @@ def _schedule(config: TrainConfig, device: torch.device) -> Schedule:
 def _student(source: Source, ids: Ints, config: TrainConfig, start: DraftFile | None) -> Student:
     if config.method == "block":
         return block_student(source.checkpoint, ids, config)
+    if config.method == "mtp":
+        return prediction_student(source.checkpoint, ids, config)
     return eagle_student(source.checkpoint, ids, config, start)
 
 

@@ -55,9 +55,9 @@ class TrainConfig:
     width: int = option(32, "answers written at once", low=1, high=4096)
     method: str = option(
         "eagle3",
-        "what is made: an EAGLE-3 head (and a table), a block drafter (and a table), or the n-gram "
-        "table alone; prediction layers (mtp) come with their target and are not trained here",
-        choices=("eagle3", "block", "table"),
+        "what is made: an EAGLE-3 head, a prediction layer (mtp, for NEXTN) or a block drafter, "
+        "each with an n-gram table, or the table alone",
+        choices=("eagle3", "mtp", "block", "table"),
     )
     block_layers: int = option(1, "decoder layers of a block drafter", low=1, high=64)
     block_features: int = option(3, "hidden states that a block drafter reads", low=1, high=64)

@@ -1,4 +1,4 @@
-"""What `forerun train` trains, by method: an EAGLE-3 head, or a block drafter."""
+"""What `forerun train` trains, by method: an EAGLE-3 head, a block drafter, a prediction layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,14 +12,21 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.models.arch import Architecture
 from forerun.models.block_config import BlockHead, default_block_features
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_config import DraftHead, head_for
+from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import DraftFile
 from forerun.train.block_loss import BlockPlan, block_loss
+from forerun.train.corpus import ReadsFeatures
 from forerun.train.export import export_head
 from forerun.train.export_block import export_block
 from forerun.train.init import calibrate, calibrate_norm, start_from_draft, start_from_target
 from forerun.train.loop import LossOf, Trial, unrolled_loss
 from forerun.train.loss import Batch, StepScore
+from forerun.train.prediction import (
+    PredictionHead,
+    PredictionLayer,
+    export_prediction,
+    start_layer,
+)
 from forerun.train.presets import TrainConfig
 from forerun.types import Ints
 
@@ -35,7 +42,7 @@ class Student:
     loss_of  what it is trained by
     """
 
-    about: DraftHead | BlockHead
+    about: ReadsFeatures
     head: nn.Module
     begin: Callable[[Trial, Batch], None]
     export: Callable[[Path], None]
@@ -55,9 +62,23 @@ def eagle_student(
             return
         start_from_target(head, checkpoint, trial.vocabulary, config.seed)
         with trial.computing():
-            calibrate(head, first, trial.embed, trial.vocabulary)
+            calibrate(head, head.norm.weight, first, trial.embed, trial.vocabulary)
 
     return Student(about, head, begin, lambda to: export_head(head, ids, to), unrolled_loss)
+
+
+def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
+    """A prediction layer for the vocabulary `ids`."""
+    about = PredictionHead(checkpoint.architecture, len(ids))
+    layer = PredictionLayer(about)
+
+    def begin(trial: Trial, first: Batch) -> None:
+        start_layer(layer, checkpoint, trial.vocabulary, config.seed)
+        with trial.computing():
+            norm = layer.final_norm.weight
+            calibrate(layer, norm, first, trial.embed, trial.vocabulary)
+
+    return Student(about, layer, begin, lambda to: export_prediction(layer, ids, to), unrolled_loss)
 
 
 def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:

@@ -14,14 +14,45 @@ cost.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
-from torch import Tensor
+from torch import Tensor, nn
 
-from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
+from forerun.models.rope import Rope
+
+
+class Turned(Protocol):
+    """The part of a head's description that unrolling needs: E, and how positions turn."""
+
+    @property
+    def head_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def rope(self) -> Rope: ...  # noqa: D102
+
+
+class Unrollable(Protocol):
+    """A network that is fed its own outputs: an EAGLE head, a prediction layer.
+
+    lm_head  draft logits of what it reads, [Vd,H]
+    """
+
+    @property
+    def head(self) -> Turned: ...  # noqa: D102
+
+    @property
+    def lm_head(self) -> nn.Linear: ...  # noqa: D102
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The hidden state [..., H] that step 0 reads, from the target's features."""
+        ...
+
+    def __call__(self, *rows: Any) -> Any:
+        """As EagleHead.forward."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +119,7 @@ def _ahead(wanted: Tensor, ahead: int) -> Tensor:
 
 
 def unrolled(
-    head: EagleHead, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
+    head: Unrollable, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
 ) -> list[Tensor]:
     """What the output head reads of each step's rows: tensors [R,H].
 

@@ -256,7 +256,7 @@ def test_first_loss_is_no_worse_than_no_idea(corpus, tmp_path):
         run.head.lm_head.weight.mul_(20)  # Very sharp: any wrong direction costs dearly.
         run.vocabulary.rows.copy_(run.head.lm_head.weight)
     batch = run.read(next(batches(corpus, corpus.training, 64, 512, 0)))
-    loss = calibrate(run.head, batch, run.embed, run.vocabulary)
+    loss = calibrate(run.head, run.head.norm.weight, batch, run.embed, run.vocabulary)
     assert loss <= math.log(VOCAB) + 1e-4
     assert 0.0 in SCALES
 

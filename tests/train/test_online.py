@@ -54,7 +54,7 @@ def trial(checkpoint, corpus, folder, dtype, **schedule):
     start_from_target(made.head, checkpoint, vocabulary, 0)
     first = next(batches(corpus, corpus.training, 64, 512, 0))
     with made.computing():
-        loss = calibrate(made.head, read(first), made.embed, vocabulary)
+        loss = calibrate(made.head, made.head.norm.weight, read(first), made.embed, vocabulary)
     assert loss <= math.log(200) + 0.05
     return made
 

@@ -1,0 +1,221 @@
+"""Training a prediction layer (MTP; SGLang's NEXTN) for a target that has none.
+
+What it computes is said in forerun.models.prediction_layers; it is unrolled over its own outputs as
+an EAGLE head is (unroll.py), since that is how a single layer serves at all depths. What it reads
+of the target is the hidden state after the final norm, made here of the last layer's stream.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from forerun.errors import ModelError
+from forerun.executors.torch.eagle import Attend, Norm
+from forerun.executors.torch.layers import rotate
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import Dense
+from forerun.models.prediction_folder import SUFFIX
+from forerun.models.rope import Rope
+from forerun.train.loss import Vocabulary
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionHead:
+    """One prediction layer beside `target`: a decoder layer as its last one.
+
+    vocab  Vd
+    """
+
+    target: Architecture
+    vocab: int
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a target beside which no layer is trained here."""
+        beyond, feed_forward = self.target.beyond_llama(), self.target.layer_specs[-1].feed_forward
+        if isinstance(feed_forward, Dense) and feed_forward.bias:
+            beyond.append("biases in the feed-forward")
+        if beyond:
+            raise ModelError(
+                f"a prediction layer is trained for Llama's block only, and this target has "
+                f"{', '.join(beyond)}; use --method eagle3"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.target.hidden
+
+    @property
+    def target_hidden(self) -> int:
+        """H too."""
+        return self.target.hidden
+
+    @property
+    def head_size(self) -> int:
+        """E."""
+        return self.target.head_size
+
+    @property
+    def rope(self) -> Rope:
+        """Of the layer."""
+        return self.target.layer_specs[-1].rope
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The stream after the last layer, as in DraftHead."""
+        return (self.target.layers,)
+
+
+class _Attention(nn.Module):
+    def __init__(self, about: PredictionHead) -> None:
+        super().__init__()
+        arch, spec = about.target, about.target.layer_specs[-1]
+        query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+        self.head_size = arch.head_size
+        self.q_proj = nn.Linear(arch.hidden, query, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(arch.hidden, key, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(arch.hidden, key, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(query, arch.hidden, bias=spec.o_bias)
+        self.q_norm = Norm(arch.head_size, arch.norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = Norm(arch.head_size, arch.norm_eps) if spec.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, only: Tensor | None
+    ) -> Tensor:
+        """Output [R,H] of the rows `only` of x [N,H]; see EagleHead.forward."""
+        asking, *turns = (_chosen(rows, only) for rows in (x, cos, sin))
+        queries = rotate(self.q_norm(self._heads(asking, self.q_proj)), *turns)
+        keys = rotate(self.k_norm(self._heads(x, self.k_proj)), cos, sin)
+        mixed = attend(queries, keys, self._heads(x, self.v_proj))
+        out: Tensor = self.o_proj(mixed.flatten(-2))
+        return out
+
+    def _heads(self, x: Tensor, matrix: nn.Linear) -> Tensor:
+        split: Tensor = matrix(x).unflatten(-1, (-1, self.head_size))
+        return split
+
+
+class _Mlp(nn.Module):
+    def __init__(self, about: PredictionHead) -> None:
+        super().__init__()
+        hidden, width = about.hidden, about.target.layer_specs[-1].active_width
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class PredictionLayer(nn.Module):
+    """The layer. Parameters are called as DeepSeek-V3 calls them, behind its layer's prefix; but
+    `lm_head`, which is the target's rows and stays frozen.
+    """
+
+    def __init__(self, about: PredictionHead) -> None:
+        super().__init__()
+        hidden, eps = about.hidden, about.target.norm_eps
+        self.head = about
+        self.enorm, self.hnorm = Norm(hidden, eps), Norm(hidden, eps)
+        self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
+        self.input_layernorm = Norm(hidden, eps)
+        self.self_attn = _Attention(about)
+        self.post_attention_layernorm = Norm(hidden, eps)
+        self.mlp = _Mlp(about)
+        self.shared_head = nn.ModuleDict({"norm": Norm(hidden, eps)})
+        self.lm_head = nn.Linear(hidden, about.vocab, bias=False)
+        self.lm_head.weight.requires_grad_(False)
+        self.target_norm = Norm(hidden, eps).requires_grad_(False)
+
+    @property
+    def final_norm(self) -> Norm:
+        """What makes of the layer's output what the head reads and the next step receives."""
+        norm = self.shared_head["norm"]
+        assert isinstance(norm, Norm)
+        return norm
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's hidden state after its final norm [..., H], from its last stream."""
+        made: Tensor = self.target_norm(features)
+        return made
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        only: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step, as EagleHead.forward: what the head reads is what is fed back."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+        mixed = self.self_attn(self.input_layernorm(x), cos, sin, attend, only)
+        x = _chosen(x, only) + mixed
+        out: Tensor = self.final_norm(x + self.mlp(self.post_attention_layernorm(x)))
+        return out, out
+
+
+def _chosen(x: Tensor, only: Tensor | None) -> Tensor:
+    return x if only is None else x.index_select(0, only)
+
+
+@torch.no_grad()
+def start_layer(
+    layer: PredictionLayer, checkpoint: Checkpoint, vocabulary: Vocabulary, seed: int
+) -> None:
+    """Fill `layer` in place: the target's last layer, which reads the hidden state, nearly."""
+    generator = torch.Generator().manual_seed(seed)
+    about = layer.head
+
+    def stored(name: str) -> Tensor:
+        return torch.from_numpy(checkpoint.tensor(name).copy())
+
+    for name, parameter in layer.named_parameters():
+        if name.startswith(("input_layernorm", "self_attn", "post_attention", "mlp")):
+            parameter.copy_(stored(f"model.layers.{about.target.layers - 1}.{name}"))
+    small = torch.randn(layer.eh_proj.weight.shape, generator=generator) * 0.01
+    small[:, about.hidden :] += torch.eye(about.hidden)
+    layer.eh_proj.weight.copy_(small)
+    final = stored("model.norm.weight")
+    layer.final_norm.weight.copy_(final)
+    layer.target_norm.weight.copy_(final)
+    layer.lm_head.weight.copy_(vocabulary.rows)
+
+
+def export_prediction(layer: PredictionLayer, target_ids: Ints, folder: Path) -> None:
+    """Write config.json and model.safetensors (bfloat16), as forerun.models.prediction_folder reads
+    them.
+
+    target_ids  int32[Vd] ascending; stored as offsets d2t where they are not all
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    about, frozen = layer.head, ("lm_head.", "target_norm.")
+    prefix = f"model.layers.{about.target.layers}."
+    tensors = {
+        prefix + name: parameter.detach().cpu().to(torch.bfloat16).contiguous()
+        for name, parameter in layer.named_parameters()
+        if not name.startswith(frozen)
+    }
+    config = {
+        "architectures": [f"{about.target.family.title().replace('_', '')}{SUFFIX}"],
+        "num_nextn_predict_layers": 1,
+        "num_target_layers": about.target.layers,
+        "hidden_size": about.hidden,
+        "vocab_size": about.target.vocab,
+    }
+    if about.vocab != about.target.vocab:
+        config["draft_vocab_size"] = about.vocab
+        offsets = target_ids.astype(np.int64) - np.arange(about.vocab)
+        tensors["d2t"] = torch.from_numpy(offsets)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

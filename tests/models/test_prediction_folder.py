@@ -1,0 +1,115 @@
+"""Folders with prediction layers: read for their target, or refused with what is wrong."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.build.draft_file import open_draft_file
+from forerun.build.engine import open_target
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError, ModelError
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.prediction_folder import holds_prediction, open_prediction
+from forerun.train.prediction import PredictionHead, PredictionLayer, export_prediction
+from tests.models import tiny
+
+IDS = np.arange(0, 300, 2, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return FolderCheckpoint(
+        tiny.save_folder(tiny.model("qwen3"), tmp_path_factory.mktemp("prediction"))
+    )
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    torch.manual_seed(0)
+    layer = PredictionLayer(PredictionHead(target.architecture, len(IDS)))
+    export_prediction(layer, IDS, tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+def changed(folder, tensors=lambda _: None, **keys):
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    tensors(stored)
+    save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+def test_what_is_written_is_read(target, folder):
+    assert holds_prediction(folder)
+    found = open_prediction(folder, target)
+    assert (found.count, found.vocab, found.path) == (1, 150, folder)
+    assert found.target_ids.tolist() == IDS.tolist()
+    assert "model.layers.0.self_attn.q_norm.weight" in found.names()
+    stored = load_file(folder / "model.safetensors")
+    fuse = stored[f"model.layers.{target.architecture.layers}.eh_proj.weight"].float().numpy()
+    assert np.array_equal(found.tensor(found.own(0, "fuse")), fuse)
+    with pytest.raises(ModelError, match="brings its own draft vocabulary"):
+        found.limited(np.arange(5, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"hidden_size": 128}, "another target: hidden_size is 128, the target's is 64"),
+        ({"num_target_layers": 9}, "num_target_layers is 9"),
+        ({"vocab_size": 300}, "vocab_size is 300"),
+        ({"num_nextn_predict_layers": 2}, "promises 2 prediction layers"),
+        ({"draft_vocab_size": 7}, "d2t maps 150 ids, the head has 7"),
+        ({"hidden_act": "gelu"}, "may change the model"),
+        ({"architectures": ["LlamaForCausalLM"]}, "holds no prediction layers"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(target, folder, keys, problem):
+    with pytest.raises(ModelError, match=problem) as told:
+        open_prediction(changed(folder, **keys), target)
+    assert str(folder) in str(told.value)
+
+
+def test_tensors_that_are_wrong_are_named(target, folder):
+    first = f"model.layers.{target.architecture.layers}."
+
+    def damage(stored):
+        stored.pop(f"{first}enorm.weight")
+        stored[f"{first}hnorm.weight"] = torch.ones(3)
+        stored[f"{first}extra.weight"] = torch.ones(3)
+
+    with pytest.raises(ModelError) as told:
+        open_prediction(changed(folder, damage), target)
+    for culprit in ("missing", "enorm", "hnorm.weight is [3], not [64]", "unexpected"):
+        assert culprit in str(told.value)
+    with pytest.raises(ModelError, match="there is no d2t"):
+        open_prediction(changed(folder, lambda stored: stored.pop("d2t")), target)
+
+
+def config(target, folder, method, executor="torch", **changes):
+    return EngineConfig(
+        model=str(target.path), speculative_algorithm=method, executor=executor, kv_tokens=512,
+        speculative_draft_model_path=str(folder), draft_on_error="stop", **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["AUTO", "EAGLE", "NEXTN"])
+def test_who_asks_for_it_gets_nextn(target, folder, method):
+    opened = open_target(config(target, folder, method))
+    try:
+        assert opened.config.speculative_algorithm == "NEXTN"
+        assert opened.draft_model.traits.name == "nextn" and opened.draft_model.traits.vocab == 150
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE+NGRAM", "DFLASH", "NAIVE"])
+def test_who_asks_for_another_kind_is_told(target, folder, method):
+    with pytest.raises(ConfigError, match="holds prediction layers; use NEXTN"):
+        open_draft_file(config(target, folder, method), folder, target)
+    with pytest.raises(ConfigError, match="leaves nothing open"):
+        open_draft_file(config(target, folder, "NEXTN", draft_reading="x"), folder, target)

@@ -1,0 +1,129 @@
+"""Training a prediction layer: it computes what serving does, and what it learnt is served."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forerun.build.engine import make_engine, open_target
+from forerun.cli.main import main
+from forerun.client.completion import complete, make_request
+from forerun.config import EngineConfig
+from forerun.errors import ModelError
+from forerun.executors import cpu
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.prediction_folder import open_prediction
+from forerun.train.loss import Batch, Likely
+from forerun.train.prediction import PredictionHead, PredictionLayer
+from forerun.train.unroll import Unrolling, turns, unrolled
+from tests.drafters.test_nextn import dense, random_layer
+from tests.models import tiny
+
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+
+
+@torch.no_grad()
+def filled(hf, arch, made):
+    """Our layer with the weights of one from transformers."""
+    block, embedding_norm, hidden_norm, final_norm, fuse = made
+    layer = PredictionLayer(PredictionHead(arch, arch.vocab))
+    weights = dict(block.named_parameters()) | {
+        "enorm.weight": embedding_norm,
+        "hnorm.weight": hidden_norm,
+        "shared_head.norm.weight": final_norm,
+        "eh_proj.weight": fuse,
+        "target_norm.weight": hf.model.norm.weight,
+        "lm_head.weight": hf.lm_head.weight,
+    }
+    layer.load_state_dict({name: weight.detach() for name, weight in weights.items()})
+    return layer
+
+
+@torch.no_grad()
+def test_unrolled_it_is_the_published_layer(tmp_path):
+    """Against transformers' own layer and the paper's recursion, for rows of a text, three deep."""
+    hf = tiny.model("llama")
+    arch = FolderCheckpoint(tiny.save_folder(hf, tmp_path)).architecture
+    made = random_layer(hf, 3)
+    layer = filled(hf, arch, made)
+    text = torch.randint(3, 250, (1, 12), generator=torch.Generator().manual_seed(1))
+    stream = []
+    hook = hf.model.norm.register_forward_pre_hook(lambda _, args: stream.append(args[0]))
+    hf.model(text)
+    hook.remove()
+    wanted = torch.ones_like(text, dtype=torch.bool)
+    nothing = torch.zeros(12, 1)
+    batch = Batch(text, wanted, stream[0], text, Likely(nothing.long(), nothing))
+    steps = turns(batch.wanted, Unrolling(3))
+    embed = hf.get_input_embeddings().weight
+    reads = unrolled(layer, batch.tokens, batch.features, embed, steps)
+    rows = [turn.rows.tolist() for turn in steps]
+    for row in (0, 3, 6):
+        tokens = text[0].tolist()
+        expected = dense(hf, [made], False, tokens[: row + 2], tokens[row + 2 : row + 4])
+        for step, logits in enumerate(expected):
+            found = layer.lm_head(reads[step][rows[step].index(row)])
+            assert torch.allclose(found, logits, atol=1e-3), (row, step)
+
+
+def test_what_cannot_be_trained_is_refused_before_the_work(untrained, tmp_path, capsys):
+    gemma = tiny.save_folder(tiny.model("gemma2"), tmp_path / "gemma")
+    with pytest.raises(ModelError, match="norms after attention"):
+        PredictionHead(FolderCheckpoint(gemma).architecture, 64)
+    out = tmp_path / "out"
+    line = ["train", "--model", str(gemma), "--method", "mtp", "--out", str(out)]
+    assert main(line) == 3
+    assert "use --method eagle3" in capsys.readouterr().err and not out.exists()
+    assert main([*line, "--start-from", str(out)]) == 2
+    assert "goes on from no head" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("executor", [pytest.param("cpu", marks=NATIVE), "torch"])
+def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor):
+    """By heart, on texts that the executor wrote that serves them: nearly all is accepted, in
+    chains and trees, and the texts are the target's.
+    """
+    learning = "--method mtp --epochs 200 --rate 1e-2 --draft-vocab 300 --ema 0.98"
+    learning += f" --check-every 90 --executor {executor}"
+    metrics = untrained.train(tmp_path, *learning.split())
+    assert metrics["best_simulated_length"] > 3.7, metrics["history"][-1]
+    layers = open_prediction(tmp_path / "draft", FolderCheckpoint(untrained.model))
+    assert (layers.count, layers.vocab, layers.hidden_first) == (1, 300, False)
+    config = EngineConfig(
+        model=str(untrained.model), policy="fixed", max_sequences=4, max_step_nodes=64,
+        speculative_draft_model_path=str(tmp_path), kv_tokens=2048, executor=executor,
+        draft_on_error="stop",
+    )  # fmt: skip
+    target = open_target(config)
+    try:
+        assert target.config.speculative_algorithm == "NEXTN"
+        plain = served(target, untrained, speculative_algorithm="OFF")
+        one = served(target, untrained, speculative_num_steps=1, speculative_num_draft_tokens=2)
+        chain = served(target, untrained, speculative_num_steps=3, speculative_num_draft_tokens=4)
+        tree = served(target, untrained, speculative_num_steps=3, speculative_eagle_topk=4,
+                      speculative_num_draft_tokens=13)  # fmt: skip
+    finally:
+        target.close()
+    for found in (one, chain, tree):
+        assert [item.tokens for item in found] == [item.tokens for item in plain]
+    share = sum(i.stats.accepted for i in one) / sum(i.stats.draft_tokens for i in one)
+    lengths = [1 + sum(i.stats.accepted for i in found) / sum(i.stats.steps for i in found)
+               for found in (chain, tree)]  # fmt: skip
+    print(share, lengths)
+    assert share > 0.97 and lengths[0] > 3.5 and lengths[1] >= lengths[0] - 0.05
+
+
+def served(target, small, **changes):
+    """Answers to what was asked in training, up to their ends: behind these nothing was learnt."""
+    engine = make_engine(target, replace(target.config, **changes))
+    engine.start()
+    try:
+        asked = dict.fromkeys(prompt.text for prompt in small.questions)
+        prompts = [target.chat.encode([{"role": "user", "content": text}]) for text in asked]
+        eos = target.tokenizer.eos_ids
+        requests = [make_request(prompt, eos, max_tokens=73) for prompt in prompts]
+        return [choices[0] for choices in complete(engine, requests)]
+    finally:
+        engine.shutdown()
