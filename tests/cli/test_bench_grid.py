@@ -83,7 +83,7 @@ def test_the_best_is_kept(capsys):
 
 def test_the_frontier_leaves_out_what_another_beats():
     def cell(ms, length):
-        return grid.Cell(None, 1, 0.0, ms, 1.0, 1.0, 1.0, length, 0.0, 1, 1)
+        return grid.Cell(None, 1, 0.0, ms, 1.0, 1.0, 1.0, 0.95, length, 0.0, 1, 1)
 
     good, better, beaten = cell(4.0, 1.2), cell(6.0, 1.9), cell(7.0, 1.5)
     assert frontier([beaten, better, good]) == [good, better]

@@ -1,0 +1,41 @@
+"""How sure a ratio is that was measured in pairs, one side right beside the other."""
+
+from collections.abc import Sequence
+from math import comb
+from statistics import median
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """A median and where the true one lies.
+
+    confidence  how often such an interval holds the true median; below what was asked where there
+                are too few values
+    """
+
+    middle: float
+    low: float
+    high: float
+    confidence: float
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """The median of independent values with an interval between two of them, the sign test's:
+    whatever their distribution, so a slow moment of the machine that spoils a few pairs moves it by
+    a few ranks at most.
+
+    Of n values the k-th smallest and the k-th largest hold the median between them but where fewer
+    than k fall on one side of it, which has probability 2 P[Binomial(n, 1/2) < k]. Raises
+    ValueError where there are none.
+    """
+    if not values:
+        raise ValueError("no values")
+    ordered, count = sorted(values), len(values)
+    outside, rank = 2.0 ** (1 - count), 1
+    while rank < count // 2:
+        more = outside + 2.0 ** (1 - count) * comb(count, rank)
+        if more > 1.0 - confidence:
+            break
+        outside, rank = more, rank + 1
+    low, high = ordered[rank - 1], ordered[count - rank]
+    return Interval(median(ordered), low, high, max(0.0, 1.0 - outside))
