@@ -235,3 +235,18 @@ def test_a_prompt_beside_it_is_what_falls_out(rounds, learned, counted):
     engine.step_once()
     assert counted["passes"] == passes and tape.launched > before[0]
     engine.shutdown()
+
+
+def test_accept_thresholds_are_decided_on_the_host(rounds, eager, learned):
+    """No round decides such a row, and what eager steps let pass is let pass beside exact rows."""
+    target, _ = rounds(64)
+    lossy = {"accept_threshold_acc": 0.0}
+    kinds = {"lossy": lossy, "exact": {}, "penalised": lossy | {"presence_penalty": 0.1}}
+    asked = requests_of(learned[1], 1.0, kinds)
+    heard = answered(target, asked, **NAIVE)
+    expected = answered(eager, asked, **NAIVE)
+    assert tokens(heard) == tokens(expected) and counts(heard) == counts(expected)
+    for drafted, accepted in (counts(heard)[0], counts(heard)[2]):
+        assert drafted - 1 <= accepted and accepted >= 10
+    plain = answered(eager, asked, speculative_algorithm="OFF")
+    assert tokens(heard)[1] == tokens(plain)[1] and tokens(heard)[0] != tokens(plain)[0]

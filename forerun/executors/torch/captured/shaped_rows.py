@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.device_choice import Choosing
+from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import RULES, Size
 from forerun.executors.torch.kernels import Choose
@@ -36,7 +36,7 @@ REPORTS = (1, 5, 20)
 class ShapedRows:
     """The parameters and histories of slots.
 
-    choosing  as of the sampler, of every slot
+    choosing  as of the sampler, of every slot that a round decides
     """
 
     def __init__(self, slots: int, vocab: int, device: torch.device, choosing: Choosing) -> None:
@@ -56,7 +56,8 @@ class ShapedRows:
         """A sequence took the slot."""
         slot, sampling = slot_init.slot, slot_init.sampling
         self._counted.pop(slot, None)
-        self.choosing.temperature[slot] = sampling.temperature
+        # What accept thresholds let pass is decided on the host.
+        self.choosing.temperature[slot] = MORE if sampling.lossy else sampling.temperature
         self._kind[slot] = _kind(sampling)
         self._top[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         for name, bits in _rules(sampling, self._history.shape[1]).items():
