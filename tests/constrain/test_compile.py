@@ -1,9 +1,11 @@
 """The compiler: errors with a place, limits that hold, a cache that is bounded."""
 
+import resource
 import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from forerun import sandbox
 from forerun.constrain import compile as compile_module
-from forerun.constrain.compile import QUICK_BYTES, Compiler
+from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.llguidance_backend import LONG
 from forerun.constrain.matcher import Matcher
@@ -289,6 +291,29 @@ def test_the_cache_is_bounded_in_bytes():
     made.close()
 
 
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_what_the_cache_takes_is_what_it_counts():
+    """Many times what fits is compiled; what is kept of a grammar is its text, no matcher."""
+    made = Compiler(BPE, cache_bytes=1 << 20)
+    sizes = []
+    for number in range(240):
+        row = {f"key{i}_{number}": {"type": "string", "maxLength": 40} for i in range(150)}
+        found = made.compile(schema({"type": "object", "properties": row}))
+        assert Matcher(found).mask()
+        if number % 80 == 79:
+            sizes.append(resident())
+    assert made._cache._used <= 1 << 20
+    assert len(made._cache._values) < 160, "nothing was let go"
+    assert sizes[2] - sizes[0] < 4 << 20, sizes
+    made.close()
+
+
 def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
     monkeypatch.setattr(compile_module, "MAX_WAITING", 1)
     made = Compiler(BYTES)
@@ -309,22 +334,46 @@ def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
     waiting.join()
 
 
-def test_large_grammars_do_not_hold_up_small_ones():
-    """They have a process of their own, and who comes next there is decided by size and client."""
+def test_thirty_schemas_of_1900_properties_hold_nobody_up():
+    """Large grammars have a process of their own, and who comes next there is decided by size and
+    client: small ones pass all of them, a large one of a client with little passes the rest.
+    """
     made = Compiler(BYTES)
-    gate, begun = threading.Event(), threading.Event()
-    large = made._lanes[1].worker
-    ask = large.ask
-    large.ask = lambda request: (begun.set(), gate.wait(60), ask(request))[2]
-    sources = [Grammar.choice([f"{i}{'x' * QUICK_BYTES}"]) for i in range(3)]
-    threads = [threading.Thread(target=made.compile, args=(g, "greedy")) for g in sources]
-    for thread in threads:
-        thread.start()
+    gate, begun, order = threading.Event(), threading.Event(), []
+
+    def ask(request):
+        order.append(request["source"])
+        begun.set()
+        assert gate.wait(60)
+        return {"error": "late"}
+
+    made._lanes[1].worker.ask = ask
+    rows = [{f"p{i}_{number}": {"type": "integer"} for i in range(1900)} for number in range(31)]
+    *many, other = [schema({"type": "object", "properties": row}) for row in rows]
+
+    def late(grammar, client):
+        with pytest.raises(RequestError, match="late"):
+            made.compile(grammar, client)
+
+    def waiting(count):
+        while len(made._lanes[1].queue._waiting) < count:
+            threading.Event().wait(0.001)
+
+    asked = [(grammar, "greedy") for grammar in many]
+    threads = [threading.Thread(target=late, args=one) for one in [*asked, (other, "modest")]]
+    threads[0].start()
     assert begun.wait(60)
+    made._lanes[1].queue._used["greedy"] = (60.0, time.monotonic())
+    for count, thread in enumerate(threads[1:], 1):
+        thread.start()
+        waiting(count)
     assert made.compile(Grammar.regex("small"), "greedy"), "while the others still wait"
+    assert made.compile(Grammar.regex("tiny"), "modest")
+    assert len(order) == 1
     gate.set()
     for thread in threads:
         thread.join()
+    assert order[1] == other.source, "next after the one that had begun"
     made.close()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from forerun.speculative.noise import gumbel, philox
+from forerun.speculative.noise import coin, gumbel, gumbel_of, philox
 
 # Random123, kat_vectors: counter, key, result.
 KNOWN = [
@@ -63,6 +63,21 @@ def test_gumbel_is_the_documented_function(seed):
         expected = np.float32(-math.log(-math.log(uniform)))
         assert noise[token] == pytest.approx(expected, rel=2e-7)
     assert noise.dtype == np.float32
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 5, 2**64 - 1])
+@pytest.mark.parametrize("position", [0, 3, 2**20])
+def test_a_coin_is_the_documented_function(seed, position):
+    """The first word of the counter (0, position, 1, 0), in the middle of its 2**-32."""
+    key = np.uint64(seed % 2**32), np.uint64(seed >> 32)
+    words = philox(np.array([0, position, 1, 0], np.uint64).reshape(4, 1), key)
+    assert coin(seed, position) == (int(words[0, 0]) + 0.5) / 2**32
+    assert len({coin(seed, place) for place in range(100)}) == 100
+
+
+def test_noise_of_some_tokens_is_that_of_all():
+    some = np.array([0, 3, 4, 98, 17], np.int32)
+    assert gumbel_of(5, 9, some).tolist() == gumbel(5, 9, 99)[some].tolist()
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
