@@ -14,6 +14,7 @@ from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.batches import Buckets, Size, batches
 from forerun.executors.jax.kv import StateShape
 from forerun.executors.jax.reports import TOP, line_size, lines, report
+from forerun.executors.jax.sharding import check_shards
 from forerun.executors.jax.step import Answers
 from forerun.interface.executor import DraftShape
 from forerun.models.folder import FolderCheckpoint
@@ -274,6 +275,7 @@ def test_steps_are_cut_into_few_dispatches():
 
 def test_what_it_refuses(checkpoint, warm, prompt):
     whole = checkpoint("llama")
+    alive = len(jax.live_arrays())
     with pytest.raises(MemoryPlanError, match=r"cache 8,796,\d.* bytes do not fit .*kv-tokens"):
         JaxExecutor(whole, limits(tiny.VOCAB, pages=1 << 30))
     with pytest.raises(MemoryPlanError, match=r"round \d\d\d,\d.* do not fit .*draft-nodes"):
@@ -286,6 +288,7 @@ def test_what_it_refuses(checkpoint, warm, prompt):
         JaxExecutor(whole, limits(tiny.VOCAB, context=1024))
     with pytest.raises(ConfigError, match="tp-size is 64, but jax sees 1 device here"):
         JaxExecutor(whole, SMALL, JaxOptions(shards=64))
+    assert len(jax.live_arrays()) == alive, "something was allocated first"
     with Driver(warm) as driver:
         driver.open(0, prompt)
         plan, trees = driver.plan([Row(0, known=20)])
@@ -295,6 +298,21 @@ def test_what_it_refuses(checkpoint, warm, prompt):
         plan, trees = driver.plan([Row(0, draft=chain_draft([5] * 4))])
         with pytest.raises(EngineError, match="a step of 34 nodes; at most 32 fit"):
             warm.verify(plan, trees)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("llama", {}, "the model's 4 attention heads do not divide"),
+        ("llama", {"num_attention_heads": 6}, "the model's 2 key/value heads do not divide"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, "320 tokens of the vocab"),
+    ],
+)
+def test_what_does_not_divide_is_named(checkpoint, family, changes, says):
+    arch = checkpoint(family, head_dim=16, **changes).architecture
+    with pytest.raises(ConfigError, match=f"tp-size is 3, but {says}"):
+        check_shards(arch, 3, 8)
+    check_shards(arch, 1, 8)
 
 
 @pytest.mark.parametrize("host", [False, True])
