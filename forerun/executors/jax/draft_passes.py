@@ -17,7 +17,7 @@ from forerun.executors.jax.attention import Past, Tree
 from forerun.executors.jax.batches import Size
 from forerun.executors.jax.drafting import NOWHERE, Drafting, committed, log_normaliser
 from forerun.executors.jax.inputs import Shapes, total, views_of
-from forerun.executors.jax.kv import DraftArrays, State, slots_of
+from forerun.executors.jax.kv import DraftArrays, State, after, slots_of
 from forerun.executors.jax.weights import Params
 from forerun.types import AnyArray, Ints
 
@@ -95,7 +95,7 @@ class DraftPasses(NamedTuple):
         if self._runs_root:
             apart = (order == last) & (given["root"] != NOWHERE)[:, None]
             target = jnp.where(apart, self.drafting.slots + given["root"][:, None], target)
-        held = committed(held, ran, target)
+        held = committed(held, ran, after(target, ran.read))
         output = jnp.take_along_axis(ran.output, last[..., None], 1)[:, 0]
         outputs = held.outputs.at[given["root"]].set(output, mode="drop")
         return state._replace(draft=_read(held._replace(outputs=outputs), given["read"], ran.read))
@@ -123,7 +123,7 @@ class DraftPasses(NamedTuple):
         number = given["number"]
         drawn = number < self.drafting.nodes
         target = jnp.where(drawn, self.drafting.slots + number, NOWHERE)
-        held = committed(held, ran, target)
+        held = committed(held, ran, after(target, ran.read))
         outputs = held.outputs.at[number.reshape(-1)].set(
             ran.output.reshape(size.total, held.outputs.shape[1]), mode="drop"
         )

@@ -25,7 +25,7 @@ from forerun.executors.jax.attention import Layer, Past, Tree, ancestors
 from forerun.executors.jax.decoder import Attend, Numbered
 from forerun.executors.jax.draft_network import DraftNetwork, Ran
 from forerun.executors.jax.inputs import Inputs
-from forerun.executors.jax.kv import DraftArrays, slots_of
+from forerun.executors.jax.kv import DraftArrays, after, slots_of
 from forerun.executors.jax.noise import approximate, words_of
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
@@ -161,9 +161,8 @@ class Drafting(NamedTuple):
         whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
         whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
         record = jnp.concatenate([part.reshape(-1) for part in whole])
-        # The trees read what is there now, so what is written must wait for them, or XLA copies all
-        # of it. No token is below 0, which XLA does not know.
-        target = jnp.where(whole[0].min() < 0, NOWHERE, target)
+        # The trees read what is there now.
+        target = after(target, record[-1:])
         held = committed(held, roots.path[0], target)
         follows = decided.given.draft_slot >= 0
         place = jnp.where(follows, self.nodes + decided.given.draft_slot, NOWHERE)

@@ -18,7 +18,7 @@ from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import DraftPasses
 from forerun.executors.jax.drafting import Decided, Drafting
 from forerun.executors.jax.inputs import Inputs
-from forerun.executors.jax.kv import State, StateShape, slots_of
+from forerun.executors.jax.kv import State, StateShape, after, slots_of
 from forerun.executors.jax.reports import line_size, lines
 from forerun.executors.jax.shaping import Shaping, choose_shaped
 from forerun.executors.jax.weights import Params
@@ -208,7 +208,7 @@ class Functions:
         Of a chunk what is not kept is no node, and goes nowhere.
         """
         scratch = self.shape.slots + given.place
-        target = jnp.where(kept.reshape(-1), self._slots(given), scratch)
+        target = after(jnp.where(kept.reshape(-1), self._slots(given), scratch), passed.last)
         keys, values = (
             held.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
             for held, new in ((state.keys, passed.keys), (state.values, passed.values))

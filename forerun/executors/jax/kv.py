@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from forerun.executors.jax.sharding import Sharding
 from forerun.interface.executor import ExecutorLimits
@@ -141,6 +141,15 @@ def slots_of(table: Array, positions: Array, page_size: int) -> Array:
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // page_size, last), 1)
     return jnp.maximum(page, 0) * page_size + positions % page_size
+
+
+def after(slots: Array, made: Array) -> Array:
+    """The same slots int32[...], known when `made` is: what is written there is then written behind
+    everything that `made` was read from, in place. XLA else writes first, and copies all pages for
+    those who read later. What is added is 0, which XLA does not see.
+    """
+    bits = lax.bitcast_convert_type(made.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return slots + ((bits & 1) >> 1)
 
 
 def sanitised(keys: Array, values: Array) -> tuple[Array, Array]:
