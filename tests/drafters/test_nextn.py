@@ -220,25 +220,6 @@ def open_plain(folder, executor):
     return open_target(settings(folder, executor, "OFF"))
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_token_map_limits_what_is_proposed(certain, executor, tmp_path, monkeypatch):
-    """Of a layer that is always right: a draft goes on as long as the map has what comes."""
-    plain = open_plain(certain, executor)
-    texts = [item.tokens for item in served(plain, 0.0)]
-    said = {token for tokens in texts for token in tokens}
-    kept = sorted(said)[::2]
-    (tmp_path / "map.json").write_text(json.dumps(kept))
-    mapped = settings(certain, executor, speculative_token_map=str(tmp_path / "map.json"))
-    target = open_target(mapped)
-    try:
-        assert target.draft_model.traits.target_ids.tolist() == kept
-        accepted, drafted = counts(served(target, 0.0), texts)
-        assert 0 < accepted < drafted
-    finally:
-        plain.close()
-        target.close()
-
-
 @pytest.fixture(scope="module")
 def certain(tmp_path_factory):
     """A target that looks at the last token alone, and a prediction layer that does the same: what
