@@ -74,6 +74,12 @@ class Acceptance:
             rates[:, level] = (rates[:, level - 1] + right[:, level]) / (1.0 + tries[:, level])
         return rates
 
+    def seen(self, slots: Ints) -> AnyArray:
+        """float64[B,D]: how many observations `rates` rest on, the one that is shared included."""
+        tries = self._tries[slots] + 1.0
+        tries[:, 0] -= 1.0
+        return tries
+
     def calibrated(self, slot: int, draft: Draft) -> Draft:
         """The draft with scores that are believed: score * trust**depth. It is remembered, and
         compared with what comes.
@@ -93,8 +99,8 @@ class Acceptance:
         """`tokens` came, at least one. True where a draft token was right, False where none was,
         None where nothing was proposed.
 
-        draft_tokens, given  verified, and levels that were allowed: all that is known of a draft
-                             that the device made by itself
+        draft_tokens, given  verified, and levels that were allowed, 0 = less than one: all that is
+                             known of a draft that the device made by itself
         """
         record = self._records[slot]
         if len(record.proposed):
@@ -109,13 +115,14 @@ class Acceptance:
             tried = min(right + 1, given, draft_tokens)
         else:
             return None
-        if self._levels:
+        if self._levels and given:
             # Levels not tried fade too: what was seen of them long ago must not forbid them.
             self._tries[slot] *= DECAY
             self._right[slot] *= DECAY
             self._tries[slot, :tried] += 1.0
             self._right[slot, :right] += 1.0
-        self.first_rate += (1.0 - DECAY) * ((right > 0) - self.first_rate)
+        if given or not self._levels:
+            self.first_rate += (1.0 - DECAY) * ((right > 0) - self.first_rate)
         return right > 0
 
 

@@ -19,14 +19,13 @@ from forerun.control import reasons
 from forerun.control.acceptance import CERTAIN, Acceptance
 from forerun.control.constants import (
     LOOK_EVERY,
-    LOSS_SHARE,
     MIN_PROB,
     MIN_REPEATS,
     PROBE_EVERY,
     PROBE_ROWS,
     SPARING,
 )
-from forerun.control.levels import levels_ms
+from forerun.control.levels import LevelBudgets
 from forerun.control.policy import Budget, Lookahead, widened
 from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
@@ -40,8 +39,8 @@ class AdaptivePolicy:
     """Buys draft tokens while they bring more than their time would bring elsewhere.
 
     A drafter that costs nothing is asked for all it knows, and chosen from afterwards. One that
-    costs time is asked for as many levels as should pay, by what came of earlier ones; a level has
-    max_nodes / max_depth draft tokens (one, for chains).
+    costs time is asked for as many levels as should pay, by what came of earlier ones, or for one
+    draft token (levels.py); a level has max_nodes / max_depth draft tokens (one, for chains).
 
     costs      of steps, measured at start-up
     free       whether proposing costs next to nothing (DrafterTraits.free)
@@ -60,8 +59,10 @@ class AdaptivePolicy:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.guard = SlowdownGuard(costs)
         self.acceptance = Acceptance(0 if free else max_depth)
+        width = max_nodes // max_depth
+        self._levels = LevelBudgets(self.guard, self.acceptance, width, self._worthwhile)
         self.reasons: Counter[str] = Counter()
-        self._nodes, self._depth, self._width = max_nodes, max_depth, max_nodes // max_depth
+        self._nodes, self._depth, self._width = max_nodes, max_depth, width
         self._free, self._lookahead = free, lookahead
         self._fault: str | None = None
         # Steps so far, and by slot the last one in which it had draft tokens, or wrong ones.
@@ -77,6 +78,8 @@ class AdaptivePolicy:
     def open(self, slot: int) -> None:
         """Start from what other sequences taught, and be asked at once."""
         self.acceptance.open(slot)
+        if not self._free:
+            self._levels.open(slot)
         self._tried[slot] = -np.inf
 
     def disable(self, reason: str) -> None:
@@ -130,7 +133,10 @@ class AdaptivePolicy:
             why = reasons.PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
-        return self._choices(slots, kv_len) if self._free else self._levels(slots, kv_len)
+        if self._free:
+            return self._choices(slots, kv_len)
+        asked = self._levels.asked(slots, kv_len, self._step, self._tried)
+        return [_budget(each.nodes, each.depth, 0.0, each.text, *each.facts) for each in asked]
 
     def _choices(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """All that a free drafter knows, where something of it may pay."""
@@ -162,39 +168,6 @@ class AdaptivePolicy:
         budgets = [Budget(0, 0, reasons.PAUSED)] * len(slots)
         for row in good[:PROBE_ROWS]:
             budgets[row] = Budget(1, 1, reasons.PROBING)
-        return budgets
-
-    def _levels(self, slots: Ints, kv_len: Ints) -> list[Budget]:
-        """As many levels as pay, by what came of earlier ones. A row that gets none is probed now
-        and then with one, so that it notices when its text becomes easy.
-        """
-        rows, width = len(slots), self._width
-        rates = self.acceptance.rates(slots)
-        # Tokens each level would bring; they fall along a row, so sorting keeps levels in order.
-        gains = np.cumprod(rates, axis=1).reshape(-1)
-        ranked = np.argsort(-gains, kind="stable")
-        owners = ranked // rates.shape[1]
-        ms, at_most = levels_ms(self.guard.costs, kv_len, owners, width)
-        times = zip(ms[1:], at_most[1:], strict=True)
-        count = self._worthwhile(gains[ranked].tolist(), times, ms[0], rows)
-        levels = np.bincount(owners[:count], minlength=rows)
-        # All rows that are off may probe, so each waits `rows` times as long as one alone.
-        price = rows * (ms[1] / ms[0] - 1.0)
-        useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
-        budgets = []
-        for slot, given, rate in zip(slots.tolist(), levels.tolist(), rates[:, 0], strict=True):
-            self._tried[slot] = self._step if given else self._tried[slot]
-            facts = round(100 * float(rate)), round(100 * price * max(1.0, self.guard.speed))
-            probe = not given and useful and self._step - self._tried[slot] > price / LOSS_SHARE
-            text = (
-                reasons.LOOKING
-                if probe
-                else reasons.ON_LEVELS.format(width * given)
-                if given
-                else reasons.WRONG
-            )
-            depth = 1 if probe else given
-            budgets.append(_budget(width * depth, depth, 0.0, text + reasons.ABOUT_LEVEL, *facts))
         return budgets
 
     # --- when drafts are known -----------------------------------------------------------
@@ -250,13 +223,14 @@ class AdaptivePolicy:
                 yield ms, costs.at_most(rows + number, cached, ms)
 
         worth = [scores[index] for index in order]
-        return order[: self._worthwhile(worth, times(), costs.one(rows, seen), rows)]
+        return order[: self._worthwhile(worth, times(), costs.one(rows, seen), rows)[0]]
 
     def _worthwhile(
         self, worth: list[float], ms: Iterable[tuple[float, float]], plain: float, rows: int
-    ) -> int:
+    ) -> tuple[int, float]:
         """How many of the candidates, best first, bring most beyond what their time would bring
-        elsewhere, of those that can be afforded if all that is not certain turns out wrong.
+        elsewhere, of those that can be afforded if all that is not certain turns out wrong; and
+        how many tokens that is.
 
         worth  tokens that each brings
         ms     of a step of `rows` rows with the first, the first two, ... (`plain`: with none):
@@ -274,7 +248,7 @@ class AdaptivePolicy:
             won = tokens - price * (time / plain - 1.0)
             if won > most:
                 best, most = number, won
-        return best
+        return best, most
 
     # --- when the step is over -----------------------------------------------------------
 
@@ -291,6 +265,8 @@ class AdaptivePolicy:
             if right is not None:
                 # A look that succeeds is repeated at once: easy text must be noticed quickly.
                 self._tried[slot] = -np.inf if right else self._step
+                if not self._free:
+                    self._levels.learn(slot, allowed, right)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""
@@ -321,7 +297,7 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
 
 @lru_cache(maxsize=4096)
 def _budget(nodes: int, depth: int, min_prob: float, text: str, *numbers: float) -> Budget:
-    """With a reason of this text and numbers: text takes long to make, and rows of a step, and
-    steps, mostly say the same.
+    """A budget with a reason of this text and numbers: text takes long to make, and rows of a
+    step, and steps, mostly say the same.
     """
     return Budget(nodes, depth, text.format(*numbers), min_prob)

@@ -1,9 +1,176 @@
-"""What a step costs that grows draft tokens level by level with a drafter that takes time."""
+"""What is asked of a drafter that costs time: for each row nothing, one draft token, or levels of a
+tree, whichever brings most beyond what its time would bring elsewhere.
+
+One draft token (NAIVE) is the smallest step that can pay: two nodes a row, and where the device
+drafts by itself nothing is run for it but the extension that every step needs. Beside many rows
+every further node costs time in proportion, so there it wins where a level of a tree loses; beside
+few a level costs hardly more. Which it is, costs and rates say: no number of rows does.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
+from forerun.control import reasons
+from forerun.control.acceptance import Acceptance
+from forerun.control.constants import DECAY, FIRST_RATE, LOSS_SHARE
 from forerun.control.cost_model import LiveCosts
-from forerun.types import Ints
+from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.types import AnyArray, Ints
+
+Times = Iterable[tuple[float, float]]
+Worthwhile = Callable[[list[float], Times, float, int], tuple[int, float]]
+"""See AdaptivePolicy."""
+
+
+class _Offer(NamedTuple):
+    """Pieces that rows may buy, and what is bought of them.
+
+    size    draft tokens of a piece
+    won     tokens beyond what the time would bring elsewhere
+    pieces  int[B] of each row
+    ms      of a step with none, the first, the first two, ...
+    """
+
+    size: int
+    won: float
+    pieces: AnyArray
+    ms: list[float]
+
+
+class Asked(NamedTuple):
+    """Draft tokens of a row, how deep, and why: a text and its numbers."""
+
+    nodes: int
+    depth: int
+    text: str
+    facts: tuple[int, int]
+
+
+class LevelBudgets:
+    """Budgets of rows, by what came of earlier ones.
+
+    width  draft tokens of a level
+
+    How often the likeliest draft token is right (`single`) is learnt of steps with one alone, how
+    often one of a level is of steps with levels (`Acceptance`). Where either was seen, the level is
+    right at least as often as the token; and the longer no token was tried alone, the more it is
+    believed to be right as often as the level, so that it is tried where that would pay.
+    """
+
+    def __init__(
+        self, guard: SlowdownGuard, acceptance: Acceptance, width: int, worthwhile: Worthwhile
+    ) -> None:
+        self._guard, self._acceptance, self._width = guard, acceptance, width
+        self._worthwhile = worthwhile
+        self.single_rate = FIRST_RATE
+        # By slot: how often one draft token was tried, and right; what the last step told.
+        self._single: dict[int, tuple[float, float]] = {}
+        self._told: list[float] = []
+        # Steps since one was tried.
+        self._since = 0
+
+    def open(self, slot: int) -> None:
+        """Start from what other sequences taught."""
+        self._single.pop(slot, None)
+
+    def single(self, slot: int) -> float:
+        """The chance that one draft token is right; what all sequences share is one observation."""
+        tries, right = self._single.get(slot, (0.0, 0.0))
+        return (self.single_rate + right) / (1.0 + tries)
+
+    def _singles(self, slots: Ints) -> AnyArray:
+        """float64[B]: the same of all rows, see `shrunk`."""
+        if self._told:
+            self.single_rate += (1.0 - DECAY) * (float(np.mean(self._told)) - self.single_rate)
+            self._told.clear()
+        rates = np.array([self.single(slot) for slot in slots.tolist()])
+        seen = [self._single.get(slot, (0.0, 0.0))[0] for slot in slots.tolist()]
+        return shrunk(rates, 1.0 + np.array(seen))
+
+    def asked(self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float]) -> list[Asked]:
+        """As much as pays. A row that gets nothing is probed now and then with the least there is,
+        so that it notices when its text becomes easy.
+
+        step   of how many this is one
+        tried  by slot, the last step in which it had draft tokens, or wrong ones
+        """
+        rows, width = len(slots), self._width
+        rates = self._acceptance.rates(slots)
+        best = least = None
+        if width > 1:
+            single = self._singles(slots)
+            for level, seen in enumerate(self._acceptance.seen(slots).T):
+                rates[:, level] = shrunk(rates[:, level], seen)
+            tried_alone = [self._single.get(slot, (0.0,))[0] > 0.5 for slot in slots.tolist()]
+            rates[:, 0] = np.where(tried_alone, np.maximum(rates[:, 0], single), rates[:, 0])
+            doubt = 1.0 - DECAY**self._since
+            self._since += 1
+            single += doubt * np.maximum(rates[:, 0] - single, 0.0)
+            best = least = self._offer(single[:, None], 1, kv_len)
+        levels = self._offer(rates, width, kv_len)
+        least = least or levels
+        best = levels if best is None or levels.won > best.won else best
+        # All rows that are off may probe, so each waits `rows` times as long as one alone.
+        ms = least.ms
+        price = rows * (ms[1] / ms[0] - 1.0)
+        useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
+        found = []
+        for slot, given, rate in zip(
+            slots.tolist(), best.pieces.tolist(), rates[:, 0], strict=True
+        ):
+            tried[slot] = step if given else tried[slot]
+            if not given and slot in self._single:  # What was seen long ago must not forbid it.
+                tries, right = self._single[slot]
+                self._single[slot] = DECAY * tries, DECAY * right
+            facts = round(100 * float(rate)), round(100 * price * max(1.0, self._guard.speed))
+            probe = not given and useful and step - tried[slot] > price / LOSS_SHARE
+            text = reasons.ON_LEVELS.format(best.size * given) if given else reasons.WRONG
+            if best.size < width and given:
+                text = reasons.ON_SINGLE
+            text = reasons.LOOKING if probe else text
+            depth, size = (1, least.size) if probe else (given, best.size)
+            text += reasons.ABOUT_LEVEL
+            found.append(Asked(size * depth, depth, text, facts))
+        return found
+
+    def _offer(self, rates: AnyArray, size: int, kv_len: Ints) -> _Offer:
+        """What is bought of pieces of `size` draft tokens; rates float64[B,D] of each piece of a
+        row given the one above.
+        """
+        rows = len(rates)
+        # Tokens each piece would bring; they fall along a row, so sorting keeps pieces in order.
+        gains = np.cumprod(rates, axis=1).reshape(-1)
+        ranked = np.argsort(-gains, kind="stable")
+        owners = ranked // rates.shape[1]
+        ms, at_most = levels_ms(self._guard.costs, kv_len, owners, size)
+        times = list(zip(ms[1:], at_most[1:], strict=True))
+        count, won = self._worthwhile(gains[ranked].tolist(), times, ms[0], rows)
+        return _Offer(size, won, np.bincount(owners[:count], minlength=rows), ms)
+
+    def learn(self, slot: int, allowed: int, right: bool) -> None:
+        """Whether a draft token was right in a step that allowed so many."""
+        tries, rights = self._single.get(slot, (0.0, 0.0))
+        tries, rights = DECAY * tries, DECAY * rights
+        if allowed < self._width:
+            tries, rights, self._since = tries + 1.0, rights + right, 0
+            self._told.append(float(right))
+        self._single[slot] = tries, rights
+
+
+def shrunk(rates: AnyArray, seen: AnyArray) -> AnyArray:
+    """float64[B]: rates of rows, seen so often, only as far from their mean as they are apart by
+    more than luck (Efron and Morris 1975): where many rows are much alike, none is left out for bad
+    luck, and none is believed to be better.
+    """
+    if len(rates) < 4:
+        return rates
+    mean = np.average(rates, weights=seen)
+    luck = mean * (1.0 - mean) / seen
+    apart = max(0.0, np.average((rates - mean) ** 2, weights=seen) - np.average(luck, weights=seen))
+    found: AnyArray = mean + (rates - mean) * (apart / (apart + luck) if apart > 0 else 0.0)
+    return found
 
 
 def levels_ms(

@@ -12,6 +12,7 @@ PLAIN = "off for one step, which measures what a step without draft tokens takes
 PAUSED = "off for one step, in which others measure what a draft token costs now"
 ON = "on: draft tokens that save time are verified"
 ON_LEVELS = "on: {} draft tokens save time"
+ON_SINGLE = "on: one draft token saves time, more would save less"
 ABOUT_ON = ON + " (those right in {:.0f} % or more)"
 ABOUT_WRONG = WRONG + " (of 100 it is sure of, {} are right; {} would pay)"
 ABOUT_DEAR = TOO_DEAR + " (as long as {:.1f} tokens)"
