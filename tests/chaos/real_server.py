@@ -132,9 +132,9 @@ class Real(Server):
         assert wait_for(lambda: not self.held())
         self.warm = self.resident()
 
-    def kill_children(self, times: int) -> "Load":
+    def kill_children(self, times: int, names=tuple(GOLDEN)) -> "Load":
         """Under load, all that there are; each time some answers later. The load that ran."""
-        with Load(self) as load:
+        with Load(self, names=names) as load:
             for _ in range(times):
                 assert wait_for(self.children)
                 for child in self.children():

@@ -96,6 +96,7 @@ def main() -> int:
     names = tuple(GOLDEN) if given.model == "toy" else ("greedy", "drawn", "chat", "regex")
     with tempfile.TemporaryDirectory() as folder, forerun_serve(Path(folder), *flags) as server:
         server.golden = {name: server.answer(name) for name in names}
+        server.kill_children(KILL_EVERY, names)  # What a kill takes at first, it takes once.
         samples, load = soak(server, given.minutes, names)
         assert wait_for(lambda: not server.held())
         same = {name: server.answer(name) for name in names} == server.golden

@@ -148,8 +148,9 @@ def test_a_drafter_with_nothing_to_say_ends_the_growth():
 def test_rows_grown_side_by_side_equal_rows_grown_alone():
     models = [Model(seed, False) for seed in range(3)]
     growths = [DraftTree(3) for _ in models]
-    for _ in range(3):
+    for level in range(3):
         for model, growth in zip(models, growths, strict=True):
+            assert growth.levels == level
             growth.extend(*model.expand(growth, growth.frontier(), 3))
     for model, growth in zip(models, growths, strict=True):
         alone = Model(model.seed, False).grow(3, 3, 7)
