@@ -250,3 +250,13 @@ def test_accept_thresholds_are_decided_on_the_host(rounds, eager, learned):
         assert drafted - 1 <= accepted and accepted >= 10
     plain = answered(eager, asked, speculative_algorithm="OFF")
     assert tokens(heard)[1] == tokens(plain)[1] and tokens(heard)[0] != tokens(plain)[0]
+
+
+def test_a_slot_forgets_the_biases_of_the_sequence_before(rounds, eager, learned):
+    """A row that asks for nothing, in such a slot, beside a row that asks for something."""
+    target, _ = rounds(64)
+    biased = {"logit_bias": tuple((token, 30.0) for token in range(3, 60))}
+    answered(target, requests_of(learned[1], 0.0, {"biased": biased}), **NAIVE)
+    asked = requests_of(learned[1], 0.0, {"nothing": {}, "biased": biased})
+    plain = answered(eager, asked, speculative_algorithm="OFF")
+    assert tokens(answered(target, asked, **NAIVE)) == tokens(plain)

@@ -91,9 +91,13 @@ class ShapedRows:
         None where they are. history: by row, what is asked for and the text. What a carried round
         counts was counted by the one before it.
         """
-        rows: list[tuple[int, AnyArray, AnyArray | None]] = []
+        rows: list[tuple[int, AnyArray | None, AnyArray | None]] = []
         for row, slot in enumerate(slots.tolist()):
             if not self._kind[slot]:
+                # Its rules make its history mean nothing; biases are added as they are.
+                if slot in self._biased:
+                    self._biased.remove(slot)
+                    rows.append((slot, None, np.zeros(self._history.shape[1], np.float32)))
                 continue
             asked, text = history(row)
             current = self._counted.get(slot) == len(text.tokens)
@@ -125,9 +129,10 @@ class ShapedRows:
         self._biased.add(slot)
         return found
 
-    def _write(self, rows: list[tuple[int, AnyArray, AnyArray | None]]) -> None:
+    def _write(self, rows: list[tuple[int, AnyArray | None, AnyArray | None]]) -> None:
         for slot, entries, biases in rows:
-            self._history[slot].copy_(torch.from_numpy(entries))
+            if entries is not None:
+                self._history[slot].copy_(torch.from_numpy(entries))
             if biases is not None:
                 self._bias[slot].copy_(torch.from_numpy(biases))
 
