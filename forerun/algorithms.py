@@ -59,7 +59,7 @@ ALGORITHMS = (
     Algorithm("EAGLE3", "a draft head that must be of the third kind (3 or 3.1)", model=True),
     Algorithm(
         "EAGLE+NGRAM",
-        "n-grams where they are sure, the draft head elsewhere",
+        "n-grams and the draft head in one tree, each node by how often such nodes were right",
         aliases=("BOTH", "NGRAM+EAGLE", "EAGLE3+NGRAM", "NGRAM+EAGLE3"),
         model=True,
         lookup=True,

@@ -31,11 +31,6 @@ from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
 
-LOOKUP_BAR = 0.4
-"""A lookup that gives its first draft token this chance is asked instead of the draft head.
-(Replayed on answers of SmolLM2-135M: 1.75, 1.80, 1.77, 1.76 and 1.67 tokens a step at .3, .4, .5,
-.6 and .7.)"""
-
 AUTO, NO_DRAFT = "AUTO", "none"
 """The algorithm that is still to be decided, and a draft's path that stands for not even the one
 that comes with the model."""
@@ -300,7 +295,7 @@ def model_drafter(
     drafter = ModelDrafter(
         model, limits, TreeShape(shape.topk, min(shape.steps, shape.nodes)), mask
     )
-    return CombinedDrafter(lookup, drafter, LOOKUP_BAR) if config.algorithm.lookup else drafter
+    return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter
 
 
 def policy_for(

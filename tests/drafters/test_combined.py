@@ -1,34 +1,28 @@
-"""Lookup where it is sure, a head elsewhere: the text stays, and each does its part."""
+"""Several drafters and one tree: the text stays, and who is right more often gets the nodes."""
 
+import numpy as np
 import pytest
 
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters.combined import CombinedDrafter
+from forerun.drafters.combined import DEPTHS, PRIOR, Calibration, CombinedDrafter
 from forerun.drafters.model_drafter import TreeShape
 from forerun.drafters.ngram import NgramDrafter
-from forerun.engine.options import EngineOptions
-from forerun.engine.thread import Engine
+from forerun.engine.thread import Engine, EngineOptions
+from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Outcome, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, DraftSource, batch
+from tests.control.steps import plan_of
 from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
 
-class Counted(Watched):
-    """Counts the rows it is asked for draft tokens for."""
-
-    asked = 0
-
-    def propose(self, plan):
-        self.asked += int((plan.max_nodes > 0).sum())
-        return super().propose(plan)
-
-
-def served(bar):
-    """Steps of a few long texts, and how often the head was asked."""
+def served(combine):
+    """Statistics of a few long texts, drafted by what `combine` makes of a lookup and a head."""
     executor = FeaturedToy(limits(pages=200))
-    device = ToyHead(executor.limits)
-    head = Counted(device, executor.limits, TreeShape(2, 3))
-    drafter = CombinedDrafter(NgramDrafter(4), head, bar)
+    head = Watched(ToyHead(executor.limits), executor.limits, TreeShape(2, 3))
+    drafter = combine(NgramDrafter(4), head)
     made = Engine(
         executor, drafter, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip
@@ -37,13 +31,135 @@ def served(bar):
     for request in requests:
         ear.expect(request)
     assert made.stats().failed_steps == 0
+    return made.stats(), drafter
+
+
+def test_the_text_stays_and_no_drafter_alone_does_better():
+    merged, drafter = served(CombinedDrafter)
+    lookup, _ = served(lambda lookup, head: lookup)
+    head, _ = served(lambda lookup, head: head)
+    assert merged.steps <= min(lookup.steps, head.steps)
     assert drafter.traits.needs_features and "ngram" in drafter.traits.name
-    return made.stats().steps, head.asked
+    assert {count.source for count in merged.by_source} == {"ngram", "draft_model"}
+    shares = drafter.describe()["sources"]
+    assert all(share["right"] > 0 for share in shares.values()) and len(shares) == 3
 
 
-@pytest.mark.parametrize("bar", [0.3, 0.6])
-def test_the_better_of_both_leads(bar):
-    """The toy soon repeats itself: then only the lookup speaks, four right draft tokens a step."""
-    (alone, asked), (both, few) = served(bar=2.0), served(bar)
-    assert both < alone
-    assert few < 0.6 * asked
+class Said:
+    """A drafter that proposes chains, right with chance `honest` at each depth and claimed to be
+    with `claim`; wrong tokens are its own.
+    """
+
+    def __init__(self, name, honest, claim, source, width=1):
+        self.traits = DrafterTraits(name, 8)
+        self.honest, self.claim, self.source = honest, claim, source
+        self.truth: list[int] = []
+        self.random = np.random.default_rng(len(name))
+
+    def begin(self, slot_init):
+        pass
+
+    def propose(self, plan):
+        drafts = []
+        for nodes in plan.max_nodes.tolist():
+            wrong = 1000 + int(self.random.integers(1000)) + 5000 * int(self.source)
+            tokens = [
+                token if self.random.random() < self.honest else wrong + depth
+                for depth, token in enumerate(self.truth[:nodes])
+            ]
+            scores = self.claim ** np.arange(1, len(tokens) + 1)
+            parents = np.arange(len(tokens), dtype=np.int32) - np.int32(1)
+            tokens = np.array(tokens, np.int32)
+            drafts.append(Draft(tokens, parents, scores.astype(np.float32), self.source))
+        return drafts
+
+    def observe(self, plan, trees, outcome):
+        pass
+
+    def end(self, slot):
+        pass
+
+    def describe(self):
+        return {}
+
+
+def replayed(drafter, sources, steps=600, nodes=3):
+    """Accepted draft tokens a step, and of the last half how many nodes each source got."""
+    drafter.begin(SlotInit(0, np.zeros(1, np.int32), 1, Sampling()))
+    random, accepted, got = np.random.default_rng(1), 0, {}
+    for step in range(steps):
+        truth = random.integers(0, 1000, 8).tolist()
+        for source in sources:
+            source.truth = truth
+        plan = plan_of(1, [nodes])
+        (draft,) = drafter.propose(plan)
+        assert len(draft) <= nodes
+        path, node = [], -1
+        for token in truth:
+            below = [
+                n for n in range(len(draft))
+                if draft.parents[n] == node and draft.tokens[n] == token
+            ]  # fmt: skip
+            if not below:
+                break
+            assert len(below) == 1, "a token hangs below a node once"
+            node = below[0]
+            path.append(node)
+        accepted += len(path)
+        emitted = np.array([truth[: len(path) + 1]], np.int32)
+        counts = np.array([len(path) + 1], np.int32)
+        trees = batch(plan.known, [draft])
+        verified = np.array([len(draft)], np.int32)
+        drafter.observe(plan, trees, Outcome(counts, emitted, verified, np.ones(1, np.bool_)))
+        if step >= steps // 2:
+            for source in draft.sources():
+                got[source] = got.get(source, 0) + 1
+    return accepted / steps, got
+
+
+GOOD, BAD = DraftSource.DRAFT_MODEL, DraftSource.NGRAM
+
+
+@pytest.mark.parametrize("claim", [0.9, 0.5])
+def test_the_better_source_gets_the_nodes_whatever_is_claimed(claim):
+    """One is right seven times in ten and says so; another says `claim` and is right once."""
+    good, bad = Said("good", 0.7, 0.7, GOOD), Said("bad", 0.1, claim, BAD)
+    alone, _ = replayed(good, [good])
+    good, bad = Said("good", 0.7, 0.7, GOOD), Said("bad", 0.1, claim, BAD)
+    merged, got = replayed(CombinedDrafter(bad, good), [good, bad])
+    assert got[GOOD] > 5 * got.get(BAD, 0)
+    assert merged > 0.95 * alone
+
+
+def test_two_of_a_kind_are_better_than_each():
+    def sources():
+        return Said("one", 0.6, 0.6, GOOD), Said("other one", 0.6, 0.6, BAD)
+
+    alone = max(replayed(source, [source], nodes=4)[0] for source in sources())
+    pair = sources()
+    merged, got = replayed(CombinedDrafter(*pair), pair, nodes=4)
+    assert merged > 1.05 * alone
+    assert min(got.values()) > 0.25 * sum(got.values())
+
+
+def test_a_score_is_how_often_such_nodes_were_right():
+    calibration, random = Calibration(2), np.random.default_rng(0)
+    assert calibration.chance(1, 1, 0.8) == pytest.approx(0.8)
+    for _ in range(4000):
+        calibration.learn(1, 1, 0.8, random.random() < 0.3)
+    assert calibration.chance(1, 1, 0.8) == pytest.approx(0.3, abs=0.05)
+    assert calibration.chance(2, 1, 0.8) == calibration.chance(1, 2, 0.8) == pytest.approx(0.8)
+    assert calibration.chance(1, DEPTHS, 0.3) == calibration.chance(1, DEPTHS + 5, 0.3)
+    calibration.learn(3, 1, 1.0, True)
+    assert calibration.chance(3, 1, 1.0) == pytest.approx((PRIOR + 1) / (PRIOR + 1))
+
+
+def test_paths_that_two_propose_are_one_node():
+    good, bad = Said("good", 1.0, 0.5, GOOD), Said("bad", 1.0, 0.9, BAD)
+    drafter = CombinedDrafter(bad, good)
+    good.truth = bad.truth = [3, 4, 5, 6]
+    drafter.begin(SlotInit(0, np.zeros(1, np.int32), 1, Sampling()))
+    (draft,) = drafter.propose(plan_of(1, [6]))
+    assert draft.tokens.tolist() == [3, 4, 5, 6] and draft.parents.tolist() == [-1, 0, 1, 2]
+    assert set(draft.sources()) == {BAD}, "whoever is surer of it"
+    assert (np.diff(draft.score) <= 0).all()
