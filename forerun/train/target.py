@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder import Decoder, apart
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.layers import PLAIN, WholeLinear, softcapped
 from forerun.models.checkpoint import Checkpoint
@@ -59,8 +59,10 @@ class DenseTarget:
             parts = (part.unflatten(0, shape).transpose(1, 2) for part in (queries, keys, values))
             return attend(layer, *parts).transpose(1, 2).flatten(0, 1)
 
-        places = positions.expand(shape).flatten()
-        last, streams = self._decoder.forward(tokens.flatten(), places, attend_rows, features)
+        rotary = self._decoder.rotary(positions.expand(shape).flatten())
+        last, streams = self._decoder.forward(
+            tokens.flatten(), rotary, apart(attend_rows), features
+        )
         return last.unflatten(0, shape), [stream.unflatten(0, shape) for stream in streams]
 
     @torch.no_grad()

@@ -20,7 +20,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.executors.torch import triton_attention, triton_choice, triton_layers
+from forerun.executors.torch import (
+    triton_attention,
+    triton_choice,
+    triton_draft,
+    triton_layers,
+    triton_round,
+)
 from forerun.executors.torch.captured.sizes import NODES
 from forerun.executors.torch.geometry import tile_nodes
 
@@ -88,9 +94,9 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
         **{"out": number, "found": "*fp32", "sums": "*fp32"},
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
-        "position": "*i32",
+        **dict.fromkeys(("slots", "position"), "*i32"),
         "group_stride": "i64",
-        **dict.fromkeys(("table_stride", "scratch", "count", "nodes", "window"), "i32"),
+        **dict.fromkeys(("table_stride", "asked", "count", "nodes", "window"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)
@@ -117,21 +123,67 @@ def merge(dtype, size):
     return Kernel(triton_attention._merge, signature, constants, 2)
 
 
-def choice():
-    signature = {
-        **{"logits": "*fp32", "seeds": "*i64", "positions": "*i32", "temperatures": "*fp32"},
-        **{"best": "*fp32", "tokens": "*i32", "vocab": "i32", "chunks": "i32"},
-    }
-    return Kernel(triton_choice._choose, signature, {"CHUNK": triton_choice.CHUNK}, 8)
+def kernel(function, kinds, constants, warps):
+    """kinds: of the arguments, in their order, as "type" or ("type", how many of them)."""
+    spread = [
+        kind
+        for each in kinds
+        for kind in ([each] if isinstance(each, str) else [each[0]] * each[1])
+    ]
+    names = [name for name in function.arg_names if name not in constants]
+    return Kernel(function, dict(zip(names, spread, strict=True)), constants, warps)
 
 
-def pick(width):
-    kinds = {
-        **{"logits": "*fp32", "which": "*i64", "normalisers": "*fp32", "ids": "*i32"},
-        **{"seeds": "*i64", "positions": "*i32", "temperatures": "*fp32"},
-        **{"tokens": "*i32", "values": "*fp32", "count": "i32"},
+def choice(dtype):
+    kinds = (f"*{dtype}", "*i64", "*i32", "*fp32", "*fp32", "*i32", ("i32", 2))
+    return kernel(triton_choice._choose, kinds, {"CHUNK": triton_choice.CHUNK}, 8)
+
+
+def prepared(nodes, half):
+    kinds = ("*i32",) * 4 + ("*fp32", ("*i32", 5), ("*fp32", 2), ("*i32", 3), "*i64", "*i32")
+    constants = {"PAGE": 16, "HALF": half, "NODES": triton.next_power_of_2(nodes)}
+    return kernel(triton_round._prepare, (*kinds, ("*fp32", 2), ("i32", 4)), constants, 1)
+
+
+def walked(nodes, vocab):
+    kinds = "*fp32", ("*i32", 8), "*i8", ("*i32", 3), ("i32", 3)
+    chunks = triton.next_power_of_2(triton.cdiv(vocab, triton_choice.CHUNK))
+    constants = {"NODES": nodes, "CHUNKS": chunks, "NOTHING": -1}
+    return kernel(triton_round._walk, kinds, constants, 4)
+
+
+def moved(dtype, size, scaled):
+    kinds = f"*{'u8' if scaled else dtype}", "*fp32" if scaled else "*i32", ("*i32", 2), "*i8"
+    constants = {"E": size, "SCALED": scaled, "CHOSEN": True}
+    return kernel(triton_round._move, (*kinds, ("i32", 2)), constants, 1)
+
+
+def followed(dtype, askers):
+    kinds = (f"*{dtype}", 2), ("*i32", 4), "*i64", "*i32", "*fp32", (f"*{dtype}", 3), "*i32"
+    constants = {"BLOCK": 1024, "ASKERS": askers}
+    rest = "*i64", "*i32", "*fp32", "*i32", ("i32", 7)
+    return kernel(triton_draft._follow, (*kinds, *rest), constants, 4)
+
+
+def turned(half):
+    kinds = "*i32", ("*fp32", 3), "fp32"
+    return kernel(triton_draft._rotation, kinds, {"HALF": half}, 1)
+
+
+def candidates(dtype, chain):
+    kinds = f"*{dtype}", "*fp32", "*i64", ("*fp32", 2), ("i32", 3)
+    constants = {"CHUNK": triton_draft.CHUNK, "COUNT": 64, "CHAIN": chain}
+    return kernel(triton_draft._candidates, kinds, constants, 4)
+
+
+def grown(width, vocab):
+    kinds = "*i64", ("*fp32", 2), "*i32", "*i64", "*i32", "*fp32", "*i32", "*i64", ("i32", 8)
+    chunks = triton.cdiv(vocab, triton_draft.CHUNK)
+    constants = {
+        **{"COUNT": 64, "CANDIDATES": 64, "ALL": triton.next_power_of_2(64 * chunks)},
+        **{"CHUNKS": triton.next_power_of_2(chunks), "WIDTH": width, "CHOSEN": width > 1},
     }
-    return Kernel(triton_choice._pick, kinds, {"COUNT": 64, "WIDTH": width}, 1)
+    return kernel(triton_draft._grow, kinds, constants, 4)
 
 
 def layer(kernel, pointers, numbers, constants, warps, dtype="bf16"):
@@ -158,15 +210,18 @@ def rotate(half, dtype):
     return layer(triton_layers._rotate, pointers, numbers, {"HALF": half}, 1, dtype)
 
 
-def write(size, dtype, pages=None):
-    signature = {
-        **dict.fromkeys(("keys", "values"), f"*{dtype}"),
-        **dict.fromkeys(("to_keys", "to_values"), f"*{pages or dtype}"),
-        **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else f"*{dtype}"),
-        **dict.fromkeys(("key_stride", "value_stride", "slots", "begin"), "i32"),
-    }
-    constants = {"E": size, "NARROW": pages is not None}
-    return Kernel(triton_layers._write, signature, constants, 1)
+def add_norm(wide, warps, dtype):
+    pointers = ("x", "more", "weight", "added", "normed")
+    numbers = ("x_stride", "more_stride", "width", "eps")
+    return layer(triton_layers._add_norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
+
+
+def enter(size, dtype, pages=None, normed=False):
+    number, scale = f"*{dtype}", "*fp32" if pages else f"*{dtype}"
+    norm = "*fp32" if normed else number
+    kinds = number, (norm, 2), ("*fp32", 2), "*i32", number, (f"*{pages or dtype}", 2), (scale, 2)
+    constants = {"HALF": size // 2, "NORMED": normed, "NARROW": pages is not None}
+    return kernel(triton_layers._enter, (*kinds, ("i32", 4), "fp32"), constants, 1)
 
 
 def model(name, dtype, hidden, group, size, pages=None):
@@ -181,8 +236,11 @@ def model(name, dtype, hidden, group, size, pages=None):
         f"norm {name}": norm(wide, 8 if wide >= 4096 else 4, dtype),
         f"norm of heads {name}": norm(size, 1, dtype),
         f"gate {name}": gate(dtype),
+        f"add and norm {name}": add_norm(wide, 8 if wide >= 4096 else 4, dtype),
         f"rotate {name}": rotate(size // 2, dtype),
-        f"write {name}": write(size, dtype, pages),
+        f"enter {name}": enter(size, dtype, pages),
+        f"enter with norms {name}": enter(size, dtype, pages, normed=True),
+        f"move {name}": moved(dtype, size, pages is not None),
     }
 
 
@@ -206,9 +264,15 @@ def matrix():
             for lines in attention_lines(4)
         },
         "gelu gate": gate("bf16", gelu=True),
-        "choose": choice(),
-        "pick chain": pick(1),
-        "pick 4 wide": pick(4),
+        **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
+        **{f"prepare {nodes} nodes": prepared(nodes, 64) for nodes in (1, 8, 64)},
+        **{f"walk {nodes} nodes": walked(nodes, 128_256) for nodes in (1, 8, 64)},
+        "follow": followed("bf16", 32),
+        "rotation": turned(64),
+        "candidates chain": candidates("bf16", chain=True),
+        "candidates 4 wide": candidates("bf16", chain=False),
+        "grow chain, 32k tokens": grown(1, 32_000),
+        "grow 4 wide, 128k tokens": grown(4, 128_256),
     }
 
 

@@ -35,7 +35,7 @@ def load(name: str):
 
 def _mended(interpreter, float32) -> None:
     """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products; rounding
-    to float8 loses the carry into the exponent (127.9 becomes 64).
+    to float8 loses the carry into the exponent (127.9 becomes 64), to bfloat16 it is cut off.
     """
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
     convert = interpreter._convert_float
@@ -54,9 +54,12 @@ def _mended(interpreter, float32) -> None:
         return dot(self, widened(a), widened(b), *rest)
 
     def converted(values, source, target, rounding):
-        if not (target.is_fp8e4nv() and source.is_fp32()):
+        if not source.is_fp32() or not (target.is_fp8e4nv() or target.is_bf16()):
             return convert(values, source, target, rounding)
-        wide = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        bits = np.ascontiguousarray(values)
+        wide = torch.from_numpy(bits.view(np.float32) if bits.dtype != np.float32 else bits)
+        if target.is_bf16():
+            return wide.to(torch.bfloat16).view(torch.uint16).numpy()
         return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     interpreter._convert_float = converted

@@ -158,7 +158,7 @@ class Launches(TorchDispatchMode):
         self.traffic += moved
 
 
-CACHES = {"_attend": (1, 2, 3, 4), "_write": (2, 3, 4, 5)}
+CACHES = {"_attend": (1, 2, 3, 4), "_enter": (7, 8, 9, 10), "_move": (0, 1)}
 """Arguments that are a cache's, by kernel."""
 
 
@@ -188,18 +188,30 @@ def counted_kernels(told):
 
 
 def modules():
-    names = ("triton_attention", "triton_choice", "triton_layers")
-    return [import_module(f"forerun.executors.torch.{name}") for name in names]
+    names = "attention", "choice", "layers", "round", "draft"
+    return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers = modules()
+    attention, choice, layers, around, draft = modules()
     return Kernels(
         attend=attention.attend,
+        enter=layers.enter,
+        move=around.move,
+        prepare=around.prepare,
+        accept=around.accept,
         choose=choice.choose,
-        pick=choice.pick,
-        write=layers.write,
-        parts=Elementwise(layers.norm, layers.gate, layers.rotate, layers.gelu_gate),
+        keep=around.keep,
+        rotation=draft.rotation,
+        follow=draft.follow,
+        grow=draft.grow,
+        parts=Elementwise(
+            norm=layers.norm,
+            add_norm=layers.add_norm,
+            gate=layers.gate,
+            rotate=layers.rotate,
+            gelu_gate=layers.gelu_gate,
+        ),
     )
 
 
@@ -287,20 +299,22 @@ def attach(runner, limits):
         outputs=torch.empty(outputs, dtype=DTYPE, device=META),
         turning=torch.empty(about.head_size // 2, device=META),
         ids=torch.empty(about.vocab, dtype=torch.int32, device=META),
-        embed=runner._decoder.embed,
-        enter=module.fuse,
+        embedding=runner._decoder.embedding,
+        normed=runner._decoder.final_norm,
     )
     runner.drafting = Drafting(arrays, kernels(), limits.max_nodes)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Launches of a round: of a layer; of what is no layer, the first level included; of a level
-    beyond the first; and those of `index_copy_`, which grow with the cache.
+    """Launches of a round: of a layer; of what is neither a layer nor drafts; of a draft head's
+    first level, which first follows what was accepted; of a level more; and those of
+    `index_copy_`, which grow with the cache.
     """
 
     layer: int
     outside: int
+    first: int
     level: int
     moves: int
 
@@ -316,11 +330,12 @@ def budget(size: Size, **setting) -> Budget:
 
     found, moves = launches(whole, size)
     layer = found - launches(replace(whole, arch=fewer), size)[0]
-    level = 0
+    first = level = 0
     if size.levels:
         level = launches(whole, size._replace(levels=size.levels + 1))[0] - found
-    outside = found - layer * LLAMA.layers - max(size.levels - 1, 0) * level
-    return Budget(layer, outside, level, moves)
+        first = found - launches(whole, size._replace(levels=0))[0] - (size.levels - 1) * level
+    outside = found - layer * LLAMA.layers - first - max(size.levels - 1, 0) * level
+    return Budget(layer, outside, first, level, moves)
 
 
 ASKED = (
@@ -371,19 +386,18 @@ def table() -> str:
     return HEAD + "\n".join(lines) + "\n\n" + budgets()
 
 
-AIMS = Budget(layer=10, outside=15, level=25, moves=0)
+AIMS = Budget(layer=10, outside=15, first=25, level=25, moves=0)
 COUNTED = {"plain": Size(1, 1), "verified": Size(64, 2), "drafted": Size(1, 4, 3, 1)}
 """What budgets are kept of."""
 
 
 def budgets() -> str:
     """Launches beside what they should be."""
-    lines = ["| launches | a layer | outside | a level more | moves of accepted keys and values |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    heads = ("launches", "a layer", "outside", "first level", "a level more", "index_copy_")
+    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for name, found in {"aim": AIMS, **{n: budget(s) for n, s in COUNTED.items()}}.items():
-        lines.append(
-            f"| {name} | {found.layer} | {found.outside} | {found.level} | {found.moves} |"
-        )
+        numbers = found.layer, found.outside, found.first, found.level, found.moves
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -8,16 +8,12 @@ from hypothesis import strategies as st
 
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
-from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
-from forerun.executors.torch.captured.runner import walk
 from forerun.executors.torch.captured.sizes import MOST_NODES
-from forerun.executors.torch.geometry import attend_dense
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import put
-from forerun.executors.torch.layers import PLAIN
+from forerun.executors.torch.kernels import SLOW_TWINS
+from forerun.executors.torch.plain_round import walk
 from forerun.interface.executor import DraftShape, PreparedExecutor
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
@@ -57,12 +53,7 @@ def pair_of(source):
 
 def twins(device):
     """The kernels' slow twins, as if a device had them."""
-    return Kernels(attend_dense, choose, pick, write, PLAIN)
-
-
-def write(keys, values, layer, begin):
-    for rows, staging in zip((keys, values), layer, strict=True):
-        put(staging, begin, rows)
+    return SLOW_TWINS
 
 
 def texts(made, draft_tokens, seed=0):
@@ -218,7 +209,6 @@ def test_the_walk_is_the_rule(rows, seed):
     tokens = random.integers(0, 3, len(trees.tokens)).astype(np.int32)
     object.__setattr__(trees, "tokens", tokens)
     chosen = random.integers(-1, 3, len(tokens)).astype(np.int32)
-    size = Size(4, 16)
     row = np.repeat(np.arange(len(rows)), np.diff(trees.start))
     place = row * 16 + np.arange(len(row)) - trees.start[row]
     buffers = {name: np.zeros(64, np.int32) for name in ("tokens", "parents")}
@@ -234,9 +224,8 @@ def test_the_walk_is_the_rule(rows, seed):
     buffers["decided"][: len(rows)] = [decided for _, decided in rows]
     choices = np.full(64, NOTHING, np.int32)
     choices[place] = chosen
-    kept = walk(
-        torch.from_numpy(choices), {k: torch.from_numpy(v) for k, v in buffers.items()}, size
-    )
+    facts = {name: torch.from_numpy(values) for name, values in buffers.items()}
+    kept = walk(torch.from_numpy(choices), facts)
     for index, (_, decided) in enumerate(rows):
         path = accept_row(trees, index, lambda node, _: int(chosen[node]))
         nodes = [trees.root(index), *path.nodes] if path.tokens and decided else []

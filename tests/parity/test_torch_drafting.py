@@ -11,19 +11,15 @@ from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel, executor
-from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.geometry import attend_dense
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.layers import PLAIN
+from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_captured import write
 from tests.parity.test_torch_eagle_model import SWITCHES, Target, Twin, learn, opened, serve
 
-KERNELS = Kernels(attend_dense, choose, pick, write, PLAIN)
+KERNELS = SLOW_TWINS
 
 
 @pytest.fixture(scope="module")

@@ -9,16 +9,13 @@ from forerun.build.registry import choose_executor
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
-from forerun.executors.torch.accept import choose, pick
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.geometry import attend_dense
-from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
 from forerun.models.shapes import shape_named
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.tape import Tape
-from tests.parity.test_torch_captured import no_draft, texts, write
+from tests.parity.test_torch_captured import no_draft, texts, twins
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.parity.test_torch_logits import forward
 
@@ -82,12 +79,15 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     parts = compiled(PLAIN)
     x, weight = torch.randn(3, 32), torch.rand(32)
     torch.testing.assert_close(parts.norm(x, weight, 1e-5), PLAIN.norm(x, weight, 1e-5))
+    torch.testing.assert_close(
+        parts.add_norm(x, x, weight, 1e-5), PLAIN.add_norm(x, x, weight, 1e-5)
+    )
     torch.testing.assert_close(parts.gate(x, x), PLAIN.gate(x, x))
     torch.testing.assert_close(parts.gelu_gate(x, x), PLAIN.gelu_gate(x, x))
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
-    assert seen == [True] * 4
+    assert seen == [True] * 5
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):
@@ -110,8 +110,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
 @pytest.mark.parametrize("taped", [False, True])
 def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped):
     if taped:
-        kernels = Kernels(attend_dense, choose, pick, write, PLAIN)
-        monkeypatch.setattr(executor, "kernels_for", lambda device: kernels)
+        monkeypatch.setattr(executor, "kernels_for", twins)
         monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = with_captures(TorchExecutor(checkpoint(), small, kv_dtype="float8"))

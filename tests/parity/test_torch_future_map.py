@@ -9,6 +9,7 @@ from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
+from forerun.executors.torch.plain_round import Accepted
 from forerun.interface.plan import CarriedPlan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
@@ -38,7 +39,7 @@ def there(array):
 
 def left(carry, size, slots, rows):
     """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
-    sized = Sized(size, BufferDims(3, SLOTS, 2), torch.device("cpu"))
+    sized = Sized(size, BufferDims(3, SLOTS, 2, 32), torch.device("cpu"))
     buffers = sized.staging().buffers
     choices = torch.full((size.total,), NOTHING, dtype=torch.int32)
     kept = torch.zeros(size.rows, size.nodes, dtype=torch.bool)
@@ -52,12 +53,13 @@ def left(carry, size, slots, rows):
     record.grown.copy_(there(grown.reshape(-1)))
     sized.whole.copy_(sized._staging[0].whole)
     with Watch():
-        carry.leave(size, sized.there, choices, kept, record)
+        count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
+        carry.leave(size, sized.there, Accepted(choices, kept, count, last), record)
 
 
 def entered(carry, size, slots, bounds):
     """The facts of a round whose rows go on from these slots; bounds: (most, deep, ends)."""
-    sized = Sized(size, BufferDims(90, SLOTS, 2), torch.device("cpu"))
+    sized = Sized(size, BufferDims(90, SLOTS, 2, 32), torch.device("cpu"))
     buffers = sized.staging().buffers
     many = len(slots)
     most, deep, ends = np.array(bounds, np.int32).T
@@ -124,7 +126,7 @@ def test_rows_that_are_not_ahead_keep_their_facts():
     carry, size = FutureMap(SLOTS, torch.device("cpu")), Size(2, 4)
     carry.grow(Size(2, 2, 2, 2))
     random = np.random.default_rng(0)
-    sized = Sized(size, BufferDims(3, SLOTS, 2), torch.device("cpu"))
+    sized = Sized(size, BufferDims(3, SLOTS, 2, 32), torch.device("cpu"))
     buffers = sized.staging().buffers
     for values in buffers.values():
         values[...] = random.integers(1, 4, values.shape)

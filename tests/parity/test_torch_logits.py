@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder import Decoder, apart
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -171,7 +171,9 @@ def test_norms_after_attention_and_feed_forward_alone():
     source = RandomCheckpoint(arch)
     decoder = Decoder(source, torch.device("cpu"), torch.float32)
     tokens, positions = torch.arange(5, 9), torch.zeros(4, dtype=torch.int64)
-    found, _ = decoder.forward(tokens, positions, lambda layer, q, k, v: v.repeat(1, 2, 1))
+    found, _ = decoder.forward(
+        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v: v.repeat(1, 2, 1))
+    )
 
     def weight(name):
         return torch.from_numpy(source.tensor(f"model.layers.0.{name}.weight"))
@@ -194,7 +196,9 @@ def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, fami
     decoder = Decoder(found, torch.device("cpu"), torch.bfloat16)
     tokens = torch.from_numpy(random.integers(0, tiny.VOCAB, 20))
     positions = torch.arange(20)
-    _, (entering,) = decoder.forward(tokens, positions, lambda layer, q, k, v: q, (0,))
+    _, (entering,) = decoder.forward(
+        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v: q), (0,)
+    )
     expected = tiny.reference(found).bfloat16().model.embed_tokens(tokens)
     assert torch.equal(entering, expected)
 

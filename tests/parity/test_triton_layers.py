@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from forerun.executors.torch.kv import KvShape, PagedCache, read
-from forerun.executors.torch.layers import FLOAT8, PLAIN
+from forerun.executors.torch.kv import KvShape, PagedCache, enter, read
+from forerun.executors.torch.layers import FLOAT8, PLAIN, Heads
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
 
@@ -46,46 +46,65 @@ def test_rotate(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf])
-def test_write(dtype, poison):
-    keys, values = torch.randn(2, 5, 9, 16).to(dtype)[:, :, 3:5]
+def test_add_norm(dtype):
+    x, more = torch.randn(2, 5, 2 * 96).to(dtype)[:, :, 30:126]
+    weight = torch.rand(96)
+    for found, expected in zip(
+        layers.add_norm(x, more, weight, 1e-5), PLAIN.add_norm(x, more, weight, 1e-5), strict=True
+    ):
+        same(found, expected)
+
+
+def heads_of(dtype, size=16, normed=True, poison=None):
+    """Three query heads and two key heads of five nodes."""
+    qkv = (torch.randn(5, 7, size) * 3).to(dtype)
     if poison is not None:
-        keys[1, 0, 3] = values[2, 1, 5] = poison
-    found = []
-    for fast in (True, False):
-        cache = PagedCache(KvShape(2, 2, 16), limits(8), torch.device("cpu"), dtype)
-        if fast:
-            layers.write(keys, values, cache.of_layer(1), cache.scratch_begin)
-        else:
-            cache.write(1, keys, values)
-        found.append(cache._kv)
-    torch.testing.assert_close(*found, equal_nan=True, rtol=0, atol=0)
-    assert bool(found[0].isnan().any()) == (poison is not None)
+        qkv[1, 3, 3] = qkv[2, 6, 5] = poison
+    cos, sin = torch.randn(2, 5, size // 2)
+    norms = torch.rand(2, size) if normed else (None, None)
+    return Heads(qkv, 2, *norms, 1e-5, (cos, sin), PLAIN)
+
+
+def written(heads, kinds):
+    """Queries, keys and values by the kernel, then by plain torch."""
+    size, slots = heads.qkv.shape[2], torch.tensor([40, 3, 77, 0, 16], dtype=torch.int32)
+    for work in (layers.enter, enter):
+        cache = PagedCache(KvShape(2, 2, size), limits(8), torch.device("cpu"), kinds)
+        queries = work(heads, cache.of_layer(1), slots)
+        yield queries, torch.stack([read(cached, slots.long()) for cached in cache.of_layer(1)])
+        untouched = torch.ones(cache.null + 1, dtype=torch.bool)
+        untouched[slots.long()] = False
+        assert not cache._kv[1][:, :, untouched].any() and not cache._kv[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("poison", [None, torch.nan, torch.inf])
-def test_write_into_float8(dtype, poison):
-    keys, values = (torch.randn(2, 5, 9, 16) * 30).to(dtype)[:, :, 3:5]
-    keys[3, 1] = 0.0
-    if poison is not None:
-        keys[1, 0, 3] = values[2, 1, 5] = poison
-    found = []
-    for fast in (True, False):
-        cache = PagedCache(KvShape(2, 2, 16), limits(8), torch.device("cpu"), FLOAT8)
-        if fast:
-            layers.write(keys, values, cache.of_layer(1), cache.scratch_begin)
-        else:
-            cache.write(1, keys, values)
-        place = cache.scratch_begin + torch.arange(5)
-        found.append(torch.stack([read(staging, place) for staging in cache.of_layer(1)]))
-    torch.testing.assert_close(*found, equal_nan=True, rtol=0, atol=0)
-    rows = found[0].transpose(1, 2)
-    wide = torch.stack([keys, values]).float().nan_to_num(0, 0, 0)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("size", [16, 80])
+def test_heads_are_normed_turned_and_written(dtype, normed, size):
+    (queries, held), (plain, expected) = written(heads_of(dtype, size, normed), dtype)
+    same(queries, plain)
+    same(held, expected)
+    assert held.any()
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kinds", [torch.float32, FLOAT8])
+def test_what_is_not_finite_stays_in_its_key(poison, kinds):
+    (_, found), (_, expected) = written(heads_of(torch.float32, poison=poison), kinds)
+    for keys, values in (found, expected):
+        assert keys[0, 1].isnan().any() and keys[1, 2].isnan().any()
+        assert values.isfinite().all() and keys[:, [0, 3, 4]].isfinite().all()
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_written_into_float8(dtype):
+    heads = heads_of(dtype, normed=False)
+    heads.qkv[3, 3:] = 0.0
+    (_, found), (_, expected) = written(heads, FLOAT8)
+    # But for what lies at the edge between two numbers.
+    assert ((found - expected).abs() > 1e-6).float().mean() < 0.02
+    _, keys, values = heads.turned()
+    wide = torch.stack([keys, values]).float().transpose(1, 2)
     half = wide.abs() / 16 + wide.abs().amax(-1, keepdim=True) / 448 / 512
-    assert ((rows - wide).abs() <= 1.001 * half)[rows.isfinite()].all()
-    if poison is None:
-        assert rows.isfinite().all()
-    else:  # As in any other format: all of the key, nothing of the values.
-        assert rows[0, 1, 0].isnan().all() and rows[0, 2, 1].isnan().all()
-        assert rows[1].isfinite().all() and int(rows.isnan().any(-1).sum()) == 2
+    assert ((found - wide).abs() <= 1.001 * half + 1e-6).all()

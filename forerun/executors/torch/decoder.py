@@ -7,6 +7,7 @@ and returns the context.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
@@ -15,8 +16,10 @@ from forerun.executors.torch.experts import FeedForward, Mixture
 from forerun.executors.torch.layers import (
     PLAIN,
     Elementwise,
+    Heads,
     Linear,
     Product,
+    Rotary,
     invariant_sizes,
     padded_rows,
     rotation,
@@ -27,11 +30,16 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[[int, Heads], Tensor]
+"""(layer, its heads) -> context [M,A,E]."""
+
+AttendApart = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
 
-Rotary = tuple[Tensor, Tensor]
-"""Cos and sin, each float32[M,E/2]."""
+
+def apart(attend: AttendApart) -> Attend:
+    """For a decoder: what attends to queries, keys and values that are rotated."""
+    return lambda layer, heads: attend(layer, *heads.turned())
 
 
 class Block:
@@ -67,23 +75,41 @@ class Block:
         """Its matrix products."""
         return self._qkv, self._out, *self._feed_forward.linears
 
-    def __call__(self, x: Tensor, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]) -> Tensor:
-        """The residual stream [M,H] after this layer, from the one [M,H] entering it.
+    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream [M,H] entering this layer, which is x + more, and what its attention
+        reads.
+        """
+        if more is None:
+            return x, self._normed(x, self._before_attention)
+        return self._joined(x, more, self._before_attention)
+
+    def __call__(
+        self, x: Tensor, normed: Tensor, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Two parts [M,H] of the residual stream after this layer, from what `enter` gave. They are
+        added where the next one enters, together with its norm.
 
         sizes  row counts that experts' products may be run at; empty = any
         """
-        attended = self._attention(self._normed(x, self._before_attention), rotary, attend)
-        x = x + self._normed(attended, self._after_attention)
-        fed = self._feed_forward(self._normed(x, self._before_feed_forward), sizes)
-        return x + self._normed(fed, self._after_feed_forward)
+        attended = self._normed(self._attention(normed, rotary, attend), self._after_attention)
+        x, normed = self._joined(x, attended, self._before_feed_forward)
+        fed = self._feed_forward(normed, sizes)
+        return x, self._normed(fed, self._after_feed_forward)
 
     def _attention(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         arch = self._arch
-        parts = [arch.heads, arch.kv_heads, arch.kv_heads]
-        q, k, v = self._qkv(x).view(len(x), -1, arch.head_size).split(parts, 1)
-        q = self._parts.rotate(self._normed(q, self._q_norm), *rotary)
-        k = self._parts.rotate(self._normed(k, self._k_norm), *rotary)
-        return self._out(attend(self._layer, q, k, v).flatten(1))
+        qkv = self._qkv(x).view(len(x), -1, arch.head_size)
+        heads = Heads(
+            *(qkv, arch.kv_heads, self._q_norm, self._k_norm, arch.norm_eps, rotary, self._parts)
+        )
+        return self._out(attend(self._layer, heads).flatten(1))
+
+    def _joined(self, x: Tensor, more: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sum, and that normed, if there is a weight."""
+        if weight is None:
+            x = x + more
+            return x, x
+        return self._parts.add_norm(x, more, weight, self._arch.norm_eps)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
@@ -95,6 +121,7 @@ class Decoder:
     products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
                stay in `dtype`), or WholeLinear for whole sequences
     parts      what stands between the products
+    ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
     row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
                may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
     """
@@ -117,10 +144,11 @@ class Decoder:
         ]
         self._norm = weights.norm("model.norm.weight")
         self.head = weights.head(self.embedding)
-        self._frequencies = {
-            spec.rope: torch.from_numpy(spec.rope.frequencies(arch.head_size)).to(device)
-            for spec in arch.layer_specs
-        }
+        self.dtype = dtype
+        self.ropes = tuple(dict.fromkeys(spec.rope for spec in arch.layer_specs))
+        self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
+        frequencies = np.stack([rope.frequencies(arch.head_size) for rope in self.ropes])
+        self.frequencies = torch.from_numpy(frequencies).to(device)
         self.row_sizes: tuple[int, ...] = ()
         in_float32 = device.type == "cpu" and dtype == torch.float32
         if in_float32 and products is Linear and parts is PLAIN:
@@ -128,32 +156,46 @@ class Decoder:
             self.row_sizes = invariant_sizes([*linears, self.head])
 
     @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which logits lose nothing: the head's own, or what caps them."""
+        return self.dtype if self.arch.final_softcap is None else torch.float32
+
+    @property
     def capturable(self) -> bool:
         """Whether a pass only launches, which is what a captured program may do."""
         return all(isinstance(spec.feed_forward, Dense) for spec in self.arch.layer_specs)
 
+    def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
+        """Of positions int64[M], in the order of `ropes`."""
+        return tuple(
+            rotation(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(self.ropes, self.frequencies, strict=True)
+        )
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, features: tuple[int, ...] = ()
+        self,
+        tokens: Tensor,
+        rotary: tuple[Rotary, ...],
+        attend: Attend,
+        features: tuple[int, ...] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Residual stream [M,H] after the last layer, for tokens and positions int64[M].
+        """Residual stream [M,H] after the last layer, for tokens int[M] whose positions `rotary`
+        was made of.
 
         M must be `padded_rows` of something. Also returns the stream [M,H] entering each layer
         of `features`, in that order (transformers' hidden_states; L = after the last layer).
         """
-        rotary = {
-            rope: rotation(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in self._frequencies.items()
-        }
         x = self.embed(tokens)
         if self._scale != 1.0:
             x = x * self._scale
+        more: Tensor | None = None
         kept: dict[int, Tensor] = {}
-        for layer, (spec, block) in enumerate(
-            zip(self.arch.layer_specs, self._blocks, strict=True)
-        ):
+        for layer, (which, block) in enumerate(zip(self._rope_of, self._blocks, strict=True)):
+            x, normed = block.enter(x, more)
             if layer in features:
                 kept[layer] = x
-            x = block(x, rotary[spec.rope], attend, self.row_sizes)
+            x, more = block(x, normed, rotary[which], attend, self.row_sizes)
+        x = x if more is None else x + more
         kept[len(self._blocks)] = x
         return x, [kept[layer] for layer in features]
 
@@ -166,15 +208,19 @@ class Decoder:
         return self._parts.norm(last, self._norm, self.arch.norm_eps)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] from residual streams [n,H] after the last layer; into `out`, if given."""
+        """float32[n,V] from residual streams [n,H] after the last layer; or as `out` is."""
         padding = padded_rows(len(last), self.row_sizes) - len(last)
-        return self.read(self.final_norm(F.pad(last, (0, 0, 0, padding))), len(last), out)
+        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
+        return self.read(normed, len(last), out)
 
     def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; into `out`,
-        if given. n as M in `forward`.
+        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
+        `out`. n as M in `forward`.
         """
+        cap = self.arch.final_softcap
+        if out is not None and isinstance(self.head, Linear) and cap is None:
+            return self.head.into(normed[:count], out)
         logits = self.head(normed)[:count]
-        if self.arch.final_softcap is not None:
-            logits = softcapped(logits.float(), self.arch.final_softcap)
+        if cap is not None:
+            logits = softcapped(logits.float(), cap)
         return logits.float() if out is None else out.copy_(logits)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder import Decoder, apart
 from forerun.executors.torch.draft_cache import (
     DraftCache,
     DraftPass,
@@ -94,7 +94,8 @@ class TorchDecoderModel:
         decoder = self._decoder
         rows = padded_rows(len(work.tokens), decoder.row_sizes)
         tokens = self._inputs[self._index(work.tokens, rows)]
-        last, _ = decoder.forward(tokens, self._index(work.position, rows), work.attend)
+        rotary = decoder.rotary(self._index(work.position, rows))
+        last, _ = decoder.forward(tokens, rotary, apart(work.attend))
         logits = decoder.logits(last[self._index(work.scored, len(work.scored))])
         best, ids = logits.topk(min(candidates, self.traits.vocab), -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)

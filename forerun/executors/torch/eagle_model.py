@@ -42,8 +42,8 @@ class HeadArrays:
               slot's last extension, and of nobody
     turning   float32[E/2] frequencies of its rotary positions
     ids       int32[Vd] target id of every draft id
-    embed     target ids int64[n] -> [n,H]
-    enter     what it reads [n,H] of the target's features [n,F*H]
+    embedding [V,H] of target ids
+    normed    an EAGLE-1 head reads its feature through this, the target's final norm
     """
 
     module: EagleHead
@@ -51,8 +51,8 @@ class HeadArrays:
     outputs: Tensor
     turning: Tensor
     ids: Tensor
-    embed: Callable[[Tensor], Tensor]
-    enter: Callable[[Tensor], Tensor]
+    embedding: Tensor
+    normed: Callable[[Tensor], Tensor]
 
 
 class TorchEagleModel(HiddenStateModel):
@@ -97,8 +97,10 @@ class TorchEagleModel(HiddenStateModel):
             outputs=self._outputs,
             turning=self._frequencies,
             ids=torch.from_numpy(target_ids).to(self._executor.device),
-            embed=self._embed,
-            enter=self.enter,
+            embedding=self._executor.decoder.embedding
+            if self._embedding is None
+            else self._embedding,
+            normed=self._executor.decoder.final_norm,
         )
 
     def forward(self, work: DraftPass, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,7 @@ captured rounds (captured/executor.py), which wrap it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +15,16 @@ from forerun.executors.device_choice import PlainNodes, plain_nodes
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.geometry import geometry_of
 from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.kv import CacheTensor, KvShape, PagedCache
+from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import (
     FLOAT8,
     PLAIN,
     Float8Linear,
+    Heads,
     Linear,
     compiled,
     padded_rows,
@@ -35,7 +35,6 @@ from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import positions
@@ -69,14 +68,6 @@ class Scores:
     plain: PlainNodes
     features: TorchFeatures | None = None
     masks: NodeMasks | None = None
-
-
-class _StepAttention(Protocol):
-    """A layer's attention within one step: see Attend, the geometry given."""
-
-    def __call__(
-        self, queries: Tensor, keys: CacheTensor, values: CacheTensor, *, spec: AttentionSpec
-    ) -> Tensor: ...
 
 
 class TorchExecutor:
@@ -169,25 +160,17 @@ class TorchExecutor:
         """Score every node of every tree in one forward pass. Writes scratch. No draft request is
         answered: every pass is asked for.
         """
-        decoder, cache, count = self.decoder, self.cache, len(trees.tokens)
+        decoder, count = self.decoder, len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         scored = self.sampler.scored(plan, trees)
-        attend_layer = self._attention(plan, trees)
-
-        def attend_pages(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            if self.kernels is None:
-                cache.write(layer, keys[:count], values[:count])
-            else:
-                self.kernels.write(keys, values, cache.of_layer(layer), cache.scratch_begin)
-            spec = decoder.arch.layer_specs[layer].attention
-            return attend_layer(queries, *cache.of_layer(layer), spec=spec)
-
         # Our kernels know no padding; the bits are the batch's affair where they run.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
-        position = self._padded(positions(trees, plan.kv_len), rows)
-        last, streams = decoder.forward(tokens, position, attend_pages, self._aux_layers)
+        rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
+        last, streams = decoder.forward(
+            tokens, rotary, self._attention(plan, trees), self._aux_layers
+        )
         features = None
         if streams:
             aligned = torch.cat([stream[:count] for stream in streams], -1)
@@ -201,21 +184,29 @@ class TorchExecutor:
             features=features,
         )
 
-    def _attention(self, plan: Plan, trees: TreeBatch) -> _StepAttention:
+    def _attention(self, plan: Plan, trees: TreeBatch) -> Attend:
+        """Of one step: writes a layer's keys and values into scratch, then attends."""
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
+        count, specs = len(trees.tokens), [spec.attention for spec in arch.layer_specs]
         if kernels is not None:
             gqa_group = arch.heads // arch.kv_heads
             geometry = geometry_of(plan, trees, cache, gqa_group, self.device)
-            return partial(kernels.attend, geometry=geometry)
-        windows = dict.fromkeys(spec.attention.window for spec in arch.layer_specs)
+
+            def launched(layer: int, heads: Heads) -> Tensor:
+                held = cache.of_layer(layer)
+                queries = kernels.enter(heads, held, geometry.slots)
+                return kernels.attend(queries, *held, geometry, specs[layer])
+
+            return launched
+        windows = dict.fromkeys(spec.window for spec in specs)
         blocks = {w: key_blocks(plan, trees, cache, self.device, w) for w in windows}
 
-        def of_layer(
-            queries: Tensor, keys: CacheTensor, values: CacheTensor, *, spec: AttentionSpec
-        ) -> Tensor:
-            return attend(queries, keys, values, blocks[spec.window], spec)
+        def of_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            cache.write(layer, keys[:count], values[:count])
+            spec = specs[layer]
+            return attend(queries, *cache.of_layer(layer), blocks[spec.window], spec)
 
-        return of_layer
+        return apart(of_layer)
 
     @torch.inference_mode()
     def accept(
@@ -273,7 +264,8 @@ class TorchExecutor:
             for row, path in zip(rows, paths, strict=True)
         ]
         nodes = np.concatenate(paths)
-        cache.commit(nodes if place is None else place[nodes], np.concatenate(slots))
+        move = self.kernels.move if self.kernels else None
+        cache.commit(nodes if place is None else place[nodes], np.concatenate(slots), move)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""

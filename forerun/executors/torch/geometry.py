@@ -18,7 +18,7 @@ from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals, positions
-from forerun.types import Ints
+from forerun.types import AnyArray, Ints
 
 LINES = 64
 """Queries of a tile, at most: its nodes times the heads that share a key/value head."""
@@ -29,24 +29,28 @@ class Geometry:
     """A step's rows, pages and trees on the device; all int32.
 
     start   [B+1]  row b owns nodes start[b]:start[b+1]
+    slots   [M]    where every node's keys and values are (see kv.py): in scratch, or, of chains,
+                   in their pages already
     kv_len  [B]    cached tokens, all visible
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
                    are read
     tree_intervals  [2,M]  enter and leave, see above
     position [M]   of every node, in tokens; None where no layer has a window
-    tiles   [T,2]  row and first node of every tile: up to `tile` consecutive nodes of a row
-    scratch        slot of node 0 (see kv.py)
+    tiles   [T,3]  row, first node and first query of every tile: up to `tile` consecutive nodes of
+                   a row
+    asking  [Q]    node of every query; None where every node asks
     """
 
     start: Tensor
+    slots: Tensor
     kv_len: Tensor
     table: Tensor
     tree_intervals: Tensor
     tiles: Tensor
     tile: int
     page_size: int
-    scratch: int
     position: Tensor | None = None
+    asking: Tensor | None = None
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
@@ -58,13 +62,13 @@ def tile_nodes(nodes: int, gqa_group: int) -> int:
 
 
 def tiles_of(start: Ints, tile: int) -> Ints:
-    """int32[T,2] tiles of the rows that start, and end, at start[B+1]."""
+    """int32[T,3] tiles of the rows that start, and end, at start[B+1]. Every node asks."""
     found = [
-        (row, first)
+        (row, first, first)
         for row in range(len(start) - 1)
         for first in range(int(start[row]), int(start[row + 1]), tile)
     ]
-    return np.array(found, np.int32).reshape(-1, 2)
+    return np.array(found, np.int32).reshape(-1, 3)
 
 
 def geometry_of(
@@ -75,18 +79,18 @@ def geometry_of(
     spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
     tile = tile_nodes(int(np.diff(trees.start).max()), gqa_group)
 
-    def there(array: Ints) -> Tensor:
+    def there(array: AnyArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
 
     return Geometry(
         start=there(trees.start),
+        slots=there(cache.scratch(np.arange(len(trees.tokens), dtype=np.int32))),
         kv_len=there(plan.kv_len),
         table=there(plan.page_table),
         tree_intervals=there(np.concatenate(spans, axis=1)),
         tiles=there(tiles_of(trees.start, tile)),
         tile=tile,
         page_size=cache.page_size,
-        scratch=cache.scratch_begin,
         position=there(positions(trees, plan.kv_len)),
     )
 
@@ -105,30 +109,33 @@ def attend_dense(
     geometry: Geometry,
     spec: AttentionSpec | None = None,
 ) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
+    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
 
     spec  how scores are made; None: scaled by 1/sqrt(E), no window
     """
-    count, _, size = queries.shape
-    width = geometry.table.shape[1]
+    size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
     nodes = torch.arange(count, device=queries.device)
-    row = torch.searchsorted(geometry.start[1:].contiguous(), nodes.int(), right=True)
+    row_of = torch.searchsorted(geometry.start[1:].contiguous(), nodes.int(), right=True)
+    asking = nodes if geometry.asking is None else geometry.asking.long()
+    row = row_of[asking]
     position = torch.arange(width * geometry.page_size, device=queries.device)
     page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
     slots = (page * geometry.page_size + position % geometry.page_size)[row]
     spec = spec or AttentionSpec(size**-0.5)
     cached = position < geometry.kv_len[row, None]
     enter, leave = geometry.tree_intervals
-    own = (enter <= enter[:, None]) & (enter[:, None] < leave) & (row == row[:, None])
+    step = enter[asking, None]
+    own = (enter <= step) & (step < leave) & (row_of == row[:, None])
     if spec.window is not None:
         mine = positions_of(geometry)
-        cached &= position > mine[:, None] - spec.window
-        own &= mine > mine[:, None] - spec.window
+        oldest = mine[asking, None] - spec.window
+        cached &= position > oldest
+        own &= mine > oldest
     seen = torch.cat([cached, own], 1)
-    slots = torch.cat([slots, (geometry.scratch + nodes).expand(count, -1)], 1)
+    slots = torch.cat([slots, geometry.slots.long().expand(len(asking), -1)], 1)
     # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
     key, value = (
         torch.where(seen[..., None], read(cached, slots), 0.0).float() for cached in (keys, values)

@@ -8,10 +8,24 @@ from typing import ParamSpec, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import Likely, NodeNoise
-from forerun.executors.torch.geometry import Geometry
-from forerun.executors.torch.kv import CacheTensor
-from forerun.executors.torch.layers import Elementwise
+from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.geometry import Geometry, attend_dense
+from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter
+from forerun.executors.torch.layers import PLAIN, Elementwise, Heads, Rotary, rotation
+from forerun.executors.torch.plain_round import (
+    Accepted,
+    Below,
+    Extended,
+    Facts,
+    Levels,
+    Prepared,
+    RoundShape,
+    accept,
+    follow,
+    grow,
+    keep,
+    prepare,
+)
 from forerun.models.layer_spec import AttentionSpec
 
 
@@ -26,7 +40,7 @@ class Attend(Protocol):
         geometry: Geometry,
         spec: AttentionSpec | None = None,
     ) -> Tensor:
-        """Context [M,A,E] of queries [M,A,E] over keys and values of a layer, whose scores are
+        """Context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, whose scores are
         made as `spec` says; None: scaled by 1/sqrt(E), no window.
         """
         ...
@@ -35,14 +49,43 @@ class Attend(Protocol):
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Enter = Callable[[Heads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
+"""(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
+
+Prepare = Callable[[Facts, RoundShape], Prepared]
+"""See plain_round.py."""
+
+Accept = Callable[[Tensor, NodeNoise, Facts, Tensor], Accepted]
+"""(logits [M,V], how each node chooses, facts, int32[M] of the record): see plain_round.py."""
+
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
-Pick = Callable[[Likely, NodeNoise, int], tuple[Tensor, Tensor]]
-"""(likely children of nodes, the noise at their positions, how many): see accept.py."""
+Keep = Callable[[Tensor, Facts, Tensor], Accepted]
+"""(choices int32[M], facts, int32[M] of the record): see plain_round.py."""
 
-Write = Callable[[Tensor, Tensor, tuple[CacheTensor, CacheTensor], int], None]
-"""(keys [M,G,E], values, keys and values of a layer, slot of node 0): see kv.py."""
+Rotation = Callable[[Tensor, Tensor, float], Rotary]
+"""(positions int32[M], frequencies float32[E/2], factor) -> their cos and sin: layers.rotation."""
+
+Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
+"""See plain_round.py."""
+
+
+class Grow(Protocol):
+    """One level of draft trees, launched."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        noise: NodeNoise,
+        size: Levels,
+        level: int,
+        grown: Tensor,
+        chosen: Tensor | None,
+    ) -> None:
+        """See plain_round.py."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +93,15 @@ class Kernels:
     """Kernels that only launch: nothing in them waits for the device, so they can be captured."""
 
     attend: Attend
+    enter: Enter
+    move: Move
+    prepare: Prepare
+    accept: Accept
     choose: Choose
-    pick: Pick
-    write: Write
+    keep: Keep
+    rotation: Rotation
+    follow: Follow
+    grow: Grow
     parts: Elementwise
 
 
@@ -67,6 +116,22 @@ def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
     return inside
 
 
+SLOW_TWINS = Kernels(
+    attend=attend_dense,
+    enter=enter,
+    move=PagedCache.move,
+    prepare=prepare,
+    accept=accept,
+    choose=choose,
+    keep=keep,
+    rotation=rotation,
+    follow=follow,
+    grow=grow,
+    parts=PLAIN,
+)
+"""All of them in plain torch, on any device."""
+
+
 def kernels_for(device: torch.device) -> Kernels | None:
     """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
     if device.type != "cuda":
@@ -74,15 +139,24 @@ def kernels_for(device: torch.device) -> Kernels | None:
     from forerun.executors.torch import (  # noqa: PLC0415
         triton_attention,
         triton_choice,
+        triton_draft,
         triton_layers,
+        triton_round,
     )
 
     return Kernels(
         attend=guarded(device, triton_attention.attend),
+        enter=guarded(device, triton_layers.enter),
+        move=guarded(device, triton_round.move),
+        prepare=guarded(device, triton_round.prepare),
+        accept=guarded(device, triton_round.accept),
         choose=guarded(device, triton_choice.choose),
-        pick=guarded(device, triton_choice.pick),
-        write=guarded(device, triton_layers.write),
+        keep=guarded(device, triton_round.keep),
+        rotation=guarded(device, triton_draft.rotation),
+        follow=guarded(device, triton_draft.follow),
+        grow=guarded(device, triton_draft.grow),
         parts=Elementwise(
+            add_norm=guarded(device, triton_layers.add_norm),
             norm=guarded(device, triton_layers.norm),
             gate=guarded(device, triton_layers.gate),
             gelu_gate=guarded(device, triton_layers.gelu_gate),

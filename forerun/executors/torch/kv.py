@@ -18,6 +18,7 @@ overwritten by the next step. Not to be confused with the sequences' slots of a 
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.layers import FLOAT8, float8_rows
+from forerun.executors.torch.layers import FLOAT8, Heads, float8_rows
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import Ints
 
@@ -78,14 +79,41 @@ def read(cached: CacheTensor, slots: Tensor) -> Tensor:
     return numbers
 
 
-def put(cached: CacheTensor, begin: int, rows: Tensor) -> None:
-    """Write rows [M,G,E] into the slots begin, begin+1, ..."""
-    place, rows = slice(begin, begin + len(rows)), rows.transpose(0, 1)
+def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
+    """Write rows [M,G,E] into the slots `place`, M of them."""
+    rows = rows.transpose(0, 1)
     if isinstance(cached, Narrow):
         numbers, scale = float8_rows(rows)
         cached.numbers[:, place], cached.scale[:, place] = numbers, scale[..., 0]
     else:
         cached[:, place] = rows
+
+
+def enter(heads: Heads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+    """Queries [M,A,E] of `heads`, normed and rotated; their keys and values go into the slots
+    int[M] of `layer`. The slow twin of forerun.executors.torch.triton_layers.enter.
+    """
+    queries, keys, values = heads.turned()
+    for cached, rows in zip(layer, _finite_values(keys, values), strict=True):
+        put(cached, slots.long(), rows)
+    return queries
+
+
+def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is not finite is moved into the key: a mask hides a NaN there from the nodes that
+    must not see it, while among values zero times NaN would spoil them.
+    """
+    return keys + (keys * 0 + values * 0).sum(-1, keepdim=True), values.nan_to_num(0, 0, 0)
+
+
+class Move(Protocol):
+    """PagedCache.move, or what does the same."""
+
+    def __call__(
+        self, cache: "PagedCache", source: Tensor, target: Tensor, kept: Tensor | None, /
+    ) -> None:
+        """Of `cache`."""
+        ...
 
 
 class PagedCache:
@@ -127,24 +155,34 @@ class PagedCache:
         return self.scratch_begin + nodes.astype(np.int64)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Put keys and values [M,G,E] of one layer into scratch, as nodes first, first+1, ...
+        """Put keys and values [M,G,E] of one layer into scratch, as nodes first, first+1, ..."""
+        begin = self.scratch_begin + first
+        place = slice(begin, begin + len(keys))
+        for cached, rows in zip(self.of_layer(layer), _finite_values(keys, values), strict=True):
+            put(cached, place, rows)
 
-        What is not finite is moved into the key: a mask hides a NaN there from the nodes that
-        must not see it, while among values zero times NaN would spoil them.
+    def commit(self, nodes: Ints, slots: Slots, move: Move | None = None) -> None:
+        """Copy nodes [n] from scratch into page slots [n], all layers; by `move`, if given."""
+        source, target = (
+            torch.from_numpy(places).to(self.device) for places in (self.scratch(nodes), slots)
+        )
+        if move is None:
+            self.move(source, target)
+        else:
+            move(self, source, target, None)
+
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Numbers [L,2,G,slots,E] of all layers' keys and values, and their scales
+        float32[L,2,G,slots], where there are any.
         """
-        keys = keys + (keys * 0 + values * 0).sum(-1, keepdim=True)
-        values = values.nan_to_num(0, 0, 0)
-        for cached, rows in zip(self.of_layer(layer), (keys, values), strict=True):
-            put(cached, self.scratch_begin + first, rows)
+        return self._kv, self._scale
 
-    def commit(self, nodes: Ints, slots: Slots) -> None:
-        """Copy nodes [n] from scratch into page slots [n], all layers."""
-        source = torch.from_numpy(self.scratch(nodes)).to(self.device)
-        self.move(source, torch.from_numpy(slots).to(self.device))
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` [n] to slots `target` [n], all different, in all layers."""
-        numbers = self._kv
+    def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
+        """Copy slots `source` [n] to slots `target` [n], all different, in all layers; only those
+        that are `kept` bool[n], if given.
+        """
+        source, numbers = source.long(), self._kv
+        target = target.long() if kept is None else torch.where(kept, target, source).long()
         if self._scale is not None:
             self._scale.index_copy_(3, target, self._scale.index_select(3, source))
             numbers = numbers.view(torch.uint8)

@@ -8,6 +8,7 @@ the bits it gets in the largest (docs/decisions/0006).
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -42,6 +43,12 @@ class Linear:
         if not self._on_cpu or len(x) <= MOST_ROWS:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
+
+    def into(self, x: Tensor, out: Tensor) -> Tensor:
+        """[M,K] -> `out` [M,N], without a copy where the device's library can."""
+        if self._on_cpu or self._bias is not None:
+            return out.copy_(self(x))
+        return torch.mm(x, self._weight.t(), out=out)
 
     def _product(self, x: Tensor) -> Tensor:
         if not self._packed:
@@ -114,20 +121,56 @@ Product = Linear | WholeLinear | Float8Linear
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What stands between a decoder's products: `rms_norm`, `swiglu`, `turned`, `geglu`, or what
-    computes the same.
+    """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
+    `geglu`, or what computes the same.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     gate: Callable[[Tensor, Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
 
 
+Rotary = tuple[Tensor, Tensor]
+"""Cos and sin, each float32[M,E/2]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Queries, keys and values of a layer as its product gave them, not yet normed and rotated.
+
+    qkv             [M,A+2G,E]: queries, then keys, then values
+    kv_heads        G
+    q_norm, k_norm  float32[E] of every query or key head; None = not normed
+    eps             of those norms
+    rotary          of the positions of the M nodes
+    """
+
+    qkv: Tensor
+    kv_heads: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    rotary: Rotary
+    parts: Elementwise
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
+        Kernels.enter, which also writes them.
+        """
+        groups = self.kv_heads
+        q, k, v = self.qkv.split([self.qkv.shape[1] - 2 * groups, groups, groups], 1)
+        q = q if self.q_norm is None else self.parts.norm(q, self.q_norm, self.eps)
+        k = k if self.k_norm is None else self.parts.norm(k, self.k_norm, self.eps)
+        return self.parts.rotate(q, *self.rotary), self.parts.rotate(k, *self.rotary), v
+
+
 def compiled(parts: Elementwise) -> Elementwise:
     """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
-    functions = (parts.norm, parts.gate, parts.rotate, parts.gelu_gate)
-    return Elementwise(*(torch.compile(each, dynamic=True) for each in functions))
+    functions = (parts.norm, parts.add_norm, parts.gate, parts.rotate, parts.gelu_gate)
+    made: list[Any] = [torch.compile(each, dynamic=True) for each in functions]
+    return Elementwise(*made)
 
 
 def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
@@ -165,6 +208,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
+
+
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum x + more, rounded to the dtype of `x`, and `rms_norm` of that; all [M,H]."""
+    added = x + more
+    return added, rms_norm(added, weight, eps)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -209,10 +258,12 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
-def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, frequencies: Tensor, factor: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
     angles = positions.float().unsqueeze(-1) * frequencies
     return angles.cos() * factor, angles.sin() * factor
 
 
-PLAIN = Elementwise(rms_norm, swiglu, turned, geglu)
+PLAIN = Elementwise(rms_norm, add_norm, swiglu, turned, geglu)

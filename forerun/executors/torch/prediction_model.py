@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
-from forerun.executors.torch.decoder import Block, Rotary
+from forerun.executors.torch.decoder import Block, apart
 from forerun.executors.torch.draft_cache import (
     DraftCache,
     DraftPass,
@@ -21,7 +21,7 @@ from forerun.executors.torch.draft_cache import (
 from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.hidden_state_model import indices, likeliest
-from forerun.executors.torch.layers import PLAIN, Elementwise, Linear, rotation
+from forerun.executors.torch.layers import PLAIN, Elementwise, Linear, Rotary, rotation
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import Weights
 from forerun.interface.draft_model import (
@@ -65,8 +65,9 @@ class _Layer:
         of_embedding, of_hidden, final = self._norms
         parts = [norm(embedded, of_embedding, eps), norm(hidden, of_hidden, eps)]
         x = self._fuse(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
-        out: Tensor = norm(self._block(x, rotary, work.attend, ()), final, eps)
-        return out
+        entering, normed = self._block.enter(x, None)
+        x, more = self._block(entering, normed, rotary, apart(work.attend), ())
+        return self._parts.add_norm(x, more, final, eps)[1]
 
 
 class TorchPredictionModel:

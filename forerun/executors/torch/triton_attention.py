@@ -46,6 +46,7 @@ VIEWS = (
     "kv_len",
     "table",
     "tree_intervals",
+    "slots",
     "position",
 )
 """Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
@@ -101,33 +102,35 @@ def _see(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "scratch", "count", "nodes", "window"],
+    do_not_specialize=["table_stride", "asked", "count", "nodes", "window"],
     do_not_specialize_on_alignment=VIEWS,
 )
 def _attend(
     queries, keys, values, key_scales, value_scales, out, found, sums,
-    tiles, start, kv_len, table, tree_intervals, position,
-    group_stride, table_stride, scratch, count, nodes, window, scale, cap,
+    tiles, start, kv_len, table, tree_intervals, slots, position,
+    group_stride, table_stride, asked, count, nodes, window, scale, cap,
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found` [parts,M,A,E] (float32, not yet divided) and `sums` [2,parts,M,A], the greatest
-    score and the sum of weights; or, for one part, just `out` [M,A,E]. nodes of a tile. The rest
-    as in Geometry.
+    """Fill `found` [parts,Q,A,E] (float32, not yet divided) and `sums` [2,parts,Q,A], the greatest
+    score and the sum of weights; or, for one part, just `out` [Q,A,E]. asked: Q, count: M, nodes of
+    a tile. The rest as in Geometry.
 
     Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
     tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     parts = tl.num_programs(2)
     heads = GQA_GROUP * tl.num_programs(1)
-    row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    row, first = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
+    behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that do not ask.
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
     mine = (line < nodes * GQA_GROUP) & (node < end)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
-    place = (node * heads + head)[:, None] * E + e[None, :]
+    query = node - behind
+    place = (query * heads + head)[:, None] * E + e[None, :]
     whole = mine[:, None] & (e[None, :] < E)
     q = tl.load(queries + place, mask=whole, other=0.0)
     away = group.to(tl.int64) * group_stride
@@ -164,7 +167,8 @@ def _attend(
         there = at + key < last
         enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
         leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
-        slot, seen = scratch + at + key, there[None, :] & (enter <= step) & (step < leave)
+        slot = tl.load(slots + at + key, mask=there, other=0)
+        seen = there[None, :] & (enter <= step) & (step < leave)
         if WINDOWED:
             where = tl.load(position + at + key, mask=there, other=-1)
             seen = seen & (where[None, :] >= oldest[:, None])
@@ -176,10 +180,10 @@ def _attend(
     if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
     else:
-        where = (part * count + node) * heads + head
+        where = (part * asked + query) * heads + head
         tl.store(found + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
         tl.store(sums + where, most, mask=mine)
-        tl.store(sums + parts * count * heads + where, total, mask=mine)
+        tl.store(sums + parts * asked * heads + where, total, mask=mine)
 
 
 @triton.jit(do_not_specialize=["lines", "parts"])
@@ -239,10 +243,10 @@ def attend(
     spec: AttentionSpec | None = None,
     parts: int | None = None,
 ) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
+    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
-    The step's own keys and values must be in scratch. Launches only: nothing here waits for the
-    device.
+    The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
+    here waits for the device.
 
     spec   how scores are made; None: scaled by 1/sqrt(E), no window
     parts  a power of two; by default as many as fill the device
@@ -272,11 +276,12 @@ def attend(
         geometry.kv_len,
         geometry.table,
         geometry.tree_intervals,
+        geometry.slots,
         positions_of(geometry) if windowed else geometry.tree_intervals,
         numbers[0].stride(0),
         geometry.table.stride(0),
-        geometry.scratch,
         count,
+        len(geometry.slots),
         geometry.tile,
         spec.window or 0,
         spec.scale * _LOG2E if cap is None else spec.scale / cap,

@@ -1,7 +1,8 @@
 """What stands between a decoder's products, one Triton kernel each, for CUDA.
 
-The slow twins are `PLAIN` in forerun.executors.torch.layers and `PagedCache.write`. Inputs may be
-slices: only their last axis must be contiguous. Outputs are whole. Arithmetic in float32.
+The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.layers and
+`PagedCache.write`. Inputs may be slices: only their last axis must be contiguous. Outputs are
+whole. Arithmetic in float32.
 """
 
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.kv import CacheTensor, Narrow
+from forerun.executors.torch.layers import Heads
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -56,46 +58,94 @@ def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
     tl.store(place + HALF, (second * c + first * s).to(kind), mask=there)
 
 
+@triton.jit(do_not_specialize=["eps"])
+def _add_norm(
+    x, more, weight, added, normed, x_stride, more_stride, width, eps, WIDE: tl.constexpr
+):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    there = at < width
+    kind = added.dtype.element_ty
+    one = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(more + row * more_stride + at, mask=there, other=0.0).to(tl.float32)
+    whole = (one + other).to(kind)
+    tl.store(added + row * width + at, whole, mask=there)
+    wide = whole.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    wide = wide * tl.load(weight + at, mask=there, other=0.0)
+    tl.store(normed + row * width + at, wide.to(kind), mask=there)
+
+
 @triton.jit
-def _store(cached, scales, where, at, there, wide, E: tl.constexpr, NARROW: tl.constexpr):
-    """One head's numbers `wide` into the slot `where`; as forerun.executors.torch.kv.put."""
+def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: tl.constexpr):
+    """Both halves of a head, float32 but rounded, after its norm, if there is one, and rotation."""
+    first = tl.load(begin + at, mask=there, other=0.0)
+    second = tl.load(begin + HALF + at, mask=there, other=0.0)
+    kind = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if NORMED:
+        mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        low = tl.load(weight + at, mask=there, other=0.0)
+        high = tl.load(weight + HALF + at, mask=there, other=0.0)
+        first = (first * scale * low).to(kind).to(tl.float32)
+        second = (second * scale * high).to(kind).to(tl.float32)
+    c = tl.load(cos + at, mask=there, other=0.0)
+    s = tl.load(sin + at, mask=there, other=0.0)
+    one = (first * c - second * s).to(kind).to(tl.float32)
+    other = (second * c + first * s).to(kind).to(tl.float32)
+    return one, other
+
+
+@triton.jit
+def _store(
+    cached, scales, where, at, there, first, second, HALF: tl.constexpr, NARROW: tl.constexpr
+):
+    """A head's halves, float32, into the slot `where`; as forerun.executors.torch.kv.put."""
     if NARROW:
         # Greatest or NaN: a maximum alone would drop that.
-        bad = tl.sum(wide * 0, 0)
-        scale = tl.maximum(tl.max(tl.abs(wide), 0), 1e-12) / 448.0 + bad
+        bad = tl.sum(first * 0, 0) + tl.sum(second * 0, 0)
+        most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+        scale = tl.maximum(most, 1e-12) / 448.0 + bad
         tl.store(scales + where, scale)
-        wide = tl.clamp(tl.div_rn(wide, tl.zeros_like(wide) + scale), -448.0, 448.0)
-    tl.store(cached + where * E + at, wide.to(cached.dtype.element_ty), mask=there)
+        by = tl.zeros_like(first) + scale
+        first = tl.clamp(tl.div_rn(first, by), -448.0, 448.0)
+        second = tl.clamp(tl.div_rn(second, by), -448.0, 448.0)
+    kind = cached.dtype.element_ty
+    place = cached + where * (2 * HALF) + at
+    tl.store(place, first.to(kind), mask=there)
+    tl.store(place + HALF, second.to(kind), mask=there)
 
 
-@triton.jit(do_not_specialize=["begin"])
-def _write(
-    keys,
-    values,
-    to_keys,
-    to_values,
-    key_scales,
-    value_scales,
-    key_stride,
-    value_stride,
-    slots,
-    begin,
-    E: tl.constexpr,
-    NARROW: tl.constexpr,
-):
-    row, group = tl.program_id(0), tl.program_id(1)
-    WIDE: tl.constexpr = triton.next_power_of_2(E)
-    at = tl.arange(0, WIDE)
-    there = at < E
-    key = tl.load(keys + row.to(tl.int64) * key_stride + group * E + at, mask=there, other=0.0)
-    place = row.to(tl.int64) * value_stride + group * E + at
-    value = tl.load(values + place, mask=there, other=0.0)
-    nothing = value.to(tl.float32) * 0
-    bad = tl.sum(key.to(tl.float32) * 0 + nothing, 0)
-    value = tl.where(nothing == 0, value.to(tl.float32), 0.0)
-    where = group.to(tl.int64) * slots + begin + row
-    _store(to_keys, key_scales, where, at, there, key.to(tl.float32) + bad, E, NARROW)
-    _store(to_values, value_scales, where, at, there, value, E, NARROW)
+@triton.jit(do_not_specialize=["heads", "groups", "slot_count", "eps"])
+def _enter(
+    qkv, q_norm, k_norm, cos, sin, slots, out, to_keys, to_values, key_scales, value_scales,
+    node_stride, heads, groups, slot_count, eps,
+    HALF: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One query head; or a key head and the value head beside it."""
+    node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, triton.next_power_of_2(HALF))
+    there = at < HALF
+    begin = qkv + node * node_stride + head * (2 * HALF)
+    cos, sin = cos + node * HALF, sin + node * HALF
+    if head < heads:
+        first, second = _head(begin, q_norm, cos, sin, eps, at, there, HALF, NORMED)
+        place = out + (node * heads + head) * (2 * HALF) + at
+        kind = out.dtype.element_ty
+        tl.store(place, first.to(kind), mask=there)
+        tl.store(place + HALF, second.to(kind), mask=there)
+    else:
+        first, second = _head(begin, k_norm, cos, sin, eps, at, there, HALF, NORMED)
+        value = begin + groups * (2 * HALF)
+        low = tl.load(value + at, mask=there, other=0.0).to(tl.float32)
+        high = tl.load(value + HALF + at, mask=there, other=0.0).to(tl.float32)
+        # What is not finite is moved into the key, where a mask hides it (PagedCache.write).
+        bad = tl.sum(first * 0 + low * 0, 0) + tl.sum(second * 0 + high * 0, 0)
+        low, high = tl.where(low * 0 == 0, low, 0.0), tl.where(high * 0 == 0, high, 0.0)
+        where = (head - heads).to(tl.int64) * slot_count + tl.load(slots + node)
+        first, second = first + bad, second + bad
+        _store(to_keys, key_scales, where, at, there, first, second, HALF, NARROW)
+        _store(to_values, value_scales, where, at, there, low, high, HALF, NARROW)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,23 +198,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def write(keys: Tensor, values: Tensor, layer: tuple[CacheTensor, CacheTensor], begin: int) -> None:
-    """PagedCache.write: keys and values [M,G,E] into the slots begin, begin+1, ... of `layer`."""
-    count, groups, size = keys.shape
-    assert keys.stride(1) == values.stride(1) == size, "heads of a node stand side by side"
-    narrow = isinstance(layer[0], Narrow)
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """layers.add_norm over x and more [M,H]."""
+    count, width = x.shape
+    added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    wide = triton.next_power_of_2(width)
+    _add_norm[(count,)](
+        *(x, more, weight, added, normed, x.stride(0), more.stride(0), width, eps),
+        WIDE=wide,
+        num_warps=8 if wide >= 4096 else 4 if wide >= 512 else 1,
+    )
+    return added, normed
+
+
+def enter(heads: Heads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+    """Queries [M,A,E] of `heads`, normed and rotated (Heads.turned); their keys and values go into
+    the slots int[M] of `layer` (PagedCache.write).
+    """
+    qkv, groups, normed = heads.qkv, heads.kv_heads, heads.q_norm is not None
+    count, parts, size = qkv.shape
+    assert qkv.stride(1) == size and normed == (heads.k_norm is not None)
+    queries = parts - 2 * groups
+    out = torch.empty((count, queries, size), dtype=qkv.dtype, device=qkv.device)
     numbers = [cached.numbers if isinstance(cached, Narrow) else cached for cached in layer]
     scales = [cached.scale if isinstance(cached, Narrow) else cached for cached in layer]
-    _write[count, groups](
-        keys,
-        values,
-        *numbers,
-        *scales,
-        keys.stride(0),
-        values.stride(0),
-        numbers[0].shape[1],
-        begin,
-        E=size,
-        NARROW=narrow,
+    norms = [out if norm is None else norm for norm in (heads.q_norm, heads.k_norm)]
+    _enter[count, queries + groups](
+        *(qkv, *norms, *heads.rotary, slots, out, *numbers, *scales),
+        *(qkv.stride(0), queries, groups, numbers[0].shape[1], heads.eps),
+        HALF=size // 2,
+        NORMED=normed,
+        NARROW=isinstance(layer[0], Narrow),
         num_warps=1,
     )
+    return out

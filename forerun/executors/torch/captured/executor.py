@@ -322,7 +322,7 @@ class CapturedExecutor:
                 # Another round has its place. Only a row without finite logits asks then.
                 return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
-                logits.append(scores.logits.cpu().numpy())
+                logits.append(scores.logits.float().cpu().numpy())
             row: Floats = logits[0][scores.places()[node]]
             return row
 

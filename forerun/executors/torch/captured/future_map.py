@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
+from forerun.executors.torch.plain_round import Accepted
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 
@@ -152,24 +153,18 @@ class FutureMap:
         self,
         size: Size,
         buffers: dict[str, Tensor],
-        choices: Tensor,
-        kept: Tensor,
+        accepted: Accepted,
         record: Record,
     ) -> None:
-        """Keep what came of the rows, and write into the record what ran: choices [R*N] of all
-        nodes, kept bool[R,N] of those on accepted paths.
-        """
+        """Keep what came of the rows, and write into the record what ran."""
         slot = buffers["slot"].long()
         record.tokens.copy_(buffers["tokens"])
-        if size.nodes == 1:
-            count, token = kept[:, 0].int(), choices
-        else:
+        token = accepted.choices
+        if size.nodes > 1:
             record.parents.copy_(buffers["parents"])
             record.count.copy_(buffers["count"])
-            count = kept.sum(1, dtype=torch.int32)
-            last = (kept * (buffers["depth"].view_as(kept) + 1)).argmax(1, keepdim=True)
-            token = choices.view_as(kept).gather(1, last)[:, 0]
-        moved = torch.cat([buffers["where"] + count, token.clamp_min(0)[None].int()])
+            token = token.view(size.rows, -1).gather(1, accepted.last.long()[:, None])[:, 0]
+        moved = torch.cat([buffers["where"] + accepted.count, token.clamp_min(0)[None].int()])
         self._state.index_copy_(0, slot, moved.T)
         if self.width:
             self._leave_trees(size, slot, buffers["draft_slot"] >= 0, record.grown)

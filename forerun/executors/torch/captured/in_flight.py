@@ -26,7 +26,7 @@ class InFlightStep:
     result   where the record comes to; it is another round's as soon as this one has been read
     wait     returns when it is there
     over     called when the record is read
-    logits   float32[R*N,V] on the device, until the next round
+    logits   [R*N,V] on the device, until the next round
     features [R*N,F*H] likewise, by place; None where nothing is requested
     masks    of grammars, that it was begun with
     """

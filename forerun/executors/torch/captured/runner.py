@@ -6,7 +6,7 @@ copy, the choices of all nodes come back as one copy, and in between the accepte
 row has been found and its keys and values moved into pages.
 
     host    plan -> buffers                                               record -> Outcome
-    device             '-> forward -> choose -> walk -> move pages (-> draft) --'
+    device             '-> prepare -> forward -> accept -> move (-> draft) --'
 
 Where rounds keep state (future_map.py), a round takes up on the device what the one before it
 leaves there. Where a draft request comes with the step (drafting.py), the program extends the draft
@@ -22,7 +22,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized, StagingBuffer
 from forerun.executors.torch.captured.drafting import Decided, Drafting
 from forerun.executors.torch.captured.future_map import FutureMap
@@ -32,9 +31,10 @@ from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
+from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.plain_round import Accepted, Facts, Prepared, RoundShape
 from forerun.executors.torch.shaping import reported
 from forerun.interface.executor import ExecutorLimits
-from forerun.speculative.accept import NOTHING
 
 
 class CudaGraphRunner:
@@ -44,7 +44,7 @@ class CudaGraphRunner:
     drafting    what a draft head does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
-    logits      float32[max_nodes,V] of the last round, by place
+    logits      [max_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [max_nodes,F*H] likewise; None where nothing is requested
     """
 
@@ -65,9 +65,17 @@ class CudaGraphRunner:
             vocab=limits.vocab,
         )
         self._device = cache.device
+        factors = [rope.attention_factor for rope in decoder.ropes]
+        self._shape = RoundShape(
+            page_size=cache.page_size,
+            scratch=cache.scratch_begin,
+            frequencies=decoder.frequencies,
+            factors=torch.tensor(factors, dtype=torch.float32, device=self._device),
+        )
         self._sized: dict[Size, Sized] = {}
         self._programs = Programs(self._work, records)
-        self.logits = torch.zeros(limits.max_nodes, limits.vocab, device=self._device)
+        shape = limits.max_nodes, limits.vocab
+        self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self.features: Tensor | None = None
@@ -132,89 +140,56 @@ class CudaGraphRunner:
 
     def _work(self, size: Size) -> None:
         sized, decoder, cache = self.of(size), self._decoder, self._cache
-        buffers, total = sized.there, size.total
+        kernels, facts, total = self._kernels, sized.there, size.total
         if self.future is not None:
-            buffers = self.future.enter(size, buffers)
-        position = buffers["kv_len"][sized.row] + buffers["depth"]
+            facts = self.future.enter(size, facts)
+        prepared = kernels.prepare(facts, self._shape)
         geometry = Geometry(
             start=sized.start,
-            kv_len=buffers["kv_len"],
-            table=buffers["table"],
-            tree_intervals=buffers["tree_intervals"],
+            slots=prepared.slots,
+            kv_len=facts["kv_len"],
+            table=facts["table"],
+            tree_intervals=facts["tree_intervals"],
             tiles=sized.tiles,
             tile=sized.tile,
             page_size=cache.page_size,
-            scratch=cache.scratch_begin,
-            position=position,
+            position=prepared.position,
         )
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(layer: int, heads: Heads) -> Tensor:
             held = cache.of_layer(layer)
-            self._kernels.write(keys, values, held, cache.scratch_begin)
+            queries = kernels.enter(heads, held, prepared.slots)
             spec = decoder.arch.layer_specs[layer].attention
-            return self._kernels.attend(queries, *held, geometry, spec)
+            return kernels.attend(queries, *held, geometry, spec)
 
-        last, streams = decoder.forward(
-            buffers["tokens"].long(), position.long(), attend, self.aux_layers
-        )
+        last, streams = decoder.forward(facts["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:
-            self.features[:total] = torch.cat(streams, -1)
-        logits = self.logits[:total]
-        decoder.logits(last, out=logits)
-        low, high = (buffers[name].long() for name in ("low", "high"))
-        noise = NodeNoise(
-            seeds=(high << 32) | (low & 0xFFFFFFFF),
-            positions=buffers["position"],
-            temperatures=buffers["temperature"].view(torch.float32),
-        )
-        choices = self._choose(size, buffers, logits, noise.at(sized.row, buffers["depth"]))
-        kept = walk(choices, buffers, size)
+            torch.cat(streams, -1, out=self.features[:total])
+        logits = decoder.logits(last, out=self.logits[:total])
         record = Record.of(size, sized.record)
-        record.choices[:] = torch.where(kept.flatten(), choices, NOTHING)
-        page = buffers["table"][sized.row, position // cache.page_size].long()
-        slot = page * cache.page_size + position % cache.page_size
-        # What is not kept is copied onto itself.
-        scratch = cache.scratch_begin + torch.arange(total, device=self._device)
-        cache.move(scratch, torch.where(kept.flatten(), slot, scratch))
+        accepted = self._accept(size, facts, logits, prepared, record.choices)
+        if size.nodes > 1:  # One node alone is in its page already, or left to the host.
+            kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
         if self.drafting is not None and self.features is not None and size.levels:
-            decided = Decided(buffers, geometry, noise, choices, kept, position, slot)
-            grown, candidates = self.drafting.work(size, decided, self.features[:total])
-            record.grown.copy_(grown)
+            decided = Decided(facts, geometry, prepared, accepted)
+            work, features = self.drafting.work, self.features[:total]
+            candidates = work(size, decided, features, record.grown)
             if candidates is not None:
                 record.candidates.copy_(candidates)
         if size.reports:
-            record.reported.copy_(reported(logits, choices, size.reports).flatten())
+            found = reported(logits.float(), accepted.choices, size.reports)
+            record.reported.copy_(found.flatten())
         if size.shaping and self.shaped is not None:
-            self.shaped.add(buffers, choices, kept)
+            self.shaped.add(facts, accepted.choices, accepted.kept)
         if self.future is not None:
-            self.future.leave(size, buffers, choices, kept, record)
+            self.future.leave(size, facts, accepted, record)
 
-    def _choose(
-        self, size: Size, buffers: dict[str, Tensor], logits: Tensor, noise: NodeNoise
-    ) -> Tensor:
+    def _accept(
+        self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
+    ) -> Accepted:
+        kernels = self._kernels
         if self.shaped is None or not (size.shaping or size.masked):
-            return self._kernels.choose(logits, noise)
-        return self.shaped.choose(size, buffers, logits, noise, self._kernels.choose)
-
-
-def walk(choices: Tensor, buffers: dict[str, Tensor], size: Size) -> Tensor:
-    """bool[R,N]: nodes on the accepted path of a decided row, its root included.
-
-    The rule of forerun.speculative.accept without a loop: a node is right where it is the first
-    child of its parent that drafts the parent's choice, and has a choice itself; it is kept where
-    it and everything above it is right.
-    """
-    chosen, tokens, parents = (
-        tensor.view(size.rows, size.nodes)
-        for tensor in (choices, buffers["tokens"], buffers["parents"])
-    )
-    enter, leave = buffers["tree_intervals"].view(2, size.rows, size.nodes)
-    order = torch.arange(size.nodes, device=choices.device)
-    twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
-    doubled = (twins & (order[:, None] > order)).any(-1)
-    drafted = tokens == chosen.gather(1, parents.clamp_min(0).long())
-    right = ((drafted & ~doubled) | (order == 0)) & (chosen != NOTHING)
-    right &= (order < buffers["count"][:, None]) & (buffers["decided"][:, None] > 0)
-    above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
-    kept: Tensor = ~(above & ~right[:, None]).any(-1)
-    return kept
+            return kernels.accept(logits, prepared.noise, facts, record)
+        wide, noise = logits.float(), prepared.noise
+        choices = self.shaped.choose(size, facts, wide, noise, kernels.choose)
+        return kernels.keep(choices, facts, record)

@@ -1,0 +1,249 @@
+"""What a draft head's levels in a captured round are made of beside the head itself, as Triton
+kernels, for CUDA. The slow twins are in forerun.executors.torch.plain_round. Launches only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.layers import Rotary
+from forerun.executors.torch.plain_round import (
+    Accepted,
+    Below,
+    Extended,
+    Facts,
+    Levels,
+    Prepared,
+)
+from forerun.executors.torch.triton_choice import gumbel_at
+from forerun.interface.draft_model import CANDIDATES
+from forerun.speculative.draft_tree import full_size
+
+CHUNK = 2048
+"""Draft tokens that one program of `_candidates` looks at."""
+
+
+@triton.jit(do_not_specialize=["nodes", "first", "nobody", "rows", "width", "levels"])
+def _follow(
+    read, hidden, last, count, draft_slot, kv_len, seeds, positions, temperatures,
+    read_out, hidden_out, outputs, kv_out, seeds_out, positions_out, temperatures_out, position,
+    hidden_size, nodes, first, nobody, rows, width, levels,
+    BLOCK: tl.constexpr, ASKERS: tl.constexpr,
+):  # fmt: skip
+    """Some of one row's numbers; its facts besides, by the first program."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    root = row * nodes
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    there = at < hidden_size
+    end = (root + tl.load(last + row)).to(tl.int64) * hidden_size + at
+    slot = tl.load(draft_slot + row)
+    slot = tl.where(slot >= 0, first + slot, nobody).to(tl.int64)
+    out = row.to(tl.int64) * hidden_size + at
+    tl.store(read_out + out, tl.load(read + end, mask=there), mask=there)
+    passed = tl.load(hidden + end, mask=there)
+    tl.store(hidden_out + out, passed, mask=there)
+    tl.store(outputs + slot * hidden_size + at, passed, mask=there)
+    if block == 0:
+        kept = tl.load(count + row)
+        cached = tl.load(kv_len + row) + kept
+        tl.store(kv_out + row, cached)
+        each = tl.arange(0, ASKERS)
+        asks, level = each < levels * width, each // width
+        to = level * rows * width + row * width + each % width
+        nothing = tl.zeros_like(each)
+        begins = tl.load(positions + root) + kept
+        tl.store(seeds_out + to, tl.load(seeds + root) + nothing, mask=asks)
+        tl.store(positions_out + to, begins + level, mask=asks)
+        tl.store(
+            temperatures_out + to, tl.load(temperatures + root) + nothing.to(tl.float32), mask=asks
+        )
+        runs = asks & (level > 0)
+        tl.store(position + to - rows * width, cached + level - 1, mask=runs)
+
+
+def follow(
+    extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
+) -> Below:
+    """plain_round.follow."""
+    rows, hidden_size = len(accepted.count), extended.read.shape[1]
+    levels, width = size.levels, size.width
+    read, hidden = (extended.read.new_empty(rows, hidden_size) for _ in range(2))
+    kv_len = torch.empty_like(accepted.count)
+    noise = prepared.noise
+    seeds, positions, temperatures = (
+        each.new_empty(levels, rows * width)
+        for each in (noise.seeds, noise.positions, noise.temperatures)
+    )
+    position = kv_len.new_empty(levels - 1, rows * width)
+    _follow[rows, triton.cdiv(hidden_size, 1024)](
+        *(extended.read, extended.hidden, accepted.last, accepted.count),
+        *(facts["draft_slot"], facts["kv_len"]),
+        *(noise.seeds, noise.positions, noise.temperatures),
+        *(read, hidden, extended.outputs, kv_len, seeds, positions, temperatures, position),
+        *(hidden_size, len(prepared.position) // rows, extended.first),
+        *(len(extended.outputs) - 1, rows, width, levels),
+        BLOCK=1024,
+        ASKERS=triton.next_power_of_2(levels * width),
+        num_warps=4,
+    )
+    of_levels = [NodeNoise(*each) for each in zip(seeds, positions, temperatures, strict=True)]
+    of_levels[0] = NodeNoise(seeds[0, ::width], positions[0, ::width], temperatures[0, ::width])
+    return Below(read, hidden, kv_len, tuple(of_levels), position)
+
+
+@triton.jit(do_not_specialize=["factor"])
+def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
+    node, at = tl.program_id(0), tl.arange(0, triton.next_power_of_2(HALF))
+    there = at < HALF
+    where = tl.load(position + node).to(tl.float32)
+    angle = where * tl.load(frequencies + at, mask=there, other=0.0)
+    out = node.to(tl.int64) * HALF + at
+    tl.store(cos + out, tl.cos(angle) * factor, mask=there)
+    tl.store(sin + out, tl.sin(angle) * factor, mask=there)
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
+    """layers.rotation of positions int32[M]."""
+    shape = len(positions), len(frequencies)
+    cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
+    _rotation[(len(positions),)](
+        positions, frequencies, cos, sin, factor, HALF=len(frequencies), num_warps=1
+    )
+    return cos, sin
+
+
+@triton.jit
+def _key(values, tokens):
+    """int64 that order as the float32 values do, equal ones by the lower token first."""
+    bits = values.to(tl.int32, bitcast=True)
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    return (ordered << 32) | (0x7FFFFFFF - tokens).to(tl.int64)
+
+
+@triton.jit
+def _value(keys):
+    ordered = (keys >> 32).to(tl.int32)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["vocab", "chunks", "every"])
+def _candidates(
+    logits, temperatures, keys, most, sums, vocab, chunks, every,
+    CHUNK: tl.constexpr, COUNT: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """The best of one chunk of one node's draft tokens, descending, and its exponentials' sum."""
+    node, chunk = tl.program_id(0), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    there = token < vocab
+    place = node.to(tl.int64) * vocab + token
+    values = tl.load(logits + place, mask=there, other=float("-inf")).to(tl.float32)
+    top = tl.max(values, 0)
+    level = tl.where(top == float("-inf"), 0.0, top)
+    at = node * chunks + chunk
+    tl.store(most + at, top)
+    tl.store(sums + at, tl.sum(tl.exp(values - level), 0))
+    key = _key(values, token)
+    best = at.to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    if CHAIN and tl.load(temperatures + node * every) <= 0:
+        # Nothing will reorder them, and one is wanted.
+        nothing = tl.full([COUNT], -9223372036854775807, tl.int64)
+        tl.store(keys + best, tl.where(tl.arange(0, COUNT) == 0, tl.max(key, 0), nothing))
+    else:
+        tl.store(keys + best, tl.topk(key, COUNT))
+
+
+@triton.jit(do_not_specialize=["chunks", "vocab", "every", "nodes", "places", "begin", "above"])
+def _grow(
+    keys, most, sums, ids, seeds, positions, temperatures, grown, chosen,
+    chunks, vocab, every, rows, nodes, places, begin, above,
+    COUNT: tl.constexpr, CANDIDATES: tl.constexpr, ALL: tl.constexpr, CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """The best children of one node, from what the chunks of its draft tokens found."""
+    node = tl.program_id(0)
+    row, asker = node // nodes, node % nodes
+    chunk = tl.arange(0, CHUNKS)
+    top = tl.load(most + node * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
+    total = tl.load(sums + node * chunks + chunk, mask=chunk < chunks, other=0.0)
+    level = tl.max(top, 0)
+    # NaN and +inf in any chunk are in its sum.
+    level = tl.where(level == float("-inf"), 0.0, level)
+    share = tl.where(top == float("-inf"), 0.0, total * tl.exp(top - level))
+    normaliser = level + tl.log(tl.sum(share + total * 0, 0))
+    whole = tl.arange(0, ALL)
+    nothing = tl.full([ALL], -9223372036854775807, tl.int64)
+    place = node.to(tl.int64) * chunks * COUNT + whole
+    found = tl.where(
+        whole < chunks * COUNT, tl.load(keys + place, mask=whole < chunks * COUNT, other=0), nothing
+    )
+    best = tl.topk(found, COUNT)
+    child = tl.arange(0, COUNT)
+    draft = (0x7FFFFFFF - (best & 0xFFFFFFFF)).to(tl.int32)
+    there = (child < CANDIDATES) & (draft >= 0) & (draft < vocab)
+    token = tl.load(ids + draft, mask=there, other=0)
+    value = tl.where(there, _value(best) - normaliser, float("-inf"))
+    temperature = tl.load(temperatures + node * every)
+    if temperature > 0:
+        noise = gumbel_at(tl.load(seeds + node * every), tl.load(positions + node * every), token)
+        value = tl.div_rn(value, tl.zeros_like(value) + temperature) + noise
+        value = tl.where(there, value, float("-inf"))
+        greatest = tl.max(value, 0)
+        value = value - (greatest + tl.log(tl.sum(tl.exp(value - greatest), 0)))
+    value = tl.where(value != value, float("-inf"), value)  # noqa: PLR0124 - NaN
+    size = rows.to(tl.int64) * places
+    into = grown + row.to(tl.int64) * places
+    base, parent = 0.0, -1
+    if above >= 0:
+        parent = above
+        if CHOSEN:
+            parent = above + tl.load(chosen + node).to(tl.int32)
+        base = tl.load(into + 2 * size + parent).to(tl.float32, bitcast=True)
+    for rank in range(WIDTH):
+        greatest = tl.max(value, 0)
+        which = tl.min(tl.where((value == greatest) & there, child, COUNT), 0)
+        to = into + begin + asker * WIDTH + rank
+        tl.store(to, tl.sum(tl.where(child == which, token, 0), 0))
+        tl.store(to + size, parent)
+        worth = base + tl.minimum(greatest, 0.0)
+        tl.store(to + 2 * size, worth.to(tl.int32, bitcast=True))
+        value = tl.where(child == which, float("-inf"), value)
+
+
+def grow(
+    logits: Tensor,
+    ids: Tensor,
+    noise: NodeNoise,
+    size: Levels,
+    level: int,
+    grown: Tensor,
+    chosen: Tensor | None,
+) -> None:
+    """plain_round.grow."""
+    count, vocab = logits.shape
+    width, rows, places = size.width, grown.shape[1], grown.shape[2]
+    candidates = min(max(CANDIDATES, width), vocab)
+    kept, chunks = triton.next_power_of_2(candidates), triton.cdiv(vocab, CHUNK)
+    keys = noise.seeds.new_empty(count, chunks, kept)
+    most, sums = (noise.temperatures.new_empty(count, chunks) for _ in range(2))
+    every = noise.seeds.stride(0)
+    _candidates[count, chunks](
+        *(logits, noise.temperatures, keys, most, sums, vocab, chunks, every),
+        CHUNK=CHUNK,
+        COUNT=kept,
+        CHAIN=width == 1,
+        num_warps=4,
+    )
+    _grow[(count,)](
+        *(keys, most, sums, ids, noise.seeds, noise.positions, noise.temperatures, grown),
+        *(keys if chosen is None else chosen, chunks, vocab, every, rows, count // rows, places),
+        *(full_size(width, level), full_size(width, level - 1) if level else -1),
+        COUNT=kept,
+        CANDIDATES=candidates,
+        ALL=triton.next_power_of_2(chunks * kept),
+        CHUNKS=triton.next_power_of_2(chunks),
+        WIDTH=width,
+        CHOSEN=chosen is not None,
+        num_warps=4,
+    )

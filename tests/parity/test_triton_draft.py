@@ -1,0 +1,146 @@
+"""The kernels beside a draft head in a round, interpreted on the CPU, against plain torch and the
+host's rule.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.plain_round import (
+    Accepted,
+    Extended,
+    Levels,
+    Prepared,
+    follow,
+    grow,
+)
+from forerun.speculative.draft_tree import full_size
+from forerun.speculative.noise import gumbel_of
+from tests.parity.interpreted import load
+from tests.parity.test_torch_accept import SEEDS
+from tests.parity.test_triton_choice import noise_of
+
+draft = load("triton_draft")
+
+MORE = [(4, 3, 1), (2, 3, 4), (3, 2, 2)]
+GROWN = [(1, 1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
+"""Triton's interpreter takes two seconds for what orders the candidates of one node."""
+
+
+def below(rows, width, vocab, seed, hot=True):
+    """Logits of the nodes that ask at every level, and how their children choose."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(9000, generator=random)[:vocab].int()
+    for level in range(4):
+        count = rows * (width if level else 1)
+        logits = torch.randn(count, vocab, generator=random) * 3
+        # Of bfloat16's many ties at the last candidate plain torch takes any.
+        logits = logits if hot else logits.bfloat16()
+        cases = [
+            (SEEDS[i % 6], 10 * i + level, [0.0, 0.3, 1.0, 1.7][i % 4] if hot else 0.0)
+            for i in range(count)
+        ]
+        yield ids, logits, noise_of(cases)
+
+
+@pytest.mark.parametrize(("rows", "levels", "width"), GROWN)
+@pytest.mark.parametrize(
+    ("vocab", "hot"), [(500, True), (500, False), pytest.param(4500, True, marks=pytest.mark.slow)]
+)
+def test_levels_are_grown_as_in_plain_torch(rows, levels, width, vocab, hot):
+    size, places = Levels(levels, width), full_size(width, levels)
+    found, expected = torch.full((2, 3, rows, places), -9, dtype=torch.int32)
+    given = below(rows, width, vocab, rows, hot)
+    for level, (ids, logits, noise) in zip(range(levels), given, strict=False):
+        chosen = None
+        if level and width > 1:
+            chosen = torch.arange(width).flip(0).sort().values.expand(rows, -1).contiguous()
+        for work, out in ((draft.grow, found), (grow, expected)):
+            work(logits, ids, noise, size, level, out, chosen)
+    assert torch.equal(found[1], expected[1])
+    values = [each[2].view(torch.float32) for each in (found, expected)]
+    torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
+    assert not hot or torch.equal(found[0], expected[0])
+    assert (values[0] <= 0).all() and not (found == -9).any()
+
+
+@pytest.mark.slow
+def test_the_children_are_the_hosts():
+    ids, logits, noise = next(below(24, 1, 500, 7))
+    logits = logits.float() + torch.randn(24, 500) * 1e-3  # No ties.
+    for width in (1, 4, 16):
+        grown = torch.zeros(3, 24, width, dtype=torch.int32)
+        draft.grow(logits, ids, noise, Levels(1, width), 0, grown, None)
+        for node in range(24):
+            temperature, scores = noise.temperatures[node].item(), logits[node].log_softmax(-1)
+            best = scores.topk(64).indices
+            scores = scores[best].numpy()
+            if temperature:
+                seed = int(np.int64(noise.seeds[node]).view(np.uint64))
+                position = int(noise.positions[node])
+                scores = scores / np.float32(temperature)
+                scores = scores + gumbel_of(seed, position, ids[best].numpy())
+                scores -= np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+            order = np.argsort(-scores, kind="stable")[:width]
+            assert grown[0, node].tolist() == ids[best][order].tolist()
+            values = grown[2, node].view(torch.float32).numpy()
+            np.testing.assert_allclose(values, np.minimum(scores[order], 0), rtol=1e-4, atol=1e-4)
+
+
+def test_broken_children_are_worth_nothing():
+    ids, logits, noise = next(below(4, 8, 500, 1, hot=False))
+    logits = logits.float()
+    logits[0, 2], logits[1], logits[2, 7] = torch.nan, torch.nan, torch.inf
+    for work in (grow, draft.grow):
+        grown = torch.zeros(3, 4, 8, dtype=torch.int32)
+        work(logits, ids, noise, Levels(1, 8), 0, grown, None)
+        values = grown[2].view(torch.float32)
+        assert (values[:3] == -torch.inf).all() and values[3].isfinite().all()
+        assert set(grown[0, 3].tolist()) <= set(ids.tolist())
+
+
+def test_the_rows_ends_are_followed():
+    random = torch.Generator().manual_seed(0)
+    rows, nodes, hidden = 3, 4, 40
+    total = rows * nodes
+    accepted = Accepted(
+        choices=torch.zeros(total, dtype=torch.int32),
+        kept=torch.zeros(rows, nodes, dtype=torch.bool),
+        count=torch.tensor([1, 3, 0], dtype=torch.int32),
+        last=torch.tensor([0, 3, 0], dtype=torch.int32),
+    )
+    nothing = torch.zeros(total, dtype=torch.int32)
+    noise = noise_of([(SEEDS[i % 6], 7 * i, 0.1 * i) for i in range(total)])
+    prepared = Prepared(nothing, nothing, nothing, noise, ())
+    facts = {
+        "draft_slot": torch.tensor([2, -1, 0], dtype=torch.int32),
+        "kv_len": torch.tensor([5, 900, 0], dtype=torch.int32),
+    }
+    read, passed = torch.randn(2, total, hidden, generator=random).bfloat16()
+    for size in (Levels(1, 1), Levels(3, 1), Levels(3, 4)):
+        found = []
+        for work in (draft.follow, follow):
+            outputs = torch.zeros(11, hidden).bfloat16()
+            extended = Extended(read, passed, outputs, 7)
+            made = work(extended, accepted, prepared, facts, size)
+            outputs[-1] = 0  # Nobody's.
+            found.append((made, outputs))
+        (one, its), (other, others) = found
+        assert torch.equal(its, others) and its[9].any() and its[7].any()
+        for name in ("read", "hidden", "kv_len", "position"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert len(one.noise) == len(other.noise) == size.levels
+        for mine, theirs in zip(one.noise, other.noise, strict=True):
+            for name in ("seeds", "positions", "temperatures"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+def test_positions_are_turned():
+    positions, frequencies = torch.tensor([0, 1, 77, 4000]).int(), torch.logspace(0, -4, 20)
+    for found, expected in zip(
+        draft.rotation(positions, frequencies, 1.2),
+        rotation(positions, frequencies, 1.2),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,139 @@
+"""The kernels before and after a round's forward pass, interpreted on the CPU, against plain torch;
+and whole rounds of nothing but interpreted kernels.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch import TorchExecutor, executor, with_captures
+from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.captured.buffers import BufferDims, Size, Sized
+from forerun.executors.torch.captured.prepare_inputs import tree_intervals
+from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.executors.torch.layers import FLOAT8
+from forerun.executors.torch.plain_round import RoundShape, accept, prepare
+from forerun.speculative.tree import batch
+from tests.models import tiny
+from tests.parity.driver import as_draft, limits
+from tests.parity.interpreted import load
+from tests.parity.launches import kernels
+from tests.parity.tape import Tape
+from tests.parity.test_torch_captured import no_draft, texts
+from tests.parity.test_torch_invariance import half_true_draft
+
+CPU = torch.device("cpu")
+for name in ("attention", "choice", "layers", "draft"):
+    load(f"triton_{name}")
+rounds = load("triton_round")
+
+
+def facts_of(size, trees, decided, seed):
+    """A round's facts, of rows with these trees, as the host writes them."""
+    random = np.random.default_rng(seed)
+    sized = Sized(size, BufferDims(6, 4, 2, 4300), CPU)
+    facts = sized.staging().buffers
+    rows, row = len(decided), np.repeat(np.arange(len(decided)), np.diff(trees.start))
+    place = row * size.nodes + np.arange(len(row)) - trees.start[row]
+    facts["kv_len"][:rows] = random.integers(0, 60, rows)
+    facts["position"][:rows] = random.integers(0, 1000, rows)
+    facts["low"][:], facts["high"][:] = random.integers(-(1 << 31), 1 << 31, (2, size.rows))
+    facts["temperature"].view(np.float32)[:rows] = random.choice([0.0, 0.8], rows)
+    facts["decided"][:rows], facts["count"][:rows] = decided, np.diff(trees.start)
+    facts["table"][:] = random.permutation(facts["table"].size).reshape(facts["table"].shape)
+    facts["tokens"][place], facts["depth"][place] = trees.tokens, trees.depth
+    facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
+    facts["tree_intervals"][:, place] = tree_intervals(trees, row)
+    sized.whole.copy_(sized._staging[0].whole)
+    return sized.there
+
+
+def trees_of(seed):
+    """A chain, a tree, a lone node, with few tokens: paths are accepted."""
+    random = np.random.default_rng(seed)
+    parents = [-1, 0, 1], [-1, -1, 0, 0, 2], []
+    draft_tokens = [as_draft(random.integers(0, 3, len(p)).tolist(), list(p)) for p in parents]
+    return batch([np.array([1], np.int32)] * 3, draft_tokens)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_facts_say_the_same_of_every_node(seed):
+    facts = facts_of(Size(4, 6), trees_of(seed), [True, True, seed % 2 == 0], seed)
+    frequencies = torch.stack([torch.logspace(0, -3, 8), torch.logspace(0, -5, 8)])
+    shape = RoundShape(16, 1000, frequencies, torch.tensor([1.0, 1.3]))
+    found, expected = rounds.prepare(facts, shape), prepare(facts, shape)
+    for name in ("position", "pages", "slots"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+        assert getattr(found, name).dtype == torch.int32
+    for name in ("seeds", "positions", "temperatures"):
+        assert torch.equal(getattr(found.noise, name), getattr(expected.noise, name)), name
+    for one, other in zip(found.rotary, expected.rotary, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    # The chain's nodes go into its pages, the tree's into scratch, the padding's too.
+    slots = found.slots.view(4, 6)
+    assert torch.equal(slots[0, :4], found.pages.view(4, 6)[0, :4])
+    assert (slots[0, 4:] >= 1000).all() and (slots[1] >= 1000).all() and (slots[3] >= 1000).all()
+    assert (slots[2, 0] < 1000) == (seed % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_paths_are_kept_as_by_the_rule(seed):
+    facts = facts_of(Size(4, 6), trees_of(seed), [True, True, seed % 3 == 0], seed)
+    noise = prepare(facts, RoundShape(16, 1000, torch.ones(1, 4), torch.ones(1))).noise
+    vocab = 3 if seed % 2 else 4300
+    logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    logits[:, :3] += 20
+    logits[seed] = torch.nan
+    records = torch.full((2, 24), -7, dtype=torch.int32)
+    found = rounds.accept(logits.bfloat16(), noise, facts, records[0])
+    expected = accept(logits.bfloat16(), noise, facts, records[1])
+    assert torch.equal(*records)
+    for name in ("choices", "kept", "count", "last"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert seed or found.kept.any()
+    # From choices that were made elsewhere.
+    again = rounds.keep(found.choices, facts, records[1])
+    assert torch.equal(*records) and torch.equal(again.kept, found.kept)
+    assert torch.equal(again.choices, found.choices)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_kept_numbers_are_moved(dtype, chosen):
+    source, target = torch.tensor([70, 71, 72, 3]), torch.tensor([5, 71, 9, 20])
+    kept = torch.tensor([True, True, False, True]) if chosen else None
+    found = []
+    for move in (rounds.move, PagedCache.move):
+        cache = PagedCache(KvShape(2, 3, 16), limits(8), CPU, dtype)
+        random = torch.Generator().manual_seed(0)
+        cache._kv.copy_(torch.randn(cache._kv.shape, generator=random))
+        if cache._scale is not None:
+            cache._scale.copy_(torch.rand(cache._scale.shape, generator=random))
+        before = cache._kv.float()
+        move(cache, source.int(), target.int(), kept)
+        found.append((cache._kv.float(), cache._scale))
+        assert (before != cache._kv.float()).any()
+    assert torch.equal(found[0][0], found[1][0])
+    assert dtype != FLOAT8 or torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
+    """No twin runs: every kernel of a round does, on one tiny model."""
+    monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
+    monkeypatch.setattr(Tape, "capture", lambda self, work: work)  # A tape holds no kernel of ours.
+    made = with_captures(TorchExecutor(checkpoint(family), small))
+    monkeypatch.setattr(executor, "kernels_for", lambda device: None)
+    eager = TorchExecutor(checkpoint(family), small)
+    expected, _ = texts(eager, no_draft)
+    random = np.random.default_rng(0)
+
+    def draft_tokens(slot, tokens):
+        return half_true_draft(random, expected[slot][len(tokens) :], tiny.VOCAB, 3)[0]
+
+    assert texts(made, draft_tokens)[0] == expected
+    assert made.describe()["rounds"] > 5
