@@ -22,8 +22,8 @@ BINS, DEPTHS = 8, 4
 """Claims and depths that are told apart: claims in so many equal steps, the last depth being all
 further ones."""
 PRIOR = 1.0
-"""Observations that a claim itself counts for. (Served, 12 texts of a tiny model: 1, 8 and 32 accept
-the same within 2 of 75 draft tokens.)"""
+"""Observations that a claim itself counts for. (Served, 12 texts of a tiny model: with 1, 8 and 32
+the accepted draft tokens are the same within 2 of 75.)"""
 MOST = 1024.0
 """Observations of a bin at most: then both of its counts are halved, so that late ones tell."""
 
