@@ -173,11 +173,18 @@ PROMPTS = [np.arange(9, 30, dtype=np.int32), np.arange(60, 65, dtype=np.int32)]
 TOKENS, DEPTH = 33, 3
 
 
-@pytest.mark.parametrize("sign", [1, pytest.param(-1, marks=pytest.mark.slow)])
-def test_a_head_that_is_always_right_or_always_wrong(markov, compiled, quickly, sign):
-    """Every draft token accepted, or none; the text is the same."""
+@pytest.mark.parametrize(
+    ("sign", "backend"),
+    [
+        (1, "auto"),
+        pytest.param(-1, "auto", marks=pytest.mark.slow),
+        pytest.param(1, "pallas", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_that_is_always_right_or_always_wrong(markov, compiled, quickly, sign, backend):
+    """Every draft token accepted, or none; the text is the same. With the Pallas kernel, too."""
     folder, head = markov
-    target = on_xla(folder, head(sign), compiled)
+    target = on_xla(folder, head(sign), compiled, attention_backend=backend)
     try:
         plain = serve(target, PROMPTS, "OFF", TOKENS)
         served = serve(target, PROMPTS, "EAGLE", TOKENS)
