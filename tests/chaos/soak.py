@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -110,6 +111,10 @@ def main() -> int:
     print(f"{load.done} answers, {len(load.wrong)} wrong, {len(load.refused)} refused, "
           f"{len(load.broken)} broken; rise over the run: "
           + ", ".join(f"{name} {share:+.1%}" for name, share in rises.items()))  # fmt: skip
+    for (name, message), count in Counter(
+        (name, error["message"]) for name, _, error in load.refused
+    ).most_common():
+        print(f"refused {count} times, {name}: {message}")
     return 1 if grown or load.wrong or load.broken or not same else 0
 
 

@@ -134,6 +134,13 @@ def test_impossible_and_broken_children_are_left_out():
     assert (draft.score > 0).all()
 
 
+def test_a_value_that_is_no_number_is_no_node_of_a_tree_grown_elsewhere():
+    tokens, parents = np.array([5, 6], np.int32), np.array([-1, -1], np.int32)
+    for none in (np.nan, -np.inf):
+        tree = DraftTree.regrown(2, 1, tokens, parents, np.array([none, -1.0], np.float32))
+        assert tree.draft(2).tokens.tolist() == [6]
+
+
 def test_a_drafter_with_nothing_to_say_ends_the_growth():
     calls = []
 
