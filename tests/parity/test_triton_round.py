@@ -23,8 +23,9 @@ from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 
 CPU = torch.device("cpu")
-for name in ("attention", "choice", "layers", "draft"):
+for name in ("choice", "layers", "draft"):
     load(f"triton_{name}")
+attention = load("triton_attention")
 rounds = load("triton_round")
 
 
@@ -121,7 +122,8 @@ def test_kept_numbers_are_moved(dtype, chosen):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
-    """No twin runs: every kernel of a round does, on one tiny model."""
+    """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts."""
+    monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
     monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
