@@ -45,7 +45,8 @@ def mass(weights: Array) -> Array:
 def lines(logits: Array, tokens: Array) -> Array:
     """int32[n,1+2*k] of tokens int32[n] (below 0: of token 0) by logits float32[n,V]."""
     best, ids = lax.top_k(logits, min(TOP, logits.shape[1]))
-    most = best[:, :1]
+    # A slice of `best` would make XLA's CPU backend sort the whole vocabulary: 143 ms, not 1.3.
+    most = logits.max(-1, keepdims=True)
     normaliser = most + jnp.log(mass(jnp.exp(logits - most)))[:, None]
     own = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], 1)
     bits = lax.bitcast_convert_type(
