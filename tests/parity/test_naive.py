@@ -156,7 +156,7 @@ def test_texts_under_a_grammar_are_those_of_plain_decoding(
 @pytest.fixture
 def counted(monkeypatch):
     """What a step asks of the device beside its program, by name."""
-    found = dict.fromkeys(("passes", "reads", "logits", "waits"), 0)
+    found = dict.fromkeys(("passes", "reads", "waits"), 0)
 
     def count(owner, name, kind):
         call = getattr(owner, name)
@@ -211,7 +211,7 @@ def test_a_step_is_one_replay_and_one_wait(rounds, learned, counted, kind):
         assert tape.captures == captured
         assert (tape.launched - before[1], tape.replays - before[2]) == (1, 1)
         assert {name: count - before[0][name] for name, count in counted.items()} == {
-            "passes": 0, "reads": 0, "logits": 0, "waits": 1,
+            "passes": 0, "reads": 0, "waits": 1,
         }  # fmt: skip
     assert engine.stats().accepted > 0
     engine.shutdown()
