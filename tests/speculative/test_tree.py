@@ -1,11 +1,13 @@
 """`batch` hangs drafts below known chains and keeps every parent where it was."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.tree import Draft, batch
+from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch, draft_row
 from tests.speculative.worlds import as_draft, drafts, paths
 
 rows = st.lists(
@@ -37,6 +39,70 @@ def test_every_node_keeps_its_token_parent_and_depth(rows):
             assert path[0] == first
             assert trees.depth[node] == len(path) - 1
     assert trees.start[-1] == len(trees.tokens)
+    assert trees.roots.tolist() == [trees.root(row) for row in range(trees.rows)]
+    assert trees.decode_only == all(len(trees.nodes(row)) == 1 for row in range(trees.rows))
+    assert trees.drafts == (() if trees.decode_only else drafts)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), drafts(), st.data())
+def test_a_row_says_what_became_of_its_drafts(chain, draft, data):
+    count = len(draft)
+    scores = data.draw(st.lists(st.floats(0, 1, width=32), min_size=count, max_size=count))
+    sources = data.draw(
+        st.lists(st.sampled_from(list(DraftSource)), min_size=count, max_size=count)
+    )
+    draft = Draft(
+        draft.tokens, draft.parents, np.array(scores, np.float32), np.array(sources, np.int32)
+    )
+    # A row before and one after it, so that its flat indices are not its own.
+    beside = as_draft([1, 2], [-1, 0])
+    chains = [np.array(known, np.int32) for known in ([0, 0], chain, [0])]
+    trees = batch(chains, [beside, draft, beside])
+    accepted = data.draw(st.lists(st.integers(0, 7), max_size=4))
+    path, node = [], -1
+    for token in accepted:
+        children = [n for n, parent in enumerate(draft.parents) if parent == node]
+        node = next((n for n in children if draft.tokens[n] == token), None)
+        if node is None:
+            break
+        path.append(node)
+    found = draft_row(trees, 1, accepted)
+    assert found.tokens == draft.tokens.tolist() and found.parents == draft.parents.tolist()
+    assert found.scores == scores and found.sources == sources
+    assert found.accepted == path
+    root = trees.root(1)
+    assert found.depth == (trees.depth[root + 1 : root + 1 + count] - trees.depth[root]).tolist()
+    device = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
+    unknown = found._replace(scores=[0.0] * count, sources=[DraftSource.UNKNOWN] * count)
+    assert draft_row(device, 1, accepted) == unknown
+
+
+def test_an_empty_draft_is_empty_in_every_field():
+    nothing = Draft()
+    fields = (nothing.tokens, nothing.parents, nothing.score)
+    assert [array.shape for array in fields] == [(0,)] * 3
+    assert [array.dtype for array in fields] == [np.int32, np.int32, np.float32]
+    assert len(nothing) == 0 and nothing.sources() == []
+
+
+def test_every_source_is_found_by_its_number():
+    everything = list(DraftSource)
+    # An enum takes a number that is used twice for another name of the same.
+    assert [source.name for source in everything] == list(DraftSource.__members__)
+    count = len(everything)
+    each = replace(as_draft([0] * count, [-1] * count), source=np.array(everything, np.int32))
+    assert each.sources() == everything
+    assert each.source_of(slice(1, 3)).tolist() == everything[1:3]
+    alike = replace(as_draft([0, 0], [-1, 0]), source=DraftSource.GRAMMAR)
+    assert alike.sources() == [DraftSource.GRAMMAR] * 2
+    assert alike.source_of(slice(1)) is DraftSource.GRAMMAR
+    assert as_draft([0], [-1]).sources() == [DraftSource.UNKNOWN]
+
+
+def test_what_all_steps_of_plain_decoding_share_cannot_be_written_to():
+    trees = batch([np.ones(1, np.int32)] * 2, [Draft(), Draft()])
+    shared = (trees.parents, trees.start, trees.known, trees.depth)
+    assert not any(array.flags.writeable for array in shared)
 
 
 def test_what_cannot_be_a_tree_is_refused():
