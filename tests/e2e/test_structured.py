@@ -204,13 +204,16 @@ def test_logprobs_and_stop_strings(server):
 
 
 def test_hostile_grammars_hold_nobody_up(server):
-    """While they are compiled, others are answered."""
+    """Before the first of them is compiled or refused, others are answered: counted, not timed."""
     slow = [{"regex": f"((a{{1,1000}}){{1,1000}}){{1,{1000 + index}}}"} for index in range(3)]
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(server.complete, **body) for body in slow]
-        for _ in range(5):
-            assert server.complete(max_tokens=5).elapsed.total_seconds() < 2
+        answered = 0
+        while not any(job.done() for job in waiting):
+            assert server.complete(max_tokens=5).status_code == 200
+            answered += 1
         assert all(job.result().status_code in (200, 400) for job in waiting)
+    assert answered >= 5
 
 
 WEATHER = {
