@@ -40,14 +40,6 @@ def all_candidates(monkeypatch):
     monkeypatch.setattr(model_drafter, "CANDIDATES", tiny.VOCAB)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def hf():
     return tiny.model("llama", num_hidden_layers=4)

@@ -38,14 +38,6 @@ PROMPTS = [_LONG[:1], _LONG[1:3], _LONG, np.append(_LONG[:32], np.int32(7))]
 """Shorter than the layers are many, in several steps, behind pages of another."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def random(tmp_path_factory):
     """A random target with random layers: the model, the layers and the folder by naming."""

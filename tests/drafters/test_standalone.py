@@ -28,14 +28,6 @@ PROMPTS += [PROMPTS[4], np.append(PROMPTS[4][:40], np.int32(7))]  # Whose pages 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target, as a folder and as the file that drafts for it; its first layers; itself under

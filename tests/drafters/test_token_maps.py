@@ -29,14 +29,6 @@ METHODS = ("EAGLE", "NEXTN", "STANDALONE")
 STEPS = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target that looks at the last token alone, with a prediction layer, and an EAGLE-1 head;

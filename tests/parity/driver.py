@@ -23,6 +23,23 @@ EVERYTHING = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
 """Greedy, and the logits of every node are computed."""
 
 
+SHAPED = [
+    {"top_k": 3},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
+    {"repetition_penalty": 1.7, "temperature": 0.0},
+    {"repetition_penalty": 0.7, "frequency_penalty": 0.37, "presence_penalty": -0.9},
+    {"logit_bias": ((9, 4.0), (5, -100.0), (600, 7.25))},
+    {"min_tokens": 9, "stop_tokens": (9, 11)},
+    {"frequency_penalty": 1.3, "top_p": 0.95, "temperature": 1.7, "logit_bias": ((3, 2.0),)},
+    {"top_k": 1},
+    {"temperature": 0.0, "top_p": 0.5},
+    {},
+]
+"""Sampling parameters beyond a temperature, each alone and some together."""
+
+
 MasksOf = Callable[[Plan, TreeBatch], NodeMasks]
 
 

@@ -27,14 +27,6 @@ PROMPTS = [np.random.default_rng(n).integers(3, tiny.VOCAB, 9 + 13 * n) for n in
 PROMPTS += [np.append(PROMPTS[3][:40], 7)]  # Whose pages are found again.
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def hf():
     return tiny.model("llama", num_hidden_layers=4)

@@ -21,25 +21,13 @@ from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, _keep_largest, process
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
-from tests.parity.driver import as_draft
+from tests.parity.driver import SHAPED, as_draft
 
 VOCAB, ROWS = 700, 4
 EDITS = room_for_edits(ROWS, 128, VOCAB)
 SIZE = Size(ROWS, 4)
 TREE = as_draft([5, 9, 5], [-1, 0, 1])
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
-
-KINDS = [
-    {"top_k": 3},
-    {"top_p": 0.6},
-    {"min_p": 0.2},
-    {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
-    {"repetition_penalty": 1.7, "temperature": 0.0},
-    {"repetition_penalty": 0.7, "frequency_penalty": 0.37, "presence_penalty": -0.9},
-    {"logit_bias": ((9, 4.0), (5, -100.0), (600, 7.25))},
-    {"min_tokens": 9, "stop_tokens": (9, 11)},
-    {"frequency_penalty": 1.3, "top_p": 0.95, "temperature": 1.7, "logit_bias": ((3, 2.0),)},
-]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +79,9 @@ def test_choices_are_the_hosts(chosen, masked):
     for turn in range(30):
         samplings, histories = [], []
         for row in range(ROWS):
-            values = {"temperature": 0.9, "seed": 10 * turn + row} | KINDS[(turn + 3 * row) % 9]
+            values = {"temperature": 0.9, "seed": 10 * turn + row} | SHAPED[
+                (turn + 3 * row) % len(SHAPED)
+            ]
             samplings.append(Sampling(**values))
             tokens = random.integers(0, 40, 20).astype(np.int32)
             histories.append(History(tokens, int(random.integers(5, 18))))

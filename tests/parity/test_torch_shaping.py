@@ -16,26 +16,12 @@ from forerun.speculative.accept import choose as chosen_by_rule
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import NodeMasks
 from forerun.speculative.verify import intervals
+from tests.parity.driver import SHAPED
 from tests.parity.tape import Watch
 
 VOCAB, ROWS, NODES = 700, 4, 4
 TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
-
-KINDS = [
-    {"top_k": 3},
-    {"top_p": 0.6},
-    {"min_p": 0.2},
-    {"top_k": 40, "top_p": 0.9, "min_p": 0.001},
-    {"repetition_penalty": 1.7, "temperature": 0.0},
-    {"repetition_penalty": 0.7, "frequency_penalty": 0.37, "presence_penalty": -0.9},
-    {"logit_bias": ((9, 4.0), (5, -100.0), (600, 7.25))},
-    {"min_tokens": 9, "stop_tokens": (9, 11)},
-    {"frequency_penalty": 1.3, "top_p": 0.95, "temperature": 1.7, "logit_bias": ((3, 2.0),)},
-    {"top_k": 1},
-    {"temperature": 0.0, "top_p": 0.5},
-    {},
-]
 
 
 def made(samplings):
@@ -97,7 +83,7 @@ def test_choices_are_the_hosts(masked):
         samplings = [
             Sampling(
                 **{"temperature": 0.9, "seed": 10 * turn + row}
-                | KINDS[(turn + 3 * row) % len(KINDS)]
+                | SHAPED[(turn + 3 * row) % len(SHAPED)]
             )
             for row in range(ROWS)
         ]
