@@ -42,6 +42,7 @@ from forerun.speculative.tree import Draft, TreeBatch, batch
 from forerun.types import Ints
 
 PAGE = 16
+GREEDY = Sampling(temperature=0.0)
 DRAFT_VOCAB = 32_000
 
 
@@ -112,6 +113,7 @@ class Steps:
         rows: int,
         sweep: Sweep,
         draft: DraftFile | None = None,
+        kv_dtype: str = "same",
     ) -> None:
         arch = checkpoint.architecture
         self._context, most = sweep.context, max(sweep.nodes)
@@ -124,16 +126,27 @@ class Steps:
             context=min(arch.context, self._pages * PAGE),
             vocab=arch.vocab,
         )
-        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype))
+        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, kv_dtype=kv_dtype))
         self.executor: Executor = made
         self._head = eagle_model(made, checkpoint, draft) if draft is not None else None
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]
+        self._rows = rows
+        self._open(GREEDY)
         for row in range(rows):
-            tokens = self._tokens[: sweep.context + 1]
-            self.executor.open(SlotInit(row, tokens, len(cached), Sampling(temperature=0.0)))
             self.run(*self._plan([row], 0, cached, 0), commit=True)
+
+    def sample(self, sampling: Sampling) -> None:
+        """Choose so from now on, in all sequences."""
+        for row in range(self._rows):
+            self.executor.close(row)
+        self._open(sampling)
+
+    def _open(self, sampling: Sampling) -> None:
+        tokens = self._tokens[: self._context + 1]
+        for row in range(self._rows):
+            self.executor.open(SlotInit(row, tokens, self._context, sampling))
 
     def step(self, rows: int, nodes: int) -> Callable[[], None]:
         """`rows` sequences with chains of `nodes` nodes: verify and accept. It may be repeated:
@@ -142,14 +155,21 @@ class Steps:
         plan, trees = self._decoding(rows, nodes)
         return lambda: self.run(plan, trees)
 
-    def drafted(self, rows: int, nodes: int) -> Callable[[], object] | None:
-        """`step`, which also follows and grows nodes - 1 draft tokens; None where no step does
-        that.
+    def prompt(self, tokens: int) -> Callable[[], None]:
+        """A chunk of so many prompt tokens, at most the context, of the first sequence."""
+        plan, trees = self._plan([0], 0, self._tokens[:tokens], 0)
+        return lambda: self.run(plan, trees, commit=True)
+
+    def drafted(
+        self, rows: int, nodes: int, levels: int | None = None
+    ) -> Callable[[], object] | None:
+        """`step`, which also follows and grows `levels` draft tokens, by default nodes - 1; None
+        where no step does that.
         """
         if self._head is None:
             return None
         plan, trees = self._decoding(rows, nodes)
-        request = DraftRequest(plan.slots, 1, nodes - 1)
+        request = DraftRequest(plan.slots, 1, nodes - 1 if levels is None else levels)
 
         def run() -> Scores:
             scores = self.executor.verify(plan, trees, request)

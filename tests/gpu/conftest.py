@@ -4,6 +4,7 @@
 spent on a typo.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,28 @@ HERE = Path(__file__).parent
 
 def pytest_addoption(parser):
     parser.addoption("--rehearse", action="store_true", help="run tests/gpu on the CPU")
+    parser.addoption("--outcomes", type=Path, help="write what became of every test, as JSON")
+
+
+def pytest_configure(config):
+    path = config.getoption("--outcomes", default=None)
+    if path is not None:
+        config.pluginmanager.register(Outcomes(path))
+
+
+class Outcomes:
+    """By test: passed, failed or skipped, and seconds; written after each, should time run out."""
+
+    def __init__(self, path):
+        self.path, self.found = path, {}
+
+    def pytest_runtest_logreport(self, report):
+        seen = self.found.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        seen["seconds"] += report.duration
+        if report.outcome != "passed":
+            seen |= {"outcome": report.outcome, "why": str(report.longrepr)[-2000:]}
+        if report.when == "teardown":
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
 
 
 def rehearsed(config):

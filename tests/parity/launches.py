@@ -359,7 +359,7 @@ counted over the round's own program (tests/parity/launches.py). Floor: the byte
 and values; all: those of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are
 the floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
 {FLOPS / 1e12:.0f} TFLOP/s where that is more (marked *). Times that a device shows go beside them,
-from `sized` in gpu.json ([gpu-pending](gpu-pending.md)).
+from rounds.json ([gpu-pending](gpu-pending.md)).
 
 """
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forerun.errors import EngineError
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized, StagingBuffer
 from forerun.executors.torch.captured.drafting import Decided, Drafting
 from forerun.executors.torch.captured.future_map import FutureMap
@@ -74,6 +75,7 @@ class CudaGraphRunner:
         )
         self._sized: dict[Size, Sized] = {}
         self._programs = Programs(self._work, records)
+        self._ran: Size | None = None
         shape = limits.max_nodes, limits.vocab
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
@@ -118,7 +120,7 @@ class CudaGraphRunner:
         """Begin one round, after all that was begun before and `first`; returns what waits for
         it.
         """
-        sized = self.of(size)
+        sized, self._ran = self.of(size), size
 
         def work() -> None:
             if first is not None:
@@ -129,6 +131,14 @@ class CudaGraphRunner:
 
         staging.wait = self._records.launch(work)
         return staging.wait
+
+    def replay(self) -> None:
+        """Run the last round once more, on what still lies on the device: to measure the device
+        alone. Raises EngineError before the first.
+        """
+        if self._ran is None:
+            raise EngineError("no round was run yet: there is nothing to replay")
+        self._programs.run(self._ran)
 
     def of(self, size: Size) -> Sized:
         """The fixed tensors of a size."""

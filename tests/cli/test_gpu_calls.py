@@ -1,0 +1,101 @@
+"""The calls of docs/gpu-pending.md: they are as short as a lent machine takes them, all that they
+name exists, and the scripts run here as far as a machine without a GPU goes.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench import gpu_rounds
+from forerun.cli.main import COMMANDS
+from forerun.executors.torch import executor
+from forerun.executors.torch.captured import executor as captured_executor
+from tests.parity.tape import Tape
+from tests.parity.test_torch_drafting import KERNELS
+from tests.shape.tree import ROOT
+
+PAGE = (ROOT / "docs" / "gpu-pending.md").read_text()
+CALLS = re.findall(r"(?ms)^## (Call \d): .*?(limit \d+ s).*?\n    (\S.*?)\n", PAGE)
+
+
+def parts_of(command):
+    """Words of every simple command of a line, without its redirections and its variables."""
+    lexer = shlex.shlex(command.replace("2>&1", ""), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    found, words = [], []
+    for word in lexer:
+        if set(word) <= set(";&|<>()"):
+            found, words = [*found, words], []
+        else:
+            words.append(word)
+    return [words for words in [*found, words] if words]
+
+
+def test_there_are_four_and_a_machine_takes_them():
+    assert [name for name, _, _ in CALLS] == [f"Call {number}" for number in range(1, 5)]
+    limits = [int(limit.split()[1]) for _, limit, _ in CALLS]
+    assert max(limits) <= 600 and sum(limits) <= 30 * 60
+    for _, limit, command in CALLS:
+        assert len(command) <= 2000
+        assert "$OUT/" in command or "--out $OUT" in command
+        timeouts = map(int, re.findall(r"timeout (\d+)", command))
+        assert sum(timeouts) < int(limit.split()[1])
+        assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "command"), [(name, line) for name, _, line in CALLS])
+def test_what_a_call_names_exists(name, command):
+    named = 0
+    for whole in parts_of(command):
+        words = whole[2:] if whole[0] == "timeout" else whole
+        if words[0] != "python3":
+            assert words[0] in ("export", "exit", "nvidia-smi", "tee", "wait") or "/" in words[0]
+            continue
+        named += 1
+        if words[1] != "-m":
+            source = (ROOT / words[1]).read_text()
+        elif words[2] == "forerun.cli":
+            assert words[3] in COMMANDS
+            continue
+        elif words[2] in ("pip", "pytest"):
+            assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+            continue
+        else:
+            source = (ROOT / (words[2].replace(".", "/") + ".py")).read_text()
+        for flag in (word for word in words if word.startswith("--")):
+            assert f'"{flag}"' in source, f"{name}: {words[1]} has no {flag}"
+    assert named
+    assert importlib.util.find_spec("tests.parity.compile_kernels")
+
+
+@pytest.mark.parametrize("what", ["rounds", "formats"])
+def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
+    """Every number, events apart: a tape captures, plain torch stands for Triton."""
+    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    monkeypatch.setattr(gpu_rounds, "kernels_of", lambda *_: [])
+    command = ["gpu_rounds.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert gpu_rounds.main() == 0
+    found = json.loads((tmp_path / f"{what}.json").read_text())
+    assert found["errors"] == {}
+    if what == "formats":
+        assert found["float8, pages same"]["1 rows, replay_ms"] > 0
+        return
+    points = [entry for name, entry in found.items() if "(" in name]
+    assert len(points) > 8
+    for entry in points:
+        assert entry["replay_ms"] > 0 and entry["step_ms"] > 0, entry
+
+
+def test_the_profilers_table_names_what_ran():
+    table = gpu_rounds.kernels_of(
+        lambda: torch.ones(64, 64) @ torch.ones(64, 64), torch.device("cpu")
+    )
+    assert any("mm" in name and calls >= 1 and took > 0 for name, calls, took in table)
