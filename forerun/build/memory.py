@@ -15,6 +15,12 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 TOKENS_PER_SEQUENCE = 256
 """Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
 
+HOST_SHARE = 0.6
+"""Of the free memory, where other programs live in it too, and prompts' scratch is not planned."""
+
+DEVICE_SHARE = 0.88
+"""The same on a device of its own (a GPU or TPU). Not measured: none was there yet."""
+
 
 @dataclass(frozen=True, slots=True)
 class Needs:
@@ -66,7 +72,8 @@ def plan_memory(
     what a sensible load needs. Raises MemoryPlanError when the parts do not fit, ConfigError
     when `context` and `kv_tokens` contradict each other.
     """
-    page, budget = config.page_size, int(available * config.mem_fraction_static)
+    share = config.mem_fraction_static or (DEVICE_SHARE if fill else HOST_SHARE)
+    page, budget = config.page_size, int(available * share)
     context = min(config.context or needs.context, needs.context)
     if config.context and config.context > needs.context:
         raise ConfigError(
@@ -82,7 +89,7 @@ def plan_memory(
     wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
     if room < minimum:
-        raise MemoryPlanError(_refusal(config, needs, scratch, minimum, budget))
+        raise MemoryPlanError(_refusal(needs, scratch, minimum, budget, share))
     tokens = room if fill and not config.kv_tokens else min(wanted, room)
     pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
     limits = ExecutorLimits(
@@ -96,11 +103,11 @@ def plan_memory(
     return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch)
 
 
-def _refusal(config: EngineConfig, needs: Needs, scratch: int, tokens: int, budget: int) -> str:
+def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float) -> str:
     return (
         f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
-        f"{human(budget)} that may be used ({config.mem_fraction_static:.0%} of the memory that is "
+        f"{human(budget)} that may be used ({share:.0%} of the memory that is "
         "free now). Lower kv-tokens, context or max-step-nodes, raise mem-fraction-static, or "
         "choose a smaller model."
     )

@@ -32,7 +32,7 @@ class EngineOptions(TypedDict, total=False):
     page_size: int
     kv_tokens: int | None
     max_sequences: int
-    mem_fraction_static: float
+    mem_fraction_static: float | None
     max_step_nodes: int
     max_waiting: int
     speculative_algorithm: str

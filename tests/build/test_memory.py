@@ -42,6 +42,9 @@ def test_contradictions_are_configuration_errors():
 def test_a_device_of_its_own_is_filled():
     plan = plan_memory(EngineConfig(), SMALL, 10**10, fill=True)
     assert plan.limits.pages * plan.limits.page_size > 200_000
+    assert sum(plan.describe().values()) == pytest.approx(0.88 * 10**10, rel=1e-3)
+    half = plan_memory(EngineConfig(mem_fraction_static=0.5), SMALL, 10**10, fill=True)
+    assert sum(half.describe().values()) == pytest.approx(0.5 * 10**10, rel=1e-3)
 
 
 @given(
@@ -65,7 +68,7 @@ def test_a_plan_never_exceeds_its_share(available, page_size, kv_tokens, context
     page_bytes = page_size * needs.per_token
     assert (
         plan.weights + plan.cache + plan.scratch
-        <= available * config.mem_fraction_static + page_bytes
+        <= available * (0.88 if fill else 0.6) + page_bytes
     )
 
 
