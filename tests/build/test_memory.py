@@ -67,8 +67,7 @@ def test_a_plan_never_exceeds_its_share(available, page_size, kv_tokens, context
     # Rounding up to whole pages may take at most one page more than the share.
     page_bytes = page_size * needs.per_token
     assert (
-        plan.weights + plan.cache + plan.scratch
-        <= available * (0.88 if fill else 0.6) + page_bytes
+        plan.weights + plan.cache + plan.scratch <= available * (0.88 if fill else 0.6) + page_bytes
     )
 
 
