@@ -105,8 +105,10 @@ def plausible(head: DraftHead, target: Architecture) -> list[DraftHead]:
 
 
 def turned(head: DraftHead, target: Architecture) -> list[DraftHead]:
-    """`head` with the other rotary bases that it may have been trained with."""
-    thetas = dict.fromkeys((EAGLE_THETA, target.rope.theta))
+    """`head` with the other rotary bases that it may have been trained with, the target's first:
+    where both do as well, it is the likelier.
+    """
+    thetas = dict.fromkeys((target.rope.theta, EAGLE_THETA))
     return [
         replace(head, rope=replace(head.rope, theta=theta))
         for theta in thetas
