@@ -36,7 +36,7 @@ def test_other_rotary_bases():
     (eagles,) = turned(HEAD, ARCH)
     assert eagles == read_as(HEAD, "theta=10000") and eagles.rope.scaling == HEAD.rope.scaling
     odd = read_as(HEAD, "theta=700")
-    assert [head.rope.theta for head in turned(odd, ARCH)] == [10_000.0, 5000.0]
+    assert [head.rope.theta for head in turned(odd, ARCH)] == [5000.0, 10_000.0]
 
 
 def test_readings_stay_inside_the_target():
