@@ -261,7 +261,12 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
         return out
     out, faults = bounded(out)
     for name in faults:
-        rewriter.fault(path, name, "no number beyond it can be written")
+        rewriter.fault(
+            path,
+            name,
+            "a bound as large as this is honoured for integers only, without multipleOf, and "
+            "where one lies within the bounds",
+        )
     return out
 
 

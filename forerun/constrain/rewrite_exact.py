@@ -12,7 +12,7 @@ from typing import Any
 from forerun.constrain.integer_range import integers
 from forerun.constrain.limits import WHITESPACE, json_options
 from forerun.constrain.rewrite_keys import with_plain_keys
-from forerun.constrain.rewrite_number import bounded, exact
+from forerun.constrain.rewrite_number import EXACT, bounded, exact
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OBJECT = frozenset({"type", "properties", "required", "additionalProperties"})
@@ -29,7 +29,7 @@ def has_large(value: Any) -> bool:
     """Whether a schema, as it was sent, has an integer that would be rounded."""
     if isinstance(value, dict | list):
         return any(map(has_large, value.values() if isinstance(value, dict) else value))
-    return not exact(value)
+    return not exact(value) or _beyond(value)
 
 
 def exact_rules(schema: Any, one_line: bool, name: str, plain: bool = True) -> list[str]:
@@ -266,7 +266,7 @@ class _Writer:
 
 def bounds_are_large(schema: dict[str, Any]) -> bool:
     """Whether bounds lie where llguidance cannot tell all integers apart."""
-    if all(exact(schema.get(name)) for name in _BOUNDS):
+    if not any(_beyond(schema.get(name)) for name in _BOUNDS):
         return False
     kinds = schema.get("type")
     return (
@@ -274,6 +274,11 @@ def bounds_are_large(schema: dict[str, Any]) -> bool:
         or (isinstance(kinds, list) and "number" not in kinds)
         or bool(bounded(schema)[1])
     )
+
+
+def _beyond(bound: Any) -> bool:
+    """A power of two may be written exactly, and what lies beside it still not."""
+    return isinstance(bound, int) and abs(bound) > EXACT
 
 
 def _as_schema(value: Any) -> dict[str, Any]:

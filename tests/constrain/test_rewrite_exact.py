@@ -29,6 +29,10 @@ WHERE = [
     ({"type": "integer", "minimum": N, "maximum": N + 1}, [N, N + 1], [N - 1, N + 2]),
     ({"type": "integer", "exclusiveMinimum": N, "exclusiveMaximum": N + 2}, [N + 1], [N, N + 2]),
     ({"type": "integer", "minimum": BIG}, [BIG, BIG + 1, 10**31], [BIG - 1, 2**63 - 1, 0, -BIG]),
+    # A power of two is a float, and what lies beside it is none.
+    ({"type": ["integer", "null"], "exclusiveMinimum": 2**63}, [2**63 + 1, None], [2**63, 0]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+     [-(2**63), 2**63 - 1, 0], [2**63, -(2**63) - 1]),
     ({"type": "integer", "maximum": -BIG}, [-BIG, -BIG - 1], [-BIG + 1, 0, BIG]),
     ({"minimum": BIG}, [BIG, "a", None, {}], [BIG - 1, 1.5]),
     ({"type": ["integer", "null"], "minimum": N}, [N, N + 1, None], [N - 1, "a"]),
