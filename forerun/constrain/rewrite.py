@@ -16,7 +16,7 @@ from forerun.constrain.rewrite_choice import conditional, exclusive_choice, nega
 from forerun.constrain.rewrite_exact import bounds_are_large
 from forerun.constrain.rewrite_keys import with_plain_keys
 from forerun.constrain.rewrite_logic import TYPES, type_of
-from forerun.constrain.rewrite_number import bounded, exact, exclusive
+from forerun.constrain.rewrite_number import LARGE_BOUND, bounded, exact, exclusive
 from forerun.constrain.rewrite_object import counted, dependencies, depending, named
 from forerun.constrain.rewrite_string import (
     FORMATS,
@@ -261,12 +261,7 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
         return out
     out, faults = bounded(out)
     for name in faults:
-        rewriter.fault(
-            path,
-            name,
-            "a bound as large as this is honoured for integers only, without multipleOf, and "
-            "where one lies within the bounds",
-        )
+        rewriter.fault(path, name, LARGE_BOUND)
     return out
 
 

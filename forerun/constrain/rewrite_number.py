@@ -6,6 +6,12 @@ from typing import Any
 EXACT = 2**53
 """llguidance reads numbers as 64-bit floats: larger integers are rounded."""
 
+LARGE_BOUND = (
+    "a bound as large as this is honoured for integers only, without multipleOf, and where one "
+    "lies within the bounds"
+)
+"""Why a bound is a fault that neither `bounded` nor rewrite_exact.py can say."""
+
 _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
 
