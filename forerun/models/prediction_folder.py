@@ -40,7 +40,7 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
             f"{folder} holds no prediction layers: config.json names no architecture that ends in "
             f"{SUFFIX}"
         )
-    keys = Keys(config, "config.json: ")
+    keys = Keys(config, f"{folder}/config.json: ")
     keys.get("architectures")
     wanted = {
         "hidden_size": arch.hidden,
@@ -56,10 +56,7 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
         raise ModelError(f"{folder}: these layers are for another target: " + "; ".join(faults))
     declared = keys.integer("num_nextn_predict_layers")
     vocab = keys.integer("draft_vocab_size", arch.vocab)
-    try:
-        keys.refuse_the_rest(harmless)
-    except ModelError as error:
-        raise ModelError(f"{folder}: {error}") from error
+    keys.refuse_the_rest(harmless)
     files = files_by_tensor(folder, maps=True)
     named = {name: (files.pop(name), name) for name in ("d2t",) if name in files}
     if vocab != arch.vocab and not named:
