@@ -27,19 +27,25 @@ class Translated:
     prepared   by the library, for this process
     expensive  to be followed in a process of its own
     unenforced paths of the keywords of a schema that it leaves out
-    slow       matchers that took too long on the engine's thread
+    slow       matchers that took too long on the engine's thread, less those since that did not
     """
 
     text: str
     prepared: Prepared
     expensive: bool
     unenforced: tuple[str, ...] = ()
-    slow: int = 0
+    slow: float = 0
 
     def moved(self, limit: bool) -> None:
         """A matcher had to leave the engine's thread, at a limit or because it was slow."""
         self.slow += 1
         self.expensive |= limit or self.slow > 1
+
+    def stayed(self) -> None:
+        """A matcher was done on the engine's thread. Eight of them make up for a slow one, which may
+        have had a bad moment of the machine and not of the grammar.
+        """
+        self.slow = max(0, self.slow - 1 / 8)
 
 
 @dataclass(frozen=True, slots=True)

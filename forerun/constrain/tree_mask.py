@@ -59,8 +59,9 @@ class TreeGrammars:
 
     def close(self, slot: int) -> None:
         """Forget the slot's matcher, if it has one."""
-        self._states.pop(slot, None)
-        self._compiled.pop(slot, None)
+        compiled = self._compiled.pop(slot, None)
+        if self._states.pop(slot, None) is not None and compiled is not None:
+            compiled.translated.stayed()
         remote = self._remote.pop(slot, None)
         if remote is not None:
             remote.close()

@@ -3,6 +3,7 @@
 import pytest
 
 from forerun import sandbox
+from forerun.constrain import tree_mask
 from tests.constrain import tools
 
 
@@ -18,7 +19,10 @@ def library(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def patient():
-    """Processes that work are not given up because a machine is busy: processor time decides."""
+    """Processes that work are not given up, and matchers do not leave the engine's thread, because
+    a machine is busy: the tests of these limits set them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "SILENCE", 1000.0)
+        patch.setattr(tree_mask, "SLOW", 1000.0)
         yield

@@ -176,6 +176,18 @@ def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
         assert grammar.translated.slow == count and grammar.expensive == (count == 2)
 
 
+def test_a_bad_moment_of_the_machine_is_forgotten(monkeypatch):
+    grammar = fresh(CASES["city"][0])
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr("forerun.constrain.tree_mask.SLOW", -1.0)
+            run(engine("random", "bytes"), request("city", grammar))
+        assert grammar.translated.slow == 1
+        for _ in range(8):
+            run(engine("random", "bytes"), request("city", grammar))
+        assert grammar.translated.slow == 0 and not grammar.expensive
+
+
 def sixteen() -> Tokenizer:
     """A vocabulary with a token of 16 letters x."""
     metadata = gguf_metadata("smollm")
