@@ -42,8 +42,8 @@ class Translated:
         self.expensive |= limit or self.slow > 1
 
     def stayed(self) -> None:
-        """A matcher was done on the engine's thread. Eight of them make up for a slow one, which may
-        have had a bad moment of the machine and not of the grammar.
+        """A matcher was done on the engine's thread. Eight of them make up for a slow one, which
+        may have had a bad moment of the machine and not of the grammar.
         """
         self.slow = max(0, self.slow - 1 / 8)
 
