@@ -119,7 +119,8 @@ def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, copied
 @pytest.mark.parametrize("masks_of", [None, grammar])
 def test_so_is_one_with_parameters_reports_and_masks(warm, prompt, copied, masks_of):
     """And beside each choice its log-probability and those of 20 others, not the logits."""
-    samplings = [*PARAMETERS[:3], Sampling(temperature=0.5, seed=3)]
+    thresholds = {"accept_threshold_single": 0.2, "accept_threshold_acc": 0.6}
+    samplings = [*PARAMETERS[:3], Sampling(temperature=0.5, seed=3, **thresholds)]
     with Driver(warm) as driver:
         for slot, sampling in enumerate(samplings):
             driver.open(slot, prompt[slot:9], replace(sampling, logprobs=slot or None))

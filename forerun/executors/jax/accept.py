@@ -84,6 +84,15 @@ class Trees(NamedTuple):
     real: Array
 
 
+def twins(trees: Trees) -> Array:
+    """bool[R,N]: nodes that draft what a node of the same parent has drafted before them."""
+    tokens, parents = trees.tokens, trees.parents
+    order = jnp.arange(tokens.shape[1])
+    same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    doubled: Array = (same & (order[:, None] > order)).any(-1)
+    return doubled
+
+
 def walk(choices: Array, trees: Trees) -> Array:
     """bool[R,N]: nodes on the accepted path, its root included; choices [R,N].
 
@@ -93,10 +102,8 @@ def walk(choices: Array, trees: Trees) -> Array:
     """
     tokens, parents, (enter, leave) = trees.tokens, trees.parents, trees.intervals
     order = jnp.arange(tokens.shape[1])
-    twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
-    doubled = (twins & (order[:, None] > order)).any(-1)
     drafted = tokens == jnp.take_along_axis(choices, jnp.maximum(parents, 0), 1)
-    right = ((drafted & ~doubled) | (order == 0)) & (choices != NOTHING) & trees.real
+    right = ((drafted & ~twins(trees)) | (order == 0)) & (choices != NOTHING) & trees.real
     above = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
     kept: Array = ~(above & ~right[:, None]).any(-1)
     return kept

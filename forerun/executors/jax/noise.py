@@ -49,9 +49,10 @@ def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
 
 
 def philox(
-    counter: tuple[Array, Array], key: tuple[Array, Array], looped: bool = False
+    counter: tuple[Array, ...], key: tuple[Array, Array], looped: bool = False
 ) -> tuple[Array, ...]:
-    """The four words of Philox-4x32-10 for counters (c0, c1, 0, 0), all uint32 of one shape.
+    """The four words of Philox-4x32-10 for counters of two or more words, which zeros follow, all
+    uint32 of one shape.
 
     looped  as a loop, which compiles sooner, and runs slower on large arrays
     """
@@ -63,7 +64,7 @@ def philox(
         return other_high ^ words[1] ^ one, other_low, high ^ words[3] ^ other, low
 
     nothing = jnp.zeros_like(counter[0])
-    words: tuple[Array, ...] = (counter[0], counter[1], nothing, nothing)
+    words: tuple[Array, ...] = (*counter, *(nothing,) * (4 - len(counter)))
     if looped:
         words = lax.fori_loop(np.uint32(0), np.uint32(ROUNDS), step, words)
     for index in () if looped else range(ROUNDS):
@@ -91,6 +92,14 @@ def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
     place = positions.astype(jnp.uint32)
     words = jnp.stack(philox((block, place), (seeds[0], seeds[1]), looped=True))
     return jnp.take_along_axis(words, (tokens % 4)[None], 0)[0]
+
+
+def coins(seeds: Array, positions: Array) -> Array:
+    """float32[n]: forerun.speculative.noise.coin, rounded, of seeds uint32[2,n] and positions."""
+    place = positions.astype(jnp.uint32)
+    counter = jnp.zeros_like(place), place, jnp.ones_like(place)
+    word = philox(counter, (seeds[0], seeds[1]), looped=True)[0]
+    return (word.astype(jnp.float32) + 0.5) * np.float32(2.0**-32)
 
 
 def approximate(words: Array) -> Array:

@@ -43,7 +43,7 @@ class Scores:
 
 def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
     """By row: the parameters of those that a plain round does not decide. The host decides rows
-    that change more than `room` logits, and those whose accept thresholds let more pass.
+    that change more than `room` logits.
     """
     found: Asked = {}
     more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
@@ -51,8 +51,6 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
     for row in np.flatnonzero(plan.samples & more).tolist():
         slot = sampler.of_row(plan, row)
         if slot.sampling.plain and not plan.constrained[row] and not is_told(slot.sampling):
-            continue
-        if slot.sampling.lossy:
             continue
         edits = edits_of(slot.sampling, slot.history)
         if len(edits) <= room:
