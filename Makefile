@@ -10,7 +10,7 @@ READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
 CLIENTS := .venv-clients
 
-.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak mutants check prove bench \
+.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -63,6 +63,12 @@ soak: tools
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools
 	$(BIN)/python -m tests.chaos.sanitize
+
+# Damaged model files, tables and grammars, guided by coverage (atheris); half an hour.
+EACH ?= 3
+fuzz-loaders: tools
+	$(PIP) "forerun[fuzz]"
+	$(BIN)/python -m tests.chaos.coverage_fuzz --minutes $(EACH)
 
 # Changes the code of speculative/ and cache/ in one place at a time: do the tests notice? An hour.
 mutants: tools

@@ -5,7 +5,9 @@ reader knows the handful of instructions that such a list consists of, each of w
 numbers on a stack, and refuses every other: none of those that name, build or call anything.
 """
 
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 from forerun.errors import ModelError
@@ -24,6 +26,17 @@ _LIST, _MARK, _LONG, _APPEND, _APPENDS, _STOP = (
     ord("e"),
     ord("."),
 )
+_DAMAGE = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+"""What zipfile raises for archives that are damaged or use what it does not know."""
 
 
 def read_pickled_ids(path: Path) -> list[int]:
@@ -35,7 +48,7 @@ def read_pickled_ids(path: Path) -> list[int]:
                 raise ModelError("it holds no list that torch saved")
             with archive.open(inside[0]) as stored:
                 program = stored.read(_MOST_BYTES + 1)
-    except (OSError, zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
+    except _DAMAGE as error:
         raise ModelError(f"{path} cannot be read as a torch archive: {error}") from error
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
@@ -65,7 +78,8 @@ def _ids(program: bytes) -> list[int]:
             waiting.append(int.from_bytes(program[at : at + size], "little", signed=signed))
             at += size
         elif code in (_APPEND, _APPENDS):
-            ids, waiting = ids + waiting, []
+            ids += waiting
+            waiting = []
             if len(ids) > _MOST_IDS:
                 raise ModelError("it is longer than any vocabulary")
         elif code == _STOP and opened and not waiting:

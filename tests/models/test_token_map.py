@@ -76,6 +76,28 @@ def test_damage_is_one_sentence(tmp_path):
         read_token_map(tmp_path / "far.json", 320)
 
 
+def test_a_damaged_archive_is_one_sentence(tmp_path):
+    """Bit by bit: zipfile has a different exception for many of them."""
+    whole = archive(tmp_path / "x.pt", pickle.dumps([1, 2, 3], 2)).read_bytes()
+    refused = 0
+    for bit in range(8 * len(whole)):
+        spoilt = bytearray(whole)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "x.pt").write_bytes(spoilt)
+        try:
+            assert read_token_map(tmp_path / "x.pt", VOCAB).tolist() == [1, 2, 3]
+        except ModelError:
+            refused += 1
+    assert refused > 400, "what is stored, its sums and its lengths"
+
+
+def test_a_list_of_single_appends_takes_linear_time(tmp_path):
+    """Half a million ids, each appended by an instruction of its own: no copy of what is there."""
+    count = 500_000
+    program = b"\x80\x02]" + b"K\x07a" * count + b"."
+    assert read_token_map(archive(tmp_path / "x.pt", program), VOCAB).tolist() == [7]
+
+
 def test_a_map_is_counted_from_text(tmp_path):
     spec = tmp_path / "tokenizer.json"
     tiny.tokenizer().save(str(spec))
