@@ -43,6 +43,7 @@ TESTS = {
     S + "verify.py": ["speculative/test_verify.py"],
     S + "noise.py": ["speculative/test_noise.py", "speculative/test_accept.py"],
     S + "sampling.py": ["speculative/test_sampling.py", "speculative/test_accept.py"],
+    S + "thresholds.py": ["speculative/test_thresholds.py"],
     S + "draft_tree.py": ["speculative/test_draft_tree.py"],
     C + "pages.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
     C + "table.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
