@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from time import monotonic
 
 from forerun.engine.request import Delta
@@ -138,9 +139,9 @@ def _joined(deltas: list[Delta]) -> Delta:
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+        tokens=tuple(chain.from_iterable(delta.tokens for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         prompt_logprobs=deltas[0].prompt_logprobs,
         cached_tokens=deltas[0].cached_tokens,
-        trace=tuple(step for delta in deltas for step in delta.trace),
+        trace=tuple(chain.from_iterable(delta.trace for delta in deltas)),
     )

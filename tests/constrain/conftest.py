@@ -3,7 +3,7 @@
 import pytest
 
 from forerun import sandbox
-from forerun.constrain import tree_mask
+from forerun.constrain import grammar_draft, jump_forward, tree_mask
 from tests.constrain import tools
 
 
@@ -19,10 +19,12 @@ def library(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def patient():
-    """Processes that work are not given up, and matchers do not leave the engine's thread, because
-    a machine is busy: the tests of these limits set them.
+    """Processes that work are not given up, matchers do not leave the engine's thread, and no less
+    is drafted because a machine is slow or busy: the tests of these limits set them.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "SILENCE", 1000.0)
         patch.setattr(tree_mask, "SLOW", 1000.0)
+        patch.setattr(jump_forward, "PATIENCE", 1000.0)
+        patch.setattr(grammar_draft, "PATIENCE", 1000.0)
         yield

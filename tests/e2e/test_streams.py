@@ -51,8 +51,8 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
         assert wait_for(lambda: running(server) == 1)
         if stream:
             read_until(sock, b"data: ")
-    # Plain decoding of what is left would take 20 s.
-    assert wait_for(lambda: aborted(server) == before + 1, 15.0)
+    # Otherwise it ends as one that was answered.
+    assert wait_for(lambda: aborted(server) == before + 1)
 
 
 def test_a_head_that_never_ends_is_given_up(server):
@@ -72,7 +72,7 @@ def test_a_client_that_leaves_mid_prefill(server):
             request_bytes("/v1/completions", {**PLAIN, "prompt": prompt, "max_tokens": 2000})
         )
         assert wait_for(lambda: running(server) == 1)
-    assert wait_for(lambda: aborted(server) == before + 1, 15.0)
+    assert wait_for(lambda: aborted(server) == before + 1)
 
 
 def test_all_choices_of_all_prompts_end_with_their_client(server):
@@ -81,18 +81,30 @@ def test_all_choices_of_all_prompts_end_with_their_client(server):
         body = {**PLAIN, "prompt": ["Hi", "Ho", "He"], "n": 2, "stream": True}
         sock.sendall(request_bytes("/v1/completions", body))
         assert wait_for(lambda: running(server) == 6)
-    assert wait_for(lambda: aborted(server) == before + 6, 15.0)
+    assert wait_for(lambda: aborted(server) == before + 6)
 
 
-def test_a_stalled_reader_holds_nobody_up_and_is_dropped(server):
-    """It reads nothing: others are answered meanwhile, then its request is ended."""
+STALLED = {**PLAIN, "n": 16, "max_tokens": 400, "logprobs": 20, "stream": True}
+"""With log-probabilities its answer is some 10 MB, more than sockets buffer."""
+
+
+def test_a_stalled_reader_holds_nobody_up(tmp_path):
+    """Others are answered though it is not dropped."""
+    with serving(tmp_path, settings={"send_seconds": 1000.0}) as patient:
+        with patient.connect(receive_buffer=2048) as sock:
+            sock.sendall(request_bytes("/v1/completions", STALLED))
+            assert wait_for(lambda: running(patient) == 16)
+            assert patient.complete(max_tokens=20).status_code == 200
+            assert wait_for(lambda: not running(patient))
+            assert patient.complete(max_tokens=20).status_code == 200
+            assert "it read nothing" not in patient.logged()
+        assert patient.idle()
+
+
+def test_a_stalled_reader_is_dropped(server):
     with server.connect(receive_buffer=2048) as sock:
-        # With log-probabilities this is some 10 MB, more than sockets buffer.
-        body = {**PLAIN, "n": 16, "max_tokens": 400, "logprobs": 20, "stream": True}
-        sock.sendall(request_bytes("/v1/completions", body))
+        sock.sendall(request_bytes("/v1/completions", STALLED))
         assert wait_for(lambda: running(server) == 16)
-        assert server.complete(max_tokens=20).status_code == 200
-        assert "it read nothing" not in server.logged()
         assert wait_for(lambda: "it read nothing for 3 s" in server.logged())
         assert wait_for(lambda: not running(server))
 

@@ -114,14 +114,24 @@ def test_abort_within_a_step(started):
     assert engine.stats().steps == 2
 
 
-def test_idle_costs_nothing(started):
+def test_idle_costs_nothing(started, monkeypatch):
+    """Its thread goes to sleep without a time at which it wakes up."""
+    monkeypatch.setattr("forerun.engine.thread.QUIET", 0.0)
+    asleep, waits = threading.Event(), threading.Condition.wait
+
+    def wait(condition, seconds=None):
+        if threading.current_thread().name == "forerun-engine" and seconds is None:
+            asleep.set()
+        return waits(condition, seconds)
+
     engine = started()
     ear = Ear()
     engine.submit(ask(), ear)
     assert_idle_soon(engine)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
+    monkeypatch.setattr(threading.Condition, "wait", wait)
+    engine.submit(ask("1"), ear)
+    wait_for(lambda: ("1", 0) in ear.ended)
+    assert asleep.wait(300)
     engine.submit(ask("2"), ear)
     wait_for(lambda: ("2", 0) in ear.ended)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from forerun.engine.request import Delta, Finish
 from forerun.interface.plan import TokenLogprobs
 from forerun.serve.bridge import MERGE_AT, Bridge, merged
 from forerun.types import RequestId
+from tests.counted import lines
 
 ONE = RequestId("one")
 
@@ -55,7 +55,7 @@ def test_merged_says_what_all_say():
 def test_news_from_another_thread_wakes_the_reader():
     async def scenario(bridge, gaps):
         box = bridge.events()
-        reading = asyncio.create_task(box.take(5.0))
+        reading = asyncio.create_task(box.take(60.0))
         await asyncio.sleep(0.01)
         in_thread(lambda: box.put(delta("a")))
         assert [news.text for news in await reading] == ["a"]
@@ -70,10 +70,10 @@ def test_stale_wake_ups_are_no_silence():
     async def scenario(bridge, gaps):
         box = bridge.events()
         in_thread(lambda: box.put(delta("a")))
-        assert [news.text for news in await box.take(5.0)] == ["a"]
+        assert [news.text for news in await box.take(60.0)] == ["a"]
         loop = asyncio.get_running_loop()
         loop.call_later(0.05, box.put, delta("b"))
-        assert [news.text for news in await box.take(5.0)] == ["b"]
+        assert [news.text for news in await box.take(60.0)] == ["b"]
 
     on_loop(scenario)
 
@@ -84,7 +84,7 @@ def test_one_wake_up_for_all_news_of_a_step():
         real = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: calls.append(args) or real(*args)
         boxes = [bridge.events() for _ in range(16)]
-        readers = [asyncio.create_task(box.take(5.0)) for box in boxes]
+        readers = [asyncio.create_task(box.take(60.0)) for box in boxes]
         await asyncio.sleep(0)
         in_thread(lambda: [box.put(delta("a")) for _ in range(4) for box in boxes])
         assert len(calls) == 1
@@ -109,14 +109,12 @@ def test_an_unread_mailbox_does_not_grow(choices):
 
 
 def test_merging_costs_little():
-    """20,000 deltas into a mailbox nobody reads: the engine's thread must not notice."""
+    """20,000 deltas into a mailbox nobody reads: the last ones cost no more than the first."""
 
     async def scenario(bridge, gaps):
         box = bridge.events()
-        started = time.thread_time()
-        for _ in range(20_000):
-            box.put(delta("a"))
-        assert time.thread_time() - started < 10.0
+        costs = [lines(lambda: [box.put(delta("a")) for _ in range(5000)]) for _ in range(4)]
+        assert max(costs) < 1.1 * costs[0] < 5000 * 150
         assert len((await box.take(1.0))[0].text) == 20_000
 
     on_loop(scenario)
