@@ -26,8 +26,9 @@ import torch
 from forerun.errors import MemoryPlanError
 from forerun.executors.torch import (
     CapturedExecutor,
+    TorchEagleModel,
     TorchExecutor,
-    eagle_model,
+    in_rounds,
     with_captures,
 )
 from forerun.interface.draft_model import DraftLevel
@@ -128,7 +129,9 @@ class Steps:
         )
         made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, kv_dtype=kv_dtype))
         self.executor: Executor = made
-        self._head = eagle_model(made, checkpoint, draft) if draft is not None else None
+        self._head: TorchEagleModel | None = None
+        if draft is not None:
+            self._head = in_rounds(made, TorchEagleModel(made, checkpoint, draft))
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]

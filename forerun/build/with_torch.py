@@ -58,10 +58,10 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchExecutor, eagle_model
+    from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor, in_rounds
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return eagle_model(executor, checkpoint, draft)
+    return in_rounds(executor, TorchEagleModel(executor, checkpoint, draft))
 
 
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
@@ -79,10 +79,15 @@ def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> Dra
 
 
 def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchExecutor, TorchPredictionModel
+    from forerun.executors.torch import (
+        CapturedExecutor,
+        TorchExecutor,
+        TorchPredictionModel,
+        in_rounds,
+    )
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return TorchPredictionModel(executor, draft)
+    return in_rounds(executor, TorchPredictionModel(executor, draft))
 
 
 ENTRY = ExecutorEntry(
@@ -100,5 +105,5 @@ ENTRY = ExecutorEntry(
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },
-    within=frozenset({DraftFile.kind}),
+    within=frozenset({DraftFile.kind, PredictionLayers.kind}),
 )

@@ -31,12 +31,13 @@ class Kept:
 class LayerStates:
     """Rows of the tables, and how deep draft nodes are; the tables are the executor's.
 
-    rows   of a table
+    rows          of a table
+    slots, pages  rows of slot 0, and of page 0
     """
 
     def __init__(self, limits: ExecutorLimits) -> None:
-        self._slots, self._pages = limits.max_nodes, limits.max_nodes + limits.slots
-        self.rows = self._pages + limits.pages + 1
+        self.slots, self.pages = limits.max_nodes, limits.max_nodes + limits.slots
+        self.rows = self.pages + limits.pages + 1
         self._page_size = limits.page_size
         self._depth = np.zeros(limits.max_nodes, np.int32)
 
@@ -50,9 +51,9 @@ class LayerStates:
             if length == 0:
                 rows[first] = self.rows - 1
             elif length % self._page_size:
-                rows[first] = self._slots + extension.slots[row]
+                rows[first] = self.slots + extension.slots[row]
             else:
-                rows[first] = self._pages + extension.pages[row, length // self._page_size - 1]
+                rows[first] = self.pages + extension.pages[row, length // self._page_size - 1]
         return rows
 
     def kept(self, extension: Extension) -> Kept:
@@ -60,15 +61,15 @@ class LayerStates:
         position, size = extension.position, self._page_size
         row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
         full = np.flatnonzero(position % size == size - 1)
-        pages = self._pages + extension.pages[row[full], position[full] // size]
+        pages = self.pages + extension.pages[row[full], position[full] // size]
         return Kept(
             np.append(extension.start[1:] - 1, full),
-            np.append(self._slots + extension.slots, pages),
+            np.append(self.slots + extension.slots, pages),
         )
 
     def above(self, level: DraftLevel) -> Ints:
         """int32[n] rows of the entries above each draft token."""
-        slots = np.repeat(self._slots + level.slots, np.diff(level.start))
+        slots = np.repeat(self.slots + level.slots, np.diff(level.start))
         rows: Ints = np.where(level.parents < 0, slots, level.parents).astype(np.int32)
         return rows
 

@@ -96,7 +96,7 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
         **dict.fromkeys(("slots", "position"), "*i32"),
         "group_stride": "i64",
-        **dict.fromkeys(("table_stride", "asked", "count", "nodes", "window"), "i32"),
+        **dict.fromkeys(("table_stride", "asked", "count", "nodes", "window", "since"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)
@@ -161,7 +161,7 @@ def moved(dtype, size, scaled):
 def followed(dtype, askers):
     kinds = (f"*{dtype}", 2), ("*i32", 4), "*i64", "*i32", "*fp32", (f"*{dtype}", 3), "*i32"
     constants = {"BLOCK": 1024, "ASKERS": askers}
-    rest = "*i64", "*i32", "*fp32", "*i32", ("i32", 7)
+    rest = "*i64", "*i32", "*fp32", "*i32", ("i32", 8)
     return kernel(triton_draft._follow, (*kinds, *rest), constants, 4)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from forerun.executors.torch import eagle_model
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.graphs import Recorder
@@ -32,7 +33,6 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.sizes import padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.eagle_model import HeadArrays
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import Elementwise
@@ -285,24 +285,33 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     return mode
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a draft model asks of the executor beside which it runs."""
+
+    limits: ExecutorLimits
+    decoder: Decoder
+    kernels: Kernels
+    runner: CudaGraphRunner
+    device = META
+    dtype = DTYPE
+
+    def request_aux_hidden_states(self, layers):
+        self.runner.request_aux_hidden_states(layers, DTYPE)
+
+
 def attach(runner, limits):
-    """An EAGLE-3 head, as TorchEagleModel.arrays has it."""
-    about = random_draft(runner._decoder.arch, DRAFT_VOCAB).head
+    """An EAGLE-3 head, whose weights nobody reads."""
+    draft = random_draft(runner._decoder.arch, DRAFT_VOCAB)
     with META:
-        module = EagleHead(about).to(DTYPE)
-    module.use(kernels().parts)
-    runner.request_aux_hidden_states(about.features, DTYPE)
-    outputs = limits.max_nodes + limits.slots + 1, about.hidden
-    arrays = HeadArrays(
-        module=module.requires_grad_(False),
-        cache=PagedCache(KvShape(1, about.kv_heads, about.head_size), limits, META, DTYPE),
-        outputs=torch.empty(outputs, dtype=DTYPE, device=META),
-        turning=torch.empty(about.head_size // 2, device=META),
-        ids=torch.empty(about.vocab, dtype=torch.int32, device=META),
-        embedding=runner._decoder.embedding,
-        normed=runner._decoder.final_norm,
-    )
-    runner.drafting = Drafting(arrays, kernels(), limits.max_nodes)
+        module = EagleHead(draft.head).to(DTYPE).requires_grad_(False)
+    beside = Beside(limits, runner._decoder, kernels(), runner)
+    with (
+        patch.object(eagle_model, "_loaded", lambda *_: module),
+        patch.object(eagle_model, "check_fits", lambda *_: None),
+    ):
+        model = eagle_model.TorchEagleModel(beside, RandomCheckpoint(runner._decoder.arch), draft)
+    runner.drafting = Drafting(model, kernels(), limits.max_nodes)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from forerun.executors.torch.block_model import TorchBlockModel
 from forerun.executors.torch.captured.executor import (
     CapturedExecutor,
-    eagle_model,
+    in_rounds,
     with_captures,
 )
 from forerun.executors.torch.decoder_model import TorchDecoderModel
@@ -20,6 +20,6 @@ __all__ = [
     "TorchExecutor",
     "TorchPredictionModel",
     "TorchTarget",
-    "eagle_model",
+    "in_rounds",
     "with_captures",
 ]

@@ -5,7 +5,7 @@ How nodes see each other is not known here: `attend` gets a layer's queries, key
 and returns the context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -160,11 +160,6 @@ class Decoder:
         """In which logits lose nothing: the head's own, or what caps them."""
         return self.dtype if self.arch.final_softcap is None else torch.float32
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a pass only launches, which is what a captured program may do."""
-        return all(isinstance(spec.feed_forward, Dense) for spec in self.arch.layer_specs)
-
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
         """Of positions int64[M], in the order of `ropes`."""
         return tuple(
@@ -224,3 +219,12 @@ class Decoder:
         if cap is not None:
             logits = softcapped(logits.float(), cap)
         return logits.float() if out is None else out.copy_(logits)
+
+
+def refusal(specs: Iterable[LayerSpec]) -> str | None:
+    """Why a pass through such layers cannot be captured, in one clause; None where it only
+    launches.
+    """
+    if all(isinstance(spec.feed_forward, Dense) for spec in specs):
+        return None
+    return "which rows its experts get is known on the host only"

@@ -54,8 +54,10 @@ class DraftCache:
 
     layers     what each keeps; layers of equal shape lie in one tensor
     roots      the model runs each row's root itself
+    partial    some layer does not see all that is before a node
     attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
     begins     the first position at which each layer has an entry; empty = 0
+    scratch_begin, root_begin  slots (kv.py) of draft node 0, and of the root of slot 0
     """
 
     def __init__(
@@ -68,15 +70,20 @@ class DraftCache:
         attention: tuple[AttentionSpec, ...] = (),
         begins: tuple[int, ...] = (),
     ) -> None:
-        self._begins = begins or (0,) * len(layers)
-        self._attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(layers)
-        self._device, self._roots, self._scratch = device, roots, limits.max_nodes + limits.slots
+        self.begins = begins or (0,) * len(layers)
+        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(layers)
+        self._device, self.roots, self._scratch = device, roots, limits.max_nodes + limits.slots
+        windows = any(spec is not None and spec.window for spec in attention)
+        self.partial = windows or any(self.begins)
+        self.page_size = limits.page_size
         room = _room(limits)
         shapes = list(dict.fromkeys(layers))
         self.parts = [
             PagedCache(KvShape(layers.count(shape), *_sizes(shape)), room, device, dtype)
             for shape in shapes
         ]
+        self.scratch_begin = self.parts[0].scratch_begin
+        self.root_begin = self.scratch_begin + self._scratch
         # Of a layer: its tensor, and its number there.
         self._where = [
             (shapes.index(layer), layers[:number].count(layer))
@@ -106,7 +113,7 @@ class DraftCache:
         self._targets(extension)
         lengths = np.diff(extension.start)
         row = np.repeat(np.arange(len(lengths)), lengths)
-        if not self._roots:
+        if not self.roots:
             tokens: Ints = extension.next_tokens
             start: Ints = extension.start
             scored = extension.scored
@@ -134,12 +141,12 @@ class DraftCache:
         self._above[numbers] = level.parents
         above = np.where(level.parents < 0, -1, self._depth[level.parents])
         self._depth[numbers] = above + 1
-        known = level.kv_len + self._roots
+        known = level.kv_len + self.roots
         position = np.repeat(known, np.diff(level.start)) + self._depth[numbers]
         rows = []
         for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
             cached = self._cached(level.pages[row], int(level.kv_len[row]))
-            if self._roots:
+            if self.roots:
                 cached = np.append(cached, self._root(level.slots[row]))
             chains = [
                 (self._places(self._path(level.first + node)), nodes[node : node + 1])
@@ -179,7 +186,7 @@ class DraftCache:
         targets, start = self._targets(extension), extension.start
         row = np.repeat(np.arange(len(start) - 1), np.diff(start))
         nodes = np.arange(start[-1])
-        if self._roots:
+        if self.roots:
             nodes = np.append(nodes + row, start[1:] + np.arange(len(start) - 1))
             targets = np.append(targets, self._root(extension.slots))
         source = torch.from_numpy(self._places(nodes)).to(self._device)
@@ -200,7 +207,7 @@ class DraftCache:
         position = position.astype(np.int32)
         sights = [
             (spec.window if spec else None, begin)
-            for spec, begin in zip(self._attention, self._begins, strict=True)
+            for spec, begin in zip(self.attention, self.begins, strict=True)
         ]
         blocks: dict[tuple[int | None, int], list[KeyBlock]] = {
             sight: blocks_of(rows, position, null, self._device, *sight)
@@ -211,7 +218,7 @@ class DraftCache:
         def attend_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-            (part, number), spec = self._where[layer], self._attention[layer]
+            (part, number), spec = self._where[layer], self.attention[layer]
             self.parts[part].write(number, keys[:count], values[:count], first)
             return attend(queries, *self.of_layer(layer), blocks[sights[layer]], spec)
 

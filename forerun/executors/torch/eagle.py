@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from forerun.executors.torch.layers import Elementwise, rotate
+from forerun.executors.torch.layers import rotate
 from forerun.models.draft_config import DraftHead
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,8 +23,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Norm(nn.Module):
     """RMSNorm (arXiv 1910.07467) over the last axis, in float32 or better."""
 
-    parts: Elementwise | None = None
-
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -32,8 +30,6 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape and dtype as `x`."""
-        if self.parts is not None:
-            return self.parts.norm(x, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
@@ -44,8 +40,6 @@ def _chosen(x: Tensor, only: Tensor | None) -> Tensor:
 
 
 class _Attention(nn.Module):
-    parts: Elementwise | None = None
-
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
         query, key = head.heads * head.head_size, head.kv_heads * head.head_size
@@ -59,18 +53,15 @@ class _Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, only: Tensor | None
     ) -> Tensor:
         split = (*x.shape[:-1], -1, self.head_size)
-        turned = rotate if self.parts is None else self.parts.rotate
-        keys = turned(self.k_proj(x).view(split), cos, sin)
+        keys = rotate(self.k_proj(x).view(split), cos, sin)
         values = self.v_proj(x).view(split)
         asking, *rotary = (_chosen(rows, only) for rows in (x, cos, sin))
-        queries = turned(self.q_proj(asking).unflatten(-1, split[-2:]), *rotary)
+        queries = rotate(self.q_proj(asking).unflatten(-1, split[-2:]), *rotary)
         mixed: Tensor = self.o_proj(attend(queries, keys, values).flatten(-2))
         return mixed
 
 
 class _Mlp(nn.Module):
-    parts: Elementwise | None = None
-
     def __init__(self, head: DraftHead) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(head.hidden, head.ffn, bias=False)
@@ -78,9 +69,7 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(head.ffn, head.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        gated = F.silu(gate) * up if self.parts is None else self.parts.gate(gate, up)
-        out: Tensor = self.down_proj(gated)
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
@@ -126,12 +115,6 @@ class EagleHead(nn.Module):
         (layer,) = self.layers
         assert isinstance(layer, DraftLayer)
         return layer
-
-    def use(self, parts: Elementwise) -> None:
-        """Let these do, for rows [N,H], what stands between the products; not for training."""
-        for module in self.modules():
-            if isinstance(module, Norm | _Attention | _Mlp):
-                module.parts = parts
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden state [..., H] from the target's features [..., F*H], F features side by side.

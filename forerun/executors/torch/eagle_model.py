@@ -1,27 +1,20 @@
-"""An EAGLE draft head in torch, beside its target: the class that was trained, over pages and
-trees.
+"""An EAGLE draft head in torch, beside its target: what was trained (eagle.py), in fewer and larger
+launches.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.errors import ModelError
-from forerun.executors.torch.draft_cache import (
-    DraftCache,
-    DraftPass,
-)
+from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.executor import check_fits
-from forerun.executors.torch.hidden_state_model import HiddenStateModel
-from forerun.executors.torch.kv import PagedCache
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.layers import PLAIN, Heads
+from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import (
@@ -32,31 +25,9 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 
 
-@dataclass(frozen=True, slots=True)
-class HeadArrays:
-    """A draft head as it lies on its device.
-
-    module    the trained class; `head` in it says what it is
-    cache     its pages, which are the target's, and as much scratch
-    outputs   [max_nodes + slots + 1, H] what a next draft step receives: of draft nodes, of each
-              slot's last extension, and of nobody
-    turning   float32[E/2] frequencies of its rotary positions
-    ids       int32[Vd] target id of every draft id
-    embedding [V,H] of target ids
-    normed    an EAGLE-1 head reads its feature through this, the target's final norm
-    """
-
-    module: EagleHead
-    cache: PagedCache
-    outputs: Tensor
-    turning: Tensor
-    ids: Tensor
-    embedding: Tensor
-    normed: Callable[[Tensor], Tensor]
-
-
-class TorchEagleModel(HiddenStateModel):
-    """DraftModel in torch, on the device and in the dtype of its target.
+class TorchEagleModel(LevelModel):
+    """DraftModel in torch, on the device and in the dtype of its target. `EagleHead.forward` is its
+    slow twin.
 
     Raises ModelError for a head without an embedding of its width, MemoryPlanError where it does
     not fit.
@@ -78,53 +49,61 @@ class TorchEagleModel(HiddenStateModel):
             "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
         }
         check_fits(self._bytes, device)
+        cache = DraftCache(head.cache, limits, device, dtype)
         super().__init__(
-            executor, traits, DraftCache(head.cache, limits, device, dtype), head.hidden
+            executor, traits, cache, (head.rope,), (head.heads, head.head_size), head.hidden
         )
         self._about = head
-        self._embedding = self._own_embedding(draft)
-        self._head = _loaded(executor, checkpoint, draft)
-        frequencies = head.rope.frequencies(head.head_size)
-        self._frequencies = torch.from_numpy(frequencies).to(device)
+        embedding = self._own_embedding(draft)
+        self._embedding = executor.decoder.embedding if embedding is None else embedding
+        self._parts = PLAIN if executor.kernels is None else executor.kernels.parts
+        module = self._module = _loaded(executor, checkpoint, draft)
+        attention, mlp = module.layer.self_attn, module.layer.mlp
+        self._qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up = _stacked(mlp.gate_proj, mlp.up_proj)
         executor.request_aux_hidden_states(head.features)
 
-    def arrays(self) -> HeadArrays:
-        """What it works on, for who drafts without asking pass by pass."""
-        target_ids = self.traits.target_ids.astype(np.int32)
-        return HeadArrays(
-            module=self._head,
-            cache=self._cache.parts[0],
-            outputs=self._outputs,
-            turning=self._frequencies,
-            ids=torch.from_numpy(target_ids).to(self._executor.device),
-            embedding=self._executor.decoder.embedding
-            if self._embedding is None
-            else self._embedding,
-            normed=self._executor.decoder.final_norm,
-        )
+    def enter(self, features: Tensor | None) -> Tensor:
+        """The target's features, fused."""
+        assert features is not None, "the traits ask for features"
+        about, module, eps = self._about, self._module, self._about.norm_eps
+        if about.algorithm == "eagle1":
+            return self._executor.decoder.final_norm(features)
+        if about.feature_norm == "joint":
+            features = self._parts.norm(features, module.input_norm.weight, eps)
+        if about.feature_norm == "each":
+            weights = [norm.get_parameter("weight") for norm in module.fc_norm]
+            chunks = zip(features.split(about.target_hidden, -1), weights, strict=True)
+            features = torch.cat([self._parts.norm(c, weight, eps) for c, weight in chunks], -1)
+        return F.linear(features, module.fc.weight, module.fc.bias)
 
-    def forward(self, work: DraftPass, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the output head reads, and what a next step receives, both [n,H]."""
-        factor = self._about.rope.attention_factor
-        cos, sin = rotation(self.index(work.position), self._frequencies, factor)
-        embedded = self._embed(self.index(work.tokens))
-        read, outputs = self._head(embedded, hidden, cos, sin, partial(work.attend, 0))
-        return read, outputs
+    def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The head's one layer over the next tokens, each beside its hidden state."""
+        embedded = F.embedding(nodes.tokens, self._embedding)
+        module, layer, about, parts = self._module, self._module.layer, self._about, self._parts
+        eps = about.norm_eps
+        if about.algorithm == "eagle1":
+            residual = x = module.fc(torch.cat([embedded, hidden], -1))
+        else:
+            normed = parts.norm(hidden, layer.hidden_norm.weight, eps)
+            x = torch.cat([parts.norm(embedded, layer.input_layernorm.weight, eps), normed], -1)
+            residual = normed if about.normed_residual else hidden
+        qkv = F.linear(x, self._qkv).view(len(x), -1, about.head_size)
+        heads = Heads(qkv, about.kv_heads, None, None, eps, nodes.rotary[0], parts)
+        mixed = layer.self_attn.o_proj(nodes.attend(0, heads).flatten(1))
+        after = layer.post_attention_layernorm.weight
+        residual, normed = parts.add_norm(residual, mixed, after, eps)
+        opened, up = F.linear(normed, self._gate_up).chunk(2, -1)
+        fed = layer.mlp.down_proj(parts.gate(opened, up))
+        if about.algorithm == "eagle1":
+            output = residual + fed
+            return output, output
+        output, read = parts.add_norm(residual, fed, module.norm.weight, eps)
+        return read, read if about.normed_feedback else output
 
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd]."""
-        return self._head.logits(read)
-
-    def enter(self, features: Tensor) -> Tensor:
-        """The target's features, fused."""
-        if self._about.algorithm == "eagle1":
-            features = self._executor.decoder.final_norm(features)
-        return self._head.fuse(features)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        if self._embedding is not None:
-            return F.embedding(tokens, self._embedding)
-        return self._executor.decoder.embed(tokens)
+        return F.linear(read, self._module.lm_head.weight)
 
     def _own_embedding(self, draft: DraftFile) -> Tensor | None:
         """The head's embedding, where the target's is not as wide as the head."""
@@ -149,6 +128,16 @@ class TorchEagleModel(HiddenStateModel):
         }
 
 
+def _stacked(*linears: nn.Linear) -> Tensor:
+    """Their weights, one above the other, kept once."""
+    whole = torch.cat([linear.weight for linear in linears])
+    for linear, part in zip(
+        linears, whole.split([len(each.weight) for each in linears]), strict=True
+    ):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    return whole
+
+
 def _loaded(executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> EagleHead:
     """The trained class with the file's weights; the output head is the target's if not its own."""
     with torch.device("meta"):
@@ -164,6 +153,4 @@ def _loaded(executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> 
             values = torch.from_numpy(np.array(draft.tensor(name)))
             weights[name] = values.to(executor.device, executor.dtype)
     head.load_state_dict(weights, assign=True)
-    if executor.kernels is not None:
-        head.use(executor.kernels.parts)
     return head.requires_grad_(False)

@@ -35,10 +35,11 @@ class Geometry:
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
                    are read
     tree_intervals  [2,M]  enter and leave, see above
-    position [M]   of every node, in tokens; None where no layer has a window
+    position [M]   of every node, in tokens; None where every layer sees all before a node
     tiles   [T,3]  row, first node and first query of every tile: up to `tile` consecutive nodes of
                    a row
     asking  [Q]    node of every query; None where every node asks
+    begin   the first position that others may see; a node sees itself wherever it is
     """
 
     start: Tensor
@@ -51,6 +52,7 @@ class Geometry:
     page_size: int
     position: Tensor | None = None
     asking: Tensor | None = None
+    begin: int = 0
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
@@ -96,7 +98,7 @@ def geometry_of(
 
 
 def positions_of(geometry: Geometry) -> Tensor:
-    """Its positions, where a layer's window asks for them. Raises EngineError without them."""
+    """Its positions, where a layer does not see all. Raises EngineError without them."""
     if geometry.position is None:
         raise EngineError("a layer has a sliding window, but the step's positions were not given")
     return geometry.position
@@ -129,11 +131,14 @@ def attend_dense(
     enter, leave = geometry.tree_intervals
     step = enter[asking, None]
     own = (enter <= step) & (step < leave) & (row_of == row[:, None])
-    if spec.window is not None:
+    if spec.window is not None or geometry.begin:
         mine = positions_of(geometry)
-        oldest = mine[asking, None] - spec.window
-        cached &= position > oldest
-        own &= mine > oldest
+        oldest = mine.clamp_max(geometry.begin)
+        if spec.window is not None:
+            oldest = torch.maximum(oldest, mine - spec.window + 1)
+        oldest = oldest[asking, None]
+        cached &= position >= oldest
+        own &= mine >= oldest
     seen = torch.cat([cached, own], 1)
     slots = torch.cat([slots, geometry.slots.long().expand(len(asking), -1)], 1)
     # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.

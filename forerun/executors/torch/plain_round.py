@@ -153,7 +153,7 @@ class Levels:
 class Below:
     """Where the trees of R rows start: at the end of what was extended.
 
-    read, hidden  [R,H] what the output head reads there, and what a next step receives
+    read, hidden  [R,H] what the output head reads there, [R,W] what a next step receives
     kv_len        int32[R] cached draft positions
     noise         of each level's askers, those of a child's position: [R] at first, then [R*width]
     position      int32[levels-1,R*width] of the nodes that run, level by level
@@ -170,8 +170,8 @@ class Below:
 class Extended:
     """What an extension of all M nodes gave.
 
-    read, hidden  [M,H] as in Below
-    outputs       [n,H] where a row's `hidden` is kept by slot, from `first` on; the last is of
+    read, hidden  [M,H] and [M,W], as in Below
+    outputs       [n,W] where a row's `hidden` is kept by slot, from `first` on; the last is of
                   nobody
     """
 

@@ -1,6 +1,6 @@
 """The target's own prediction layers in torch, over pages and trees: what they compute is said in
 models/prediction_layers.py, where they find it in executors/layer_states.py. Positions are an EAGLE
-head's (hidden_state_model.py).
+head's (level_model.py).
 """
 
 from typing import Any
@@ -9,31 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.errors import EngineError
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
-from forerun.executors.torch.decoder import Block, apart
-from forerun.executors.torch.draft_cache import (
-    DraftCache,
-    DraftPass,
-    check_extension,
-    check_level,
-)
+from forerun.executors.torch.decoder import Block, refusal
+from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.executor import check_fits
-from forerun.executors.torch.features import on_device
-from forerun.executors.torch.hidden_state_model import indices, likeliest
-from forerun.executors.torch.layers import PLAIN, Elementwise, Linear, Rotary, rotation
+from forerun.executors.torch.layers import PLAIN, Elementwise, Linear
+from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import Weights
-from forerun.interface.draft_model import (
-    BlockCandidates,
-    Candidates,
-    DraftBlock,
-    DraftLevel,
-    DraftModelTraits,
-    Extension,
-    FeatureNeeds,
-)
-from forerun.interface.features import Features
+from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.models.prediction_layers import (
     EMBEDDING_NORM,
     FINAL_NORM,
@@ -41,7 +25,6 @@ from forerun.models.prediction_layers import (
     HIDDEN_NORM,
     PredictionLayers,
 )
-from forerun.types import AnyArray, Ints
 
 
 class _Layer:
@@ -59,18 +42,18 @@ class _Layer:
         ]
         self._fuse = weights.linear(draft.own(number, FUSE).removesuffix(".weight"))
 
-    def __call__(self, embedded: Tensor, hidden: Tensor, work: DraftPass, rotary: Rotary) -> Tensor:
+    def __call__(self, embedded: Tensor, hidden: Tensor, nodes: Nodes) -> Tensor:
         """Outputs [n,H] after the layer's final norm."""
         norm, eps = self._parts.norm, self._eps
         of_embedding, of_hidden, final = self._norms
         parts = [norm(embedded, of_embedding, eps), norm(hidden, of_hidden, eps)]
         x = self._fuse(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
         entering, normed = self._block.enter(x, None)
-        x, more = self._block(entering, normed, rotary, apart(work.attend), ())
+        x, more = self._block(entering, normed, nodes.rotary[0], nodes.attend, ())
         return self._parts.add_norm(x, more, final, eps)[1]
 
 
-class TorchPredictionModel:
+class TorchPredictionModel(LevelModel):
     """DraftModel in torch, on the device and in the dtype of its target, whose embedding and head
     it uses.
 
@@ -80,41 +63,45 @@ class TorchPredictionModel:
     def __init__(self, executor: TorchTarget, draft: PredictionLayers) -> None:
         arch, limits = draft.architecture, executor.limits
         device, dtype = executor.device, executor.dtype
-        self.traits = DraftModelTraits(
+        traits = DraftModelTraits(
             name="nextn",
             cache=draft.cache,
             target_ids=draft.target_ids,
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("last"),
         )
-        self._rows = LayerStates(limits)
-        shape = draft.count, self._rows.rows, arch.hidden
+        states = LayerStates(limits) if draft.count > 1 else None
+        rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self._bytes = {
             "draft_weight": draft.parameters * dtype.itemsize,
             "draft_cache": DraftCache.bytes(draft.cache, limits, dtype)
-            + shape[0] * shape[1] * shape[2] * dtype.itemsize,
+            + rows * draft.count * arch.hidden * dtype.itemsize,
         }
         check_fits(self._bytes, device)
-        self._executor, self._draft, self._arch = executor, draft, arch
-        attention = tuple(spec.attention for spec in arch.layer_specs)
-        begins = tuple(range(draft.count))
-        self._cache = DraftCache(
-            draft.cache, limits, device, dtype, attention=attention, begins=begins
+        cache = DraftCache(
+            draft.cache,
+            limits,
+            device,
+            dtype,
+            attention=tuple(spec.attention for spec in arch.layer_specs),
+            begins=tuple(range(draft.count)),
         )
-        self._states = torch.zeros(shape, device=device, dtype=dtype)
+        ropes, heads = (arch.layer_specs[0].rope,), (arch.heads, arch.head_size)
+        super().__init__(executor, traits, cache, ropes, heads, draft.count * arch.hidden, states)
+        self._draft, self._arch = draft, arch
+        self.refusal = refusal(arch.layer_specs)
         weights = Weights(draft, device, dtype, Linear, finite=True)
         parts = executor.kernels.parts if executor.kernels is not None else PLAIN
         self._layers = [_Layer(number, draft, weights, parts) for number in range(draft.count)]
         self._embedding = self._own_embedding(weights)
         self._head = self._own_head(weights)
-        self._rope = arch.layer_specs[0].rope
-        frequencies = self._rope.frequencies(arch.head_size)
-        self._frequencies = torch.from_numpy(frequencies).to(device)
         executor.request_aux_hidden_states((executor.decoder.arch.layers,))
 
-    def _own_embedding(self, weights: Weights) -> Tensor | None:
+    def _own_embedding(self, weights: Weights) -> Tensor:
         name = "model.embed_tokens.weight"
-        return weights.matrix(name) if name in self._draft.files else None
+        if name in self._draft.files:
+            return weights.matrix(name)
+        return self._executor.decoder.embedding
 
     def _own_head(self, weights: Weights) -> Linear | None:
         """Where the head is not the target's, or has only some of its rows."""
@@ -123,76 +110,38 @@ class TorchPredictionModel:
             return None
         if name not in self._draft.names():
             name = "model.embed_tokens.weight"
-        ids = torch.from_numpy(self._draft.target_ids.astype("int64")).to(weights.device)
-        return Linear(weights.matrix(name).index_select(0, ids))
+        return Linear(weights.matrix(name).index_select(0, self.ids))
 
-    @torch.inference_mode()
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens after those that became permanent through all layers, the first beside
-        these' features.
-        """
-        executor, count = self._executor, len(extension.tokens)
-        if features is None:
-            raise EngineError("prediction layers were extended without the target's features")
-        check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
-        streams = on_device(features, executor.device, executor.dtype)
-        if len(streams) != count:
-            raise EngineError("an extension whose features are not one row per token")
-        work, before = self._cache.extension(extension), self._index(self._rows.before(extension))
-        embedded, rotary = self._embed(work.tokens), self._rotary(work)
-        for number, layer in enumerate(self._layers):
-            hidden = (
-                executor.decoder.final_norm(streams)
-                if number == 0
-                else self._states[number - 1, before]
-            )
-            self._states[number, :count] = layer(embedded, hidden, work, rotary)
-        found = self._candidates(self._states[0], work.scored, extension.candidates)
-        self._cache.commit(extension)
-        kept = self._rows.kept(extension)
-        self._states[:, self._index(kept.targets)] = self._states[:, self._index(kept.nodes)]
-        return found
+    def enter(self, features: Tensor | None) -> Tensor:
+        """The target's last hidden state, as its head reads it."""
+        assert features is not None, "the traits ask for features"
+        return self._executor.decoder.final_norm(features)
 
-    @torch.inference_mode()
-    def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens through the layer of their depth, and through those of greater ones for
-        what may hang below.
+    def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Permanent tokens through all layers; draft tokens through the layer of their depth, and
+        through those of greater ones for what may hang below. Outputs lie side by side.
         """
-        limits, begin = self._executor.limits, level.first
-        check_level(level, self.traits, limits.vocab, limits)
-        depth, count = self._rows.depth(level), len(self._layers)
-        work, above = self._cache.level(level), self._index(self._rows.above(level))
-        embedded, rotary = self._embed(work.tokens), self._rotary(work)
-        running = layers_at(depth, count)
+        layers, depth, count = self._layers, nodes.depth, len(self._layers)
+        embedded = F.embedding(nodes.tokens, self._embedding)
+        if depth == 0:
+            outputs = [layers[0](embedded, hidden, nodes)]
+            for number in range(1, count):
+                before = nodes.before(number - 1, outputs[-1])
+                outputs.append(layers[number](embedded, before, nodes))
+            return outputs[0], _joined(outputs)
+        given, running = hidden.chunk(count, -1), layers_at(depth, count)
+        outputs = list(given)
         for number in running:
-            hidden = self._states[layer_read(number, depth, count), above]
-            out = self._layers[number](embedded, hidden, work, rotary)
-            self._states[number, begin : begin + len(out)] = out
-        outputs = self._states[running[0], begin : begin + len(level.tokens)]
-        return self._candidates(outputs, work.scored, level.candidates)
+            outputs[number] = layers[number](
+                embedded, given[layer_read(number, depth, count)], nodes
+            )
+        return outputs[running[0]], _joined(outputs)
 
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """They propose level by level. Raises EngineError."""
-        raise EngineError("prediction layers propose level by level, not a block")
-
-    def _candidates(self, outputs: Tensor, scored: Ints, count: int) -> Candidates:
-        """Of nodes `scored`, by what the head makes of their outputs."""
-        read = outputs[self._index(scored)]
-        if self._head is None:
-            return likeliest(self._executor.decoder.read(read, len(read)), count)
-        return likeliest(self._head(read), count)
-
-    def _rotary(self, work: DraftPass) -> Rotary:
-        position = self._index(work.position)
-        return rotation(position, self._frequencies, self._rope.attention_factor)
-
-    def _embed(self, tokens: Ints) -> Tensor:
-        if self._embedding is not None:
-            return F.embedding(self._index(tokens), self._embedding)
-        return self._executor.decoder.embed(self._index(tokens))
-
-    def _index(self, values: AnyArray) -> Tensor:
-        return indices(values, self._executor.device)
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd]."""
+        if self._head is not None:
+            return self._head(read)
+        return self._executor.decoder.read(read, len(read))
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
@@ -202,3 +151,7 @@ class TorchPredictionModel:
             "vocab": self.traits.vocab,
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)

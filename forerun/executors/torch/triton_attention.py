@@ -13,8 +13,9 @@ from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials
 and values may be float8 with a scale for each head of a slot: multiplied into scores and weights,
 so that a scale costs one product per key and not one per number.
 
-A sliding window is a number at run time: a tile's loop begins at the first key that one of its
-nodes sees. Kernels without window or softcap are compiled without a trace of them.
+A sliding window is a number at run time, as is the first position that may be seen: a tile's loop
+begins at the first key that one of its nodes sees. Kernels without window or softcap are compiled
+without a trace of them.
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
@@ -50,6 +51,9 @@ VIEWS = (
     "position",
 )
 """Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
+
+NO_WINDOW = 2**30
+"""Positions that nobody is behind."""
 
 _LOG2E = 1.4426950408889634
 
@@ -102,13 +106,13 @@ def _see(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "asked", "count", "nodes", "window"],
+    do_not_specialize=["table_stride", "asked", "count", "nodes", "window", "since"],
     do_not_specialize_on_alignment=VIEWS,
 )
 def _attend(
     queries, keys, values, key_scales, value_scales, out, found, sums,
     tiles, start, kv_len, table, tree_intervals, slots, position,
-    group_stride, table_stride, asked, count, nodes, window, scale, cap,
+    group_stride, table_stride, asked, count, nodes, window, since, scale, cap,
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -147,7 +151,8 @@ def _attend(
     # The first position that each line sees; no window reaches above a node's own.
     oldest = tl.zeros([LINES], tl.int32)
     if WINDOWED:
-        oldest = tl.load(position + node, mask=mine, other=2147483647) - window + 1
+        own = tl.load(position + node, mask=mine, other=2147483647)
+        oldest = tl.maximum(own - window + 1, tl.minimum(own, since))
         low = tl.maximum(low, tl.min(oldest, 0) // KEYS * KEYS)
     for at in range(low, high, KEYS):
         there = at + key < high
@@ -253,7 +258,7 @@ def attend(
     """
     count, heads, size = queries.shape
     spec = spec or AttentionSpec(size**-0.5)
-    windowed, cap = spec.window is not None, spec.softcap
+    windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
     gqa_group = heads // len(keys)
     parts = parts or parts_for(len(geometry.tiles) * len(keys))
     lines = lines_for(geometry.tile * gqa_group)
@@ -283,7 +288,8 @@ def attend(
         count,
         len(geometry.slots),
         geometry.tile,
-        spec.window or 0,
+        NO_WINDOW if spec.window is None else spec.window,
+        geometry.begin,
         spec.scale * _LOG2E if cap is None else spec.scale / cap,
         (cap or 0.0) * _LOG2E,
         GQA_GROUP=gqa_group,

@@ -25,26 +25,29 @@ CHUNK = 2048
 """Draft tokens that one program of `_candidates` looks at."""
 
 
-@triton.jit(do_not_specialize=["nodes", "first", "nobody", "rows", "width", "levels"])
+@triton.jit(
+    do_not_specialize=["passed_size", "nodes", "first", "nobody", "rows", "width", "levels"]
+)
 def _follow(
     read, hidden, last, count, draft_slot, kv_len, seeds, positions, temperatures,
     read_out, hidden_out, outputs, kv_out, seeds_out, positions_out, temperatures_out, position,
-    hidden_size, nodes, first, nobody, rows, width, levels,
+    read_size, passed_size, nodes, first, nobody, rows, width, levels,
     BLOCK: tl.constexpr, ASKERS: tl.constexpr,
 ):  # fmt: skip
     """Some of one row's numbers; its facts besides, by the first program."""
     row, block = tl.program_id(0), tl.program_id(1)
     root = row * nodes
     at = block * BLOCK + tl.arange(0, BLOCK)
-    there = at < hidden_size
-    end = (root + tl.load(last + row)).to(tl.int64) * hidden_size + at
+    end = (root + tl.load(last + row)).to(tl.int64)
     slot = tl.load(draft_slot + row)
     slot = tl.where(slot >= 0, first + slot, nobody).to(tl.int64)
-    out = row.to(tl.int64) * hidden_size + at
-    tl.store(read_out + out, tl.load(read + end, mask=there), mask=there)
-    passed = tl.load(hidden + end, mask=there)
-    tl.store(hidden_out + out, passed, mask=there)
-    tl.store(outputs + slot * hidden_size + at, passed, mask=there)
+    out, there = row.to(tl.int64), at < read_size
+    found = tl.load(read + end * read_size + at, mask=there)
+    tl.store(read_out + out * read_size + at, found, mask=there)
+    there = at < passed_size
+    passed = tl.load(hidden + end * passed_size + at, mask=there)
+    tl.store(hidden_out + out * passed_size + at, passed, mask=there)
+    tl.store(outputs + slot * passed_size + at, passed, mask=there)
     if block == 0:
         kept = tl.load(count + row)
         cached = tl.load(kv_len + row) + kept
@@ -67,9 +70,9 @@ def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
 ) -> Below:
     """plain_round.follow."""
-    rows, hidden_size = len(accepted.count), extended.read.shape[1]
-    levels, width = size.levels, size.width
-    read, hidden = (extended.read.new_empty(rows, hidden_size) for _ in range(2))
+    rows, levels, width = len(accepted.count), size.levels, size.width
+    sizes = extended.read.shape[1], extended.hidden.shape[1]
+    read, hidden = (extended.read.new_empty(rows, each) for each in sizes)
     kv_len = torch.empty_like(accepted.count)
     noise = prepared.noise
     seeds, positions, temperatures = (
@@ -77,12 +80,12 @@ def follow(
         for each in (noise.seeds, noise.positions, noise.temperatures)
     )
     position = kv_len.new_empty(levels - 1, rows * width)
-    _follow[rows, triton.cdiv(hidden_size, 1024)](
+    _follow[rows, triton.cdiv(max(sizes), 1024)](
         *(extended.read, extended.hidden, accepted.last, accepted.count),
         *(facts["draft_slot"], facts["kv_len"]),
         *(noise.seeds, noise.positions, noise.temperatures),
         *(read, hidden, extended.outputs, kv_len, seeds, positions, temperatures, position),
-        *(hidden_size, len(prepared.position) // rows, extended.first),
+        *(*sizes, len(prepared.position) // rows, extended.first),
         *(len(extended.outputs) - 1, rows, width, levels),
         BLOCK=1024,
         ASKERS=triton.next_power_of_2(levels * width),

@@ -1,23 +1,27 @@
-"""What a draft head does at the end of a captured round: follow the target, grow the next trees.
+"""What a draft model does at the end of a captured round: follow the target, grow the next trees.
 
     round      ... -> walk -> move pages -> extend -> level 1 -> level 2 -> ... -> record
     per slot                                  '-> the last output, for passes that the host asks for
 
 The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree, in
 fixed shapes and with nothing that waits: what the host decides by looking is sorted, gathered or
-masked here.
+masked here. The passes are those of the model's own contract (level_model.py).
 
-The extension runs the head over *all* nodes of the step, in the target's own geometry: node n
-pairs its features with the target's choice there, so along the accepted path stand exactly the
-tokens that follow. What is not on it is computed for nothing and left in scratch.
+The extension runs the model over *all* nodes of the step, in the target's own geometry: node n
+stands for the target's choice there, beside its features if the model reads any, so along the
+accepted path stand exactly the tokens that follow. What is not on it is computed for nothing and
+left in scratch. A model that runs roots itself (draft_cache.py) has the root of the step waiting by
+slot: it goes to its page first, all nodes stand one position further on, and the last token that
+was accepted, the next root, waits by slot again.
 
-A level's nodes are queries, and all levels so far are keys: a row's run nodes lie side by side in
-scratch, `width` per level. Level by level they are in the order of their parents, so those below
-any node are neighbours; that makes `enter` and `leave` (geometry.py) two counts.
+A level's nodes are queries, and all levels so far are keys, behind the root where it is run: a
+row's run nodes lie side by side in scratch, `width` per level. Level by level they are in the order
+of their parents, so those below any node are neighbours; that makes `enter` and `leave`
+(geometry.py) two counts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,13 +29,14 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from forerun.errors import EngineError
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.captured.head_pass import HeadPass
-from forerun.executors.torch.eagle_model import HeadArrays
+from forerun.executors.torch.decoder import Attend
+from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import PagedCache
-from forerun.executors.torch.layers import Heads, Rotary
+from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.plain_round import (
     Accepted,
     Below,
@@ -57,108 +62,185 @@ class Decided:
 
 
 class Drafting:
-    """The head's part of a round. Between rounds it knows nothing of them."""
+    """The draft model's part of a round. Between rounds it knows nothing of them."""
 
-    def __init__(self, arrays: HeadArrays, kernels: Kernels, max_nodes: int) -> None:
-        self._arrays, self._kernels, self._max_nodes = arrays, kernels, max_nodes
-        self._head = arrays.module.head
-        self._pass = HeadPass(arrays, kernels.parts)
-        self._gqa_group = self._head.heads // self._head.kv_heads
+    def __init__(self, model: LevelModel, kernels: Kernels, max_nodes: int) -> None:
+        self._model, self._kernels, self._max_nodes = model, kernels, max_nodes
         self._forests: dict[Size, _Forest] = {}
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the nodes that run, and a child for every place."""
         run = size.rows * max(size.levels - 1, 0) * size.width
-        return run <= self._max_nodes and size.width <= self._head.vocab
+        return run <= self._max_nodes and size.width <= self._model.traits.vocab
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
-    def work(self, size: Size, decided: Decided, features: Tensor, grown: Tensor) -> Tensor | None:
+    def work(
+        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+    ) -> Tensor | None:
         """Fill `grown` int32[3*R*K]: tokens, parents and values' bits of the trees. Returns, where
         grammars hold rows, int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may
         follow the roots.
         """
+        model = self._model
         if size not in self._forests:
             device = decided.accepted.choices.device
-            self._forests[size] = _Forest(size, self._gqa_group, self._arrays.cache, device)
+            self._forests[size] = _Forest(size, model.gqa_group, model.cache, device)
         forest = self._forests[size]
         below = self._extend(forest, decided, features)
         self._grow(forest, decided, below, grown.view(3, size.rows, -1))
         return self._candidates(below.read) if size.masked else None
 
-    def _extend(self, forest: "_Forest", decided: Decided, features: Tensor) -> Below:
+    def _extend(self, forest: "_Forest", decided: Decided, features: Tensor | None) -> Below:
         """Run every node and make the accepted ones permanent.
 
         Also in rows that are not followed: what it writes there lies behind all that counts, and
         whoever extends them later writes it anew.
         """
-        arrays, kernels, size = self._arrays, self._kernels, forest.size
-        prepared, accepted = decided.prepared, decided.accepted
-        geometry = replace(decided.geometry, tiles=forest.tiles, tile=forest.tile)
-        read, outputs = self._pass(
-            accepted.choices.clamp_min(0),
-            self._pass.enter(features),
-            self._turned(prepared.position),
-            lambda heads: self._attend(heads, prepared.slots, geometry),
+        model, kernels, states = self._model, self._kernels, self._model.states
+        prepared, accepted, facts = decided.prepared, decided.accepted, decided.facts
+        entries = self._behind_roots(forest, decided) if model.cache.roots else prepared
+        geometry = replace(
+            decided.geometry,
+            tiles=forest.tiles,
+            tile=forest.tile,
+            slots=entries.slots,
+            position=entries.position,
         )
-        if size.nodes > 1:
-            kernels.move(arrays.cache, prepared.slots, prepared.pages, accepted.kept.flatten())
-        extended = Extended(read, outputs, arrays.outputs, self._max_nodes)
-        return kernels.follow(extended, accepted, prepared, decided.facts, forest.levels)
+        if model.cache.roots:
+            geometry = replace(geometry, kv_len=geometry.kv_len + 1)
+        before = _nobody if states is None else self._before(forest, decided)
+        nodes = Nodes(
+            tokens=accepted.choices.clamp_min(0),
+            rotary=model.rotary(entries.position),
+            attend=self._attend(entries.slots, geometry),
+            depth=0,
+            before=before,
+        )
+        read, outputs = model.forward(nodes, model.enter(features))
+        if forest.size.nodes > 1 or model.cache.roots:
+            self._move(entries.slots, entries.pages, accepted.kept.flatten())
+        extended = Extended(read, outputs, model.outputs, self._max_nodes)
+        below = kernels.follow(extended, accepted, prepared, facts, forest.levels)
+        if states is not None:
+            # Of entries that are the last of their pages.
+            size = model.cache.page_size
+            full = accepted.kept.flatten() & (prepared.position % size == size - 1)
+            rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
+            model.outputs.index_copy_(0, rows.long(), outputs)
+        return below
+
+    def _behind_roots(self, forest: "_Forest", decided: Decided) -> Prepared:
+        """Where a step's choices stand behind their roots, which go to their pages."""
+        prepared, facts, cache = decided.prepared, decided.facts, self._model.cache
+        rows, nodes = forest.size.rows, forest.size.nodes
+        followed = facts["draft_slot"] >= 0
+        waiting = cache.root_begin + facts["draft_slot"].clamp_min(0)
+        self._move(waiting, prepared.pages.view(rows, nodes)[:, 0].contiguous(), followed)
+        position = prepared.position + 1
+        page = (position // cache.page_size).clamp_max(facts["table"].shape[1] - 1)
+        pages = facts["table"].gather(1, page.view(rows, nodes).long()).flatten()
+        pages = pages * cache.page_size + position % cache.page_size
+        # The last one waits by slot; of a row that is not followed it stays where it is.
+        last = forest.places == decided.accepted.last[:, None]
+        root = torch.where(followed, waiting, forest.nodes[:, 0])
+        kept = torch.where(last & followed[:, None], waiting[:, None], pages.view(rows, nodes))
+        kept = torch.where(last & ~followed[:, None], forest.nodes, kept)
+        forest.roots = root
+        return replace(
+            prepared, position=position, slots=forest.nodes.flatten(), pages=kept.flatten()
+        )
+
+    def _before(self, forest: "_Forest", decided: Decided) -> Callable[[int, Tensor], Tensor]:
+        """Of layers that read each other, see Nodes: the node above, and for a root what was kept
+        of the entry before it (layer_states.py).
+        """
+        facts, states, rows = decided.facts, self._model.states, forest.size.rows
+        assert states is not None
+        length, size = facts["kv_len"], self._model.cache.page_size
+        page = facts["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
+        slot = states.slots + facts["draft_slot"].clamp_min(0)
+        kept = torch.where(length % size == 0, states.pages + page, slot)
+        stored = self._model.outputs.index_select(0, kept)
+        # Roots first, then nodes.
+        parents = facts["parents"].view(rows, -1)
+        above = torch.where(parents < 0, forest.rows, forest.first + parents).flatten()
+
+        def before(layer: int, outputs: Tensor) -> Tensor:
+            width = outputs.shape[1]
+            of_roots = stored[:, layer * width : (layer + 1) * width]
+            return torch.cat([of_roots, outputs]).index_select(0, above)
+
+        return before
 
     def _grow(self, forest: "_Forest", decided: Decided, below: Below, grown: Tensor) -> None:
         """Full trees below the rows' new ends, into grown int32[3,R,K]."""
-        arrays, kernels, size = self._arrays, self._kernels, forest.size
+        model, kernels, size = self._model, self._kernels, forest.size
         width, rows = size.width, size.rows
 
         def hang(level: int, read: Tensor, chosen: Tensor | None) -> None:
-            logits, noise = self._pass.logits(read), below.noise[level]
-            kernels.grow(logits, arrays.ids, noise, forest.levels, level, grown, chosen)
+            logits, noise = model.logits(read), below.noise[level]
+            kernels.grow(logits, model.ids, noise, forest.levels, level, grown, chosen)
 
         hang(0, below.read, None)
         if size.levels == 1:
             return
-        cos, sin = self._turned(below.position.flatten())
-        rotary = zip(cos.split(rows * width), sin.split(rows * width), strict=True)
+        position = below.position.flatten()
+        kinds = [
+            [part.split(rows * width) for part in rotary]
+            for rotary in model.rotary(position + 1 if model.cache.roots else position)
+        ]
         hidden = below.hidden  # Of what is above the newest level.
         if width > 1:
             hidden = hidden[:, None].expand(-1, width, -1).reshape(rows * width, -1)
-        forest.begin(arrays.cache.page_size, decided.facts["table"], below.kv_len)
-        for level, turned in enumerate(rotary, 1):
+        forest.begin(decided.facts["table"], below.kv_len)
+        for level in range(1, size.levels):
             chosen = forest.frontier(grown, level)
             if level > 1 and chosen is not None:
                 hidden = _of_rows(hidden.view(rows, width, -1), chosen // width).flatten(0, 1)
                 forest.descend(chosen // width)
-            read, hidden = self._pass(
-                forest.tokens(grown, level, chosen),
-                hidden,
-                turned,
-                partial(self._attend_level, forest=forest, level=level - 1),
+            # As if all levels stood there, but only this one's nodes ask.
+            attend = self._attend(forest.slots[level - 1], forest.geometry(level - 1))
+            nodes = Nodes(
+                tokens=forest.tokens(grown, level, chosen),
+                rotary=tuple((cos[level - 1], sin[level - 1]) for cos, sin in kinds),
+                attend=attend,
+                depth=level,
+                before=_nobody,
             )
+            read, hidden = model.forward(nodes, hidden)
             hang(level, read, chosen)
 
-    def _turned(self, position: Tensor) -> Rotary:
-        rope = self._head.rope
-        return self._kernels.rotation(position, self._arrays.turning, rope.attention_factor)
+    def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
+        """Of nodes whose keys and values go into `slots`."""
+        kernels, cache = self._kernels, self._model.cache
 
-    def _attend(self, heads: Heads, slots: Tensor, geometry: Geometry) -> Tensor:
-        held = self._arrays.cache.of_layer(0)
-        queries = self._kernels.enter(heads, held, slots)
-        return self._kernels.attend(queries, *held, geometry)
+        def attend(layer: int, heads: Heads) -> Tensor:
+            held, begin = cache.of_layer(layer), cache.begins[layer]
+            queries = kernels.enter(heads, held, slots)
+            seen = replace(geometry, begin=begin) if begin else geometry
+            return kernels.attend(queries, *held, seen, cache.attention[layer])
 
-    def _attend_level(self, heads: Heads, forest: "_Forest", level: int) -> Tensor:
-        """As if all levels stood there, but only this one's nodes ask."""
-        return self._attend(heads, forest.slots[level], forest.geometry(level))
+        return attend
+
+    def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
+        for part in self._model.cache.parts:
+            self._kernels.move(part, source, target, kept)
 
     def _candidates(self, read: Tensor) -> Tensor:
         """int32[2*R*CANDIDATES]."""
-        logits = self._pass.logits(read).float()
-        best, which = logits.topk(min(CANDIDATES, self._head.vocab), -1)
+        model = self._model
+        logits = model.logits(read).float()
+        best, which = logits.topk(min(CANDIDATES, model.traits.vocab), -1)
         missing = (0, CANDIDATES - which.shape[1])
-        ids = F.pad(self._arrays.ids[which], missing)
+        ids = F.pad(model.ids[which], missing)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
         log_probs = F.pad(log_probs, missing, value=-torch.inf)
         return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
+
+
+def _nobody(layer: int, outputs: Tensor) -> Tensor:
+    raise EngineError("no layer reads another here")
 
 
 def _of_rows(tensor: Tensor, which: Tensor) -> Tensor:
@@ -169,29 +251,42 @@ def _of_rows(tensor: Tensor, which: Tensor) -> Tensor:
 class _Forest:
     """The fixed tensors of one size, and the trees' state while they grow.
 
-    The nodes that run are those of all levels but the last, [R, levels - 1, width].
+    The nodes that run are those of all levels but the last, [R, levels - 1, width]; where roots are
+    run, each row's stands before them.
+
+    nodes  int32[R,N] scratch slots of the step's nodes; places int32[N], rows and first int32[R,1]
+           are numbers: of a node in its row, of a row, and of its first node behind all rows
+    roots  int32[R] slots of what is waiting as the next root, where the model runs it
     """
 
-    def __init__(self, size: Size, gqa_group: int, cache: PagedCache, device: torch.device) -> None:
+    def __init__(self, size: Size, gqa_group: int, cache: DraftCache, device: torch.device) -> None:
         self.size, count, width = size, max(size.levels - 1, 1), size.width
         self.shape = size.rows, count, width
-        self.levels = Levels(size.levels, width)
+        self.levels, self._cache = Levels(size.levels, width), cache
 
         def there(array: ArrayLike) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+            return torch.from_numpy(np.array(array, np.int32)).to(device)
 
         start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(size.nodes)
         self.tile = tile_nodes(size.nodes, gqa_group)
         self.tiles = there(tiles_of(start, self.tile))
-        self._start = there(np.arange(size.rows + 1) * count * width)
+        each = np.arange(size.total).reshape(size.rows, size.nodes)
+        self.nodes, self.places = there(cache.scratch_begin + each), there(np.arange(size.nodes))
+        self.rows, self.first = there(each[:, :1] // size.nodes), there(each[:, :1] + size.rows)
+        self.roots: Tensor | None = None
+        # Of each row the root, where there is one, and its run nodes.
+        root, run = int(cache.roots), count * width
+        self._start = there(np.arange(size.rows + 1) * (root + run))
         self._tile = tile_nodes(width, gqa_group)
-        nodes = np.arange(size.rows * count * width).reshape(self.shape)
-        self._slots = there(cache.scratch_begin + nodes.ravel())
+        scratch = cache.scratch_begin + np.arange(size.rows * run).reshape(self.shape)
+        self._slots = there(scratch.reshape(size.rows, run))
+        nodes = np.arange(size.rows * (root + run)).reshape(size.rows, -1)
+        nodes = nodes[:, root:].reshape(self.shape)
+        behind = np.append(np.zeros(root), root + np.repeat(np.arange(count), width))
+        self._behind = there(behind)
         # Of each level: its nodes, their slots, and tiles of them.
         self._asking = [there(nodes[:, level].ravel()) for level in range(count)]
-        self.slots = [
-            there(cache.scratch_begin + nodes[:, level].ravel()) for level in range(count)
-        ]
+        self.slots = [there(scratch[:, level].ravel()) for level in range(count)]
         self._tiles = [
             there([
                 (row, nodes[row, level, first], row * width + first)
@@ -207,26 +302,31 @@ class _Forest:
         later = np.full((size.rows, 2, count, width), width)
         later[:, :, 0] = own
         self._own = there(later.transpose(1, 0, 2, 3))
+        self._above_all = there(np.broadcast_to([[[0]], [[width]]], (2, size.rows, root)))
         # In a chain whoever came before is above.
-        ones = np.ones(size.rows * count)
-        self._chain = [
-            there(np.stack([np.tile(np.arange(count) > level, size.rows), ones]))
-            for level in range(count)
-        ]
+        ones = np.ones(size.rows * (root + count))
+        below = [np.append(np.zeros(root), np.arange(count) > level) for level in range(count)]
+        self._chain = [there(np.stack([np.tile(each, size.rows), ones])) for each in below]
 
-    def begin(self, page_size: int, table: Tensor, kv_len: Tensor) -> None:
+    def begin(self, table: Tensor, kv_len: Tensor) -> None:
         """Roots are known: nothing has run."""
         # Of the newest level's nodes, who is above them in each level before: int64[R,.,width].
         self._above = self._everyone.new_zeros(self.size.rows, 0, self.size.width)
+        slots, position = self._slots, None
+        if self.roots is not None:
+            slots = torch.cat([self.roots[:, None], slots], 1)
+        if self._cache.partial:
+            position = (kv_len[:, None] + self._behind).flatten()
         self._geometry = Geometry(
             start=self._start,
-            slots=self._slots,
+            slots=slots.flatten(),
             kv_len=kv_len,
             table=table,
             tree_intervals=self._own,
             tiles=self._tiles[0],
             tile=self._tile,
-            page_size=page_size,
+            page_size=self._cache.page_size,
+            position=position,
             asking=self._asking[0],
         )
 
@@ -264,7 +364,10 @@ class _Forest:
             places = self._places[:, None]
             enter, leave = ((above < places).sum(-1), (above <= places).sum(-1))
             earlier = torch.stack([enter, leave]).int()
-            intervals = torch.cat([earlier, self._own[:, :, : levels - level]], 2).view(2, -1)
+            intervals = torch.cat([earlier, self._own[:, :, : levels - level]], 2)
+            if self.roots is not None:
+                intervals = torch.cat([self._above_all, intervals.flatten(2)], 2)
+            intervals = intervals.view(2, -1)
         return replace(
             self._geometry,
             tree_intervals=intervals,

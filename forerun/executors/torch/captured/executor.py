@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,15 +37,13 @@ from forerun.executors.torch.captured.prepare_inputs import (
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.sizes import declared, padded_size
-from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.eagle_model import TorchEagleModel
+from forerun.executors.torch.decoder import Decoder, refusal
 from forerun.executors.torch.executor import Scores, TorchExecutor
 from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.level_model import LevelModel
 from forerun.interface.executor import DraftShape
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, Reports, SlotInit
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -111,9 +109,20 @@ class CapturedExecutor:
         self.eager.request_aux_hidden_states(layers)
         self.runner.request_aux_hidden_states(layers, self.dtype)
 
-    def draft_with(self, model: TorchEagleModel) -> None:
-        """Let rounds that a draft request comes with do this head's work at their end."""
-        self.runner.drafting = Drafting(model.arrays(), self.kernels, self.limits.max_nodes)
+    def draft_with(self, model: LevelModel) -> None:
+        """Let rounds that a draft request comes with do this model's work at their end, or say in
+        the log why they cannot.
+        """
+        name = model.traits.name
+        if model.refusal is not None:
+            log.warning(
+                "%s drafts outside of captured rounds, in passes of its own: %s",
+                name,
+                model.refusal,
+            )
+            return
+        log.info("%s drafts within captured rounds", name)
+        self.runner.drafting = Drafting(model, self.kernels, self.limits.max_nodes)
 
     def keep_state(self) -> bool:
         """Let rounds carry on from each other."""
@@ -377,21 +386,23 @@ class CapturedExecutor:
 
 def with_captures(eager: TorchExecutor) -> TorchExecutor | CapturedExecutor:
     """The executor behind captured rounds, where its device captures and all its layers can be;
-    else itself.
+    else itself, which the log says.
     """
     records = recorder(eager.device)
-    if records is None or eager.kernels is None or not eager.decoder.capturable:
+    if records is None or eager.kernels is None:
+        return eager
+    reason = refusal(eager.decoder.arch.layer_specs)
+    if reason is not None:
+        log.warning("no step of this model is captured, each is launched bit by bit: %s", reason)
         return eager
     return CapturedExecutor(eager, eager.kernels, records)
 
 
-def eagle_model(
-    executor: TorchExecutor | CapturedExecutor, checkpoint: Checkpoint, draft: DraftFile
-) -> TorchEagleModel:
-    """A draft head beside either; captured rounds do its work where they can. Raises what
-    TorchEagleModel does.
-    """
-    model = TorchEagleModel(executor, checkpoint, draft)
+Model = TypeVar("Model", bound=LevelModel)
+
+
+def in_rounds(executor: TorchExecutor | CapturedExecutor, model: Model) -> Model:
+    """The draft model, whose work captured rounds do where there are any and it can be captured."""
     if isinstance(executor, CapturedExecutor):
         executor.draft_with(model)
     return model

@@ -42,7 +42,7 @@ class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
     aux_layers  layers whose entering residual streams a round leaves in `features`
-    drafting    what a draft head does at the end of a round; None = nothing
+    drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
     logits      [max_nodes,V] of the last round, by place, in decoder.logits_dtype
@@ -180,10 +180,10 @@ class CudaGraphRunner:
         accepted = self._accept(size, facts, logits, prepared, record.choices)
         if size.nodes > 1:  # One node alone is in its page already, or left to the host.
             kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
-        if self.drafting is not None and self.features is not None and size.levels:
+        if self.drafting is not None and size.levels:
             decided = Decided(facts, geometry, prepared, accepted)
-            work, features = self.drafting.work, self.features[:total]
-            candidates = work(size, decided, features, record.grown)
+            features = None if self.features is None else self.features[:total]
+            candidates = self.drafting.work(size, decided, features, record.grown)
             if candidates is not None:
                 record.candidates.copy_(candidates)
         if size.reports:

@@ -1,0 +1,207 @@
+"""What draft models in torch have in common that propose level by level: a pass of theirs only
+launches, over nodes whose keys and values somebody else places. The contract (`extend`, `expand`)
+asks for passes one by one; captured rounds run the same ones in one program
+(captured/drafting.py).
+
+A model that reads a hidden state beside the next token, the target's at first and then what it made
+itself, has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that
+token and predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
+
+Nothing here asks for the same bits in any batch: a draft that differs in its last bit costs at
+most an acceptance, never the text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.layer_states import LayerStates
+from forerun.executors.torch.decoder import Attend, apart
+from forerun.executors.torch.draft_cache import (
+    DraftCache,
+    DraftPass,
+    check_extension,
+    check_level,
+)
+from forerun.executors.torch.features import on_device
+from forerun.executors.torch.layers import Rotary, rotation
+from forerun.executors.torch.target import TorchTarget
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
+from forerun.interface.features import Features
+from forerun.models.rope import Rope
+from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What a pass runs, n nodes.
+
+    tokens  int[n] target ids
+    rotary  of their positions, one for each of the model's ropes
+    attend  of a layer: keeps its keys and values too
+    depth   0: tokens that became permanent; else of draft tokens, 1 = below the root
+    before  at depth 0, where a layer reads the layer before it: (that layer, its outputs [n,H]) ->
+            what each node finds at the entry before its own
+    """
+
+    tokens: Tensor
+    rotary: tuple[Rotary, ...]
+    attend: Attend
+    depth: int
+    before: Callable[[int, Tensor], Tensor]
+
+
+class LevelModel:
+    """The DraftModel contract around `enter`, `forward` and `logits`, which only launch.
+
+    cache      keys and values
+    outputs    [n,W] what a next draft step receives: of draft nodes from 0 on, and of each slot's
+               last entry from max_nodes on; the last row is of nobody
+    states     which rows those are where layers read each other; None = there is one
+    ids        int32[Vd] target id of every draft id
+    gqa_group  query heads that share keys and values
+    refusal    why captured rounds cannot run it, in one clause; None where they can
+    """
+
+    refusal: str | None = None
+
+    def __init__(
+        self,
+        executor: TorchTarget,
+        traits: DraftModelTraits,
+        cache: DraftCache,
+        ropes: tuple[Rope, ...],
+        heads: tuple[int, int],
+        width: int,
+        states: LayerStates | None = None,
+    ) -> None:
+        """heads: A query heads of E numbers; width: W."""
+        self.traits, self.cache, self.states = traits, cache, states
+        self._executor, limits = executor, executor.limits
+        self.gqa_group = heads[0] // traits.cache[0].kv_heads
+        rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
+        self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
+        self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
+        self._ropes = [
+            (torch.from_numpy(rope.frequencies(heads[1])).to(executor.device), rope)
+            for rope in ropes
+        ]
+        kernels = executor.kernels
+        self._rotation = rotation if kernels is None else kernels.rotation
+
+    # --- launches only -----------------------------------------------------------------------
+
+    def enter(self, features: Tensor | None) -> Tensor:
+        """The hidden state [n,H] that permanent tokens are read beside, from the target's features
+        [n,F*H]; None exactly where the traits need none.
+        """
+        raise NotImplementedError
+
+    def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `logits` reads [n,H], and what a next step receives [n,W]; hidden: of `enter`, or at
+        greater depths what the nodes above gave.
+        """
+        raise NotImplementedError
+
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd] of any dtype."""
+        raise NotImplementedError
+
+    def rotary(self, position: Tensor) -> tuple[Rotary, ...]:
+        """Of positions int[n]."""
+        return tuple(
+            self._rotation(position, frequencies, rope.attention_factor)
+            for frequencies, rope in self._ropes
+        )
+
+    # --- the contract, pass by pass ----------------------------------------------------------
+
+    @torch.inference_mode()
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run what became permanent: the tokens after it beside its features, or tokens alone."""
+        executor, states = self._executor, self.states
+        check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
+        hidden = self.enter(self._streams(extension, features))
+        work, before = self.cache.extension(extension), _nothing_before
+        if states is not None:
+            rows = self._index(states.before(extension))
+
+            def before(layer: int, outputs: Tensor) -> Tensor:
+                count, width = outputs.shape
+                mine = self.outputs[:, layer * width : (layer + 1) * width]
+                mine[:count] = outputs
+                return mine[rows]
+
+        read, outputs = self.forward(self._nodes(work, 0, before), hidden)
+        self.cache.commit(extension)
+        nodes, targets = work.ends, executor.limits.max_nodes + extension.slots
+        if states is not None:
+            kept = states.kept(extension)
+            nodes, targets = kept.nodes, kept.targets
+        self.outputs[self._index(targets)] = outputs[self._index(nodes)]
+        return self._candidates(read, work.scored, extension.candidates)
+
+    @torch.inference_mode()
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens."""
+        limits, count = self._executor.limits, len(level.tokens)
+        check_level(level, self.traits, limits.vocab, limits)
+        depth = 1 if self.states is None else self.states.depth(level)
+        kept = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
+        above = self._index(np.where(level.parents < 0, kept, level.parents))
+        work = self.cache.level(level)
+        nodes = self._nodes(work, depth, _nothing_before)
+        read, outputs = self.forward(nodes, self.outputs[above])
+        self.outputs[level.first : level.first + count] = outputs
+        return self._candidates(read, work.scored, level.candidates)
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """It proposes level by level. Raises EngineError."""
+        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
+
+    def _streams(self, extension: Extension, features: Features | None) -> Tensor | None:
+        """The features of an extension on the device. Raises EngineError where they are not what
+        the traits need.
+        """
+        if self.traits.features.kind == "none":
+            return None
+        if features is None:
+            raise EngineError(f"{self.traits.name} was extended without the target's features")
+        streams = on_device(features, self._executor.device, self._executor.dtype)
+        if len(streams) != len(extension.tokens):
+            raise EngineError("an extension whose features are not one row per token")
+        return streams
+
+    def _nodes(self, work: DraftPass, depth: int, before: Callable[[int, Tensor], Tensor]) -> Nodes:
+        rotary = self.rotary(self._index(work.position))
+        return Nodes(self._index(work.tokens), rotary, apart(work.attend), depth, before)
+
+    def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
+        logits = self.logits(read[self._index(scored)]).float()
+        best, ids = logits.topk(min(count, logits.shape[-1]), -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
+
+    def _index(self, values: AnyArray) -> Tensor:
+        """int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        raise NotImplementedError
+
+
+def _nothing_before(layer: int, outputs: Tensor) -> Tensor:
+    raise EngineError("a pass in which no layer reads another")

@@ -1,0 +1,293 @@
+"""Draft models other than EAGLE heads at the end of captured rounds, against the same models asked
+pass by pass: every method x shape x page size x temperature, the texts those of plain decoding.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.config import EngineConfig
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.level_model import LevelModel
+from tests.drafters.test_nextn import with_layers
+from tests.models import tiny
+from tests.parity.tape import Tape
+from tests.parity.test_torch_captured import twins
+
+METHODS = {
+    "NEXTN": {"speculative_algorithm": "NEXTN", "model": "one layer"},
+    "NEXTN, by depth": {"speculative_algorithm": "NEXTN", "model": "three layers"},
+}
+"""Draft and model name a folder of `made`."""
+
+SHAPES = {
+    "one": (1, 1, 1),
+    "chain": (5, 5, 1),
+    "tree": (15, 5, 4),
+    "whole tree": (9, 3, 3),
+}
+"""Draft tokens, depth, width."""
+
+CELLS = [
+    *(("chain", page, 0.8) for page in (1, 16, 64)),
+    *(("tree", page, temperature) for page in (16, 1, 64) for temperature in (1.0, 0.0, 0.8)),
+    *(("chain", page, temperature) for page in (16, 1, 64) for temperature in (0.0, 1.0)),
+    *((shape, 16, temperature) for shape in ("one", "whole tree") for temperature in (0.0, 0.8)),
+]
+"""Shape, page size, temperature; the first and the fourth run always."""
+FAST = CELLS[0], CELLS[3]
+CELLS = [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
+
+
+def weak(layer):
+    """What a layer adds becomes small: the last token decides mostly, and drafts are often right."""
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.mul_(0.25)
+        layer.mlp.down_proj.weight.mul_(0.25)
+
+
+def prediction_layer(hf, seed):
+    torch.manual_seed(seed)
+    made, width = LlamaDecoderLayer(hf.config, 0), hf.config.hidden_size
+    with torch.no_grad():
+        for weight in made.parameters():
+            spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
+            weight.normal_(1.0 if weight.dim() == 1 else 0.0, spread)
+    weak(made)
+    fuse = torch.cat([torch.eye(width), 0.1 * torch.randn(width, width) / width**0.5], 1)
+    norms = torch.ones(width), torch.ones(width), hf.model.norm.weight.detach().clone()
+    return made, *norms, fuse
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders by name."""
+    root, hf = tmp_path_factory.mktemp("made"), tiny.model("llama")
+    for layer in hf.model.layers:
+        weak(layer)
+    layers = [prediction_layer(hf, seed) for seed in (5, 6, 7)]
+    with_layers(hf, layers[:1], root / "one layer", "deepseek")
+    with_layers(hf, layers, root / "three layers", "deepseek")
+    return root
+
+
+@pytest.fixture(scope="module")
+def targets(made):
+    """By method and page size: with captured rounds, without them, and the tape."""
+    opened = {}
+
+    def of(method, page=16):
+        if (method, page) not in opened:
+            tape = Tape()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(executor, "kernels_for", twins)
+                patch.setattr(captured_executor, "recorder", lambda device: tape)
+                patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+                rounds = open_target(configured(made, method, page))
+            opened[method, page] = rounds, open_target(configured(made, method, page)), tape
+        return opened[method, page]
+
+    yield of
+    for rounds, eager, _ in opened.values():
+        rounds.close()
+        eager.close()
+
+
+def configured(made, method, page):
+    asked = dict(METHODS[method])
+    draft = asked.pop("draft", None)
+    return EngineConfig(
+        model=str(made / asked.pop("model", "target")),
+        speculative_draft_model_path=str(made / draft) if draft else None,
+        executor="torch",
+        device="cpu",
+        dtype="float32",
+        policy="fixed",
+        draft_on_error="stop",
+        max_sequences=5,
+        max_step_nodes=128,
+        context=192,
+        kv_tokens=1536,
+        page_size=page,
+        threads=1,
+        **asked,
+    )
+
+
+BEGIN = np.random.default_rng(3).integers(3, 300, 70).astype(np.int32)
+PROMPTS = [BEGIN[:9], BEGIN[:1], BEGIN[20:50], BEGIN, BEGIN, np.append(BEGIN[:64], np.int32(7))]
+PROMPTS += [BEGIN[30:], BEGIN[:66]]
+"""Some begin as others do, so that their pages are found again."""
+
+
+def asked(temperature, length=24):
+    return [
+        make_request(
+            prompt, max_tokens=length + n % 5, ignore_eos=True, temperature=temperature, seed=n
+        )
+        for n, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answered(target, requests, shape, pause=5, **changes):
+    """What is said to the requests, one more of which comes every `pause` steps; the statistics."""
+    nodes, depth, width = SHAPES[shape]
+    changes = {
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": depth,
+        "speculative_eagle_topk": width,
+    } | changes
+    engine = make_engine(target, replace(target.config, **changes))
+    heard, waiting, steps = [[] for _ in requests], list(requests), 0
+    while engine.step_once() or waiting:
+        if waiting and steps % pause == 0:
+            engine.submit(waiting[0], heard[-len(waiting)].append)
+            waiting = waiting[1:]
+        steps += 1
+    engine.check()
+    engine.shutdown()
+    return heard, engine.stats()
+
+
+def plain(target, requests):
+    return tokens(answered(target, requests, "one", speculative_algorithm="OFF")[0])
+
+
+def tokens(heard):
+    return [[token for news in mine for token in news.tokens] for mine in heard]
+
+
+def counts(heard):
+    """Draft tokens verified and accepted, by request."""
+    return [(mine[-1].stats.draft_tokens, mine[-1].stats.accepted) for mine in heard]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What is proposed, by slot and cached tokens, and how many passes are asked for."""
+    found = {"drafts": {}, "passes": 0}
+    propose = ModelDrafter.propose
+
+    def proposed(self, plan):
+        drafts = propose(self, plan)
+        for slot, length, draft in zip(plan.slots, plan.kv_len, drafts, strict=True):
+            found["drafts"].setdefault(int(slot), []).append((int(length), draft))
+        return drafts
+
+    monkeypatch.setattr(ModelDrafter, "propose", proposed)
+    for owner, names in ((LevelModel, ("extend", "expand")),):
+        for name in names:
+            call = getattr(owner, name)
+
+            def counted(self, *work, call=call):
+                found["passes"] += 1
+                return call(self, *work)
+
+            monkeypatch.setattr(owner, name, counted)
+    return found
+
+
+def noted(seen, run):
+    seen["drafts"], seen["passes"] = {}, 0
+    return run(), seen["drafts"], seen["passes"]
+
+
+def same(one, other):
+    """Drafts of the same steps, but for the last bits of their scores."""
+    assert one.keys() == other.keys()
+    for slot, mine in one.items():
+        assert len(mine) == len(other[slot])
+        for (length, draft), (there, expected) in zip(mine, other[slot], strict=True):
+            assert length == there
+            assert draft.tokens.tolist() == expected.tokens.tolist()
+            assert draft.parents.tolist() == expected.parents.tolist()
+            np.testing.assert_allclose(draft.score, expected.score, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "page", "temperature"), CELLS)
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_and_texts_are_those_of_single_passes(
+    targets, seen, method, shape, page, temperature
+):
+    rounds, eager, _ = targets(method, page)
+    requests = asked(temperature)
+    (found, _), drafts, few = noted(seen, lambda: answered(rounds, requests, shape))
+    (expected, _), others, many = noted(seen, lambda: answered(eager, requests, shape))
+    assert tokens(found) == tokens(expected) == plain(eager, requests)
+    assert counts(found) == counts(expected)
+    same(drafts, others)
+    drafted, accepted = np.array(counts(found)).sum(0)
+    assert 0.1 * drafted < accepted and few < many / 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, shape):
+    """Nothing else is launched, nothing else is read."""
+    rounds, _, tape = targets(method)
+    reads = dict.fromkeys(("cpu", "item", "tolist", "__bool__", "__int__", "__float__"), 0)
+    for name in reads:
+        call = getattr(torch.Tensor, name)
+
+        def counting(*args, name=name, call=call):
+            reads[name] += 1
+            return call(*args)
+
+        monkeypatch.setattr(torch.Tensor, name, counting)
+    waits, read = [], InFlightStep.record
+
+    def waited(self):
+        waits.extend([self] * (self._record is None))
+        return read(self)
+
+    monkeypatch.setattr(InFlightStep, "record", waited)
+    requests = asked(0.8)[:3]
+    for _ in range(2):
+        answered(rounds, requests, shape)  # Captures what will run.
+    nodes, depth, width = SHAPES[shape]
+    changes = {
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": depth,
+        "speculative_eagle_topk": width,
+    }
+    engine = make_engine(rounds, replace(rounds.config, **changes))
+    for request in requests[:1]:
+        engine.submit(request, lambda news: None)
+    engine.step_once()  # The prompt,
+    engine.step_once()  # and the step whose draft tokens it has brought.
+    captured = tape.captures
+    for _ in range(3):
+        before = dict(reads), len(waits), tape.launched, tape.replays, seen["passes"]
+        assert engine.step_once()
+        assert tape.captures == captured
+        after = dict(reads), len(waits), tape.launched, tape.replays, seen["passes"]
+        assert after == (before[0], before[1] + 1, before[2] + 1, before[3] + 1, before[4])
+    assert engine.stats().accepted > 0
+    engine.shutdown()
+
+
+OVERLAPPED = [("tree", 16, 0.8), ("chain", 16, 0.8), ("tree", 1, 0.0)]
+OVERLAPPED[1:] = [pytest.param(*cell, marks=pytest.mark.slow) for cell in OVERLAPPED[1:]]
+
+
+@pytest.mark.parametrize(("shape", "page", "temperature"), OVERLAPPED)
+@pytest.mark.parametrize("method", METHODS)
+def test_with_overlap(targets, method, shape, page, temperature):
+    """The next round begins before this one is read, on what it leaves on the device."""
+    rounds, eager, tape = targets(method, page)
+    requests = asked(temperature)
+    expected, _ = answered(eager, requests, shape)
+    found, stats = answered(rounds, requests, shape, overlap=True)
+    assert tokens(found) == tokens(expected)
+    assert stats.carried > 0.3 * stats.steps and tape.launched == tape.done
+    assert [accepted for _, accepted in counts(found)] == [
+        accepted for _, accepted in counts(expected)
+    ]
