@@ -72,10 +72,15 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchDecoderModel, TorchExecutor
+    from forerun.executors.torch import (
+        CapturedExecutor,
+        TorchDecoderModel,
+        TorchExecutor,
+        in_rounds,
+    )
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return TorchDecoderModel(executor, draft)
+    return in_rounds(executor, TorchDecoderModel(executor, draft))
 
 
 def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
@@ -105,5 +110,5 @@ ENTRY = ExecutorEntry(
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },
-    within=frozenset({DraftFile.kind, PredictionLayers.kind}),
+    within=frozenset({DraftFile.kind, PredictionLayers.kind, WholeDraft.kind}),
 )

@@ -270,8 +270,11 @@ class ModelDrafter:
         if depth == 0 or not self.traits.drafts_on_device:
             return None
         levels = min(1 << (depth - 1).bit_length(), self.traits.max_depth)
-        current = [self._state(plan, row).current for row in range(plan.rows)]
-        return DraftRequest(plan.slots[current], self._shape.width, levels)
+        states = [self._state(plan, row) for row in range(plan.rows)]
+        # What begins behind pages that another filled has no root before it was extended once.
+        first = self._about.runs_roots
+        followed = [state.current and (state.ready > 0 or not first) for state in states]
+        return DraftRequest(plan.slots[followed], self._shape.width, levels)
 
     def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Where the running step drafts for every row, so shall the coming one. Without a draft

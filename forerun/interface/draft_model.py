@@ -50,6 +50,7 @@ class DraftModelTraits:
     features    what it reads of the target
     block_size  0: it proposes level by level (`expand`); else a block of at most so many draft
                 tokens at once (`block`)
+    runs_roots  it keeps keys and values of a row's root by slot, made when it is extended
     """
 
     name: str
@@ -58,6 +59,7 @@ class DraftModelTraits:
     max_nodes: int
     features: FeatureNeeds = field(default_factory=FeatureNeeds)
     block_size: int = 0
+    runs_roots: bool = False
 
     @property
     def vocab(self) -> int:

@@ -18,6 +18,7 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.level_model import LevelModel
 from tests.drafters.test_nextn import with_layers
+from tests.drafters.test_standalone import other_vocabulary
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import twins
@@ -25,6 +26,9 @@ from tests.parity.test_torch_captured import twins
 METHODS = {
     "NEXTN": {"speculative_algorithm": "NEXTN", "model": "one layer"},
     "NEXTN, by depth": {"speculative_algorithm": "NEXTN", "model": "three layers"},
+    "STANDALONE": {"speculative_algorithm": "STANDALONE", "draft": "first layers"},
+    "STANDALONE, other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
+    "STANDALONE, windows": {"speculative_algorithm": "STANDALONE", "draft": "windows"},
 }
 """Draft and model name a folder of `made`."""
 
@@ -48,10 +52,10 @@ CELLS = [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) f
 
 
 def weak(layer):
-    """What a layer adds becomes small: the last token decides mostly, and drafts are often right."""
+    """What a layer adds becomes small: the last token decides mostly, so drafts are often right."""
     with torch.no_grad():
-        layer.self_attn.o_proj.weight.mul_(0.25)
-        layer.mlp.down_proj.weight.mul_(0.25)
+        layer.self_attn.o_proj.weight.mul_(0.05)
+        layer.mlp.down_proj.weight.mul_(0.05)
 
 
 def prediction_layer(hf, seed):
@@ -76,6 +80,16 @@ def made(tmp_path_factory):
     layers = [prediction_layer(hf, seed) for seed in (5, 6, 7)]
     with_layers(hf, layers[:1], root / "one layer", "deepseek")
     with_layers(hf, layers, root / "three layers", "deepseek")
+    tiny.save_folder(hf, root / "target")
+    first = tiny.model("llama", num_hidden_layers=1)
+    first.load_state_dict(hf.state_dict(), strict=False)
+    tiny.save_folder(first, root / "first layers")
+    turned = np.roll(np.arange(tiny.VOCAB), 3)
+    other_vocabulary(hf, root / "poorer", turned[turned < 290])
+    windows = tiny.model("gemma3_text")
+    for layer in windows.model.layers:
+        weak(layer)
+    tiny.save_folder(windows, root / "windows")
     return root
 
 
@@ -224,8 +238,7 @@ def test_drafts_and_texts_are_those_of_single_passes(
     assert tokens(found) == tokens(expected) == plain(eager, requests)
     assert counts(found) == counts(expected)
     same(drafts, others)
-    drafted, accepted = np.array(counts(found)).sum(0)
-    assert 0.1 * drafted < accepted and few < many / 2
+    assert sum(accepted for _, accepted in counts(found)) > 10 and few < many / 2
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.experts import FeedForward, Mixture
+from forerun.executors.torch.experts import Mixture
 from forerun.executors.torch.layers import (
     PLAIN,
     Elementwise,
+    FeedForward,
     Heads,
     Linear,
     Product,
@@ -65,7 +66,7 @@ class Block:
         self._out = weights.block_linear(f"{attention}.o_proj")
         gate = parts.gate if spec.activation == "silu" else parts.gelu_gate
         self._feed_forward = (
-            FeedForward(weights, f"{prefix}.mlp", gate)
+            FeedForward(*weights.feed_forward(f"{prefix}.mlp"), gate)
             if isinstance(spec.feed_forward, Dense)
             else Mixture(weights, f"{prefix}.mlp", spec.feed_forward, gate)
         )

@@ -8,104 +8,82 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.errors import EngineError
-from forerun.executors.torch.decoder import Decoder, apart
-from forerun.executors.torch.draft_cache import (
-    DraftCache,
-    DraftPass,
-    check_extension,
-    check_level,
-)
+from forerun.executors.torch.decoder import Decoder, refusal
+from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.layers import PLAIN, Linear, padded_rows
+from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows
-from forerun.interface.draft_model import (
-    BlockCandidates,
-    Candidates,
-    DraftBlock,
-    DraftLevel,
-    DraftModelTraits,
-    Extension,
-)
-from forerun.interface.features import Features
+from forerun.interface.draft_model import DraftModelTraits
 from forerun.models.whole_draft import WholeDraft
-from forerun.types import AnyArray
 
 
-class TorchDecoderModel:
-    """DraftModel in torch, on the device and in the dtype of its target.
+class TorchDecoderModel(LevelModel):
+    """DraftModel in torch, on the device and in the dtype of its target. Nothing but keys and
+    values goes from one step to the next.
 
     Raises MemoryPlanError where it does not fit.
     """
 
     def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:
-        self._limits, self._device, self._about = executor.limits, executor.device, draft
-        self.traits = DraftModelTraits(
+        device, dtype, limits = executor.device, executor.dtype, executor.limits
+        self._about, checkpoint = draft, draft.checkpoint
+        traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,
             target_ids=draft.vocabulary.target_ids,
-            max_nodes=executor.limits.max_nodes,
+            max_nodes=limits.max_nodes,
+            runs_roots=True,
         )
-        dtype, checkpoint = executor.dtype, draft.checkpoint
         self._bytes = {
             "draft_weight": draft.parameters * dtype.itemsize,
-            "draft_cache": DraftCache.bytes(draft.cache, executor.limits, dtype),
+            "draft_cache": DraftCache.bytes(draft.cache, limits, dtype),
         }
-        check_fits(self._bytes, self._device)
+        check_fits(self._bytes, device)
         parts = executor.kernels.parts if executor.kernels is not None else PLAIN
-        self._decoder = Decoder(checkpoint, self._device, dtype, parts=parts)
+        decoder = self._decoder = Decoder(checkpoint, device, dtype, parts=parts)
+        # As of the target: rows are padded only where no kernels of ours run.
+        self._row_sizes = decoder.row_sizes if executor.kernels is None else ()
         if not draft.vocabulary.every(checkpoint.architecture.vocab):
-            self._decoder.head = self._some_rows(draft, dtype)
-        self._inputs = torch.from_numpy(draft.vocabulary.inputs.astype(np.int64)).to(self._device)
-        attention = tuple(spec.attention for spec in checkpoint.architecture.layer_specs)
-        self._cache = DraftCache(
-            draft.cache, executor.limits, self._device, dtype, roots=True, attention=attention
-        )
+            decoder.head = self._some_rows(draft, device, dtype)
+        self._inputs = torch.from_numpy(draft.vocabulary.inputs.astype(np.int64)).to(device)
+        arch = decoder.arch
+        attention = tuple(spec.attention for spec in arch.layer_specs)
+        cache = DraftCache(draft.cache, limits, device, dtype, roots=True, attention=attention)
+        self.refusal = refusal(arch.layer_specs)
+        heads = arch.heads, arch.head_size
+        super().__init__(executor, traits, cache, decoder.ropes, heads, 0)
 
-    def _some_rows(self, draft: WholeDraft, dtype: torch.dtype) -> Linear:
+    def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:
         """The output head's rows of the tokens that may be proposed."""
         tied = draft.checkpoint.architecture.tied_head
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        which = draft.vocabulary.own_ids
-        return Linear(some_rows(draft.checkpoint, name, which, self._device, dtype))
+        return Linear(some_rows(draft.checkpoint, name, draft.vocabulary.own_ids, device, dtype))
 
-    @torch.inference_mode()
-    def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens that became permanent, and each row's root."""
-        check_extension(extension, self.traits, self._limits.vocab, self._limits)
-        found = self._run(self._cache.extension(extension), extension.candidates)
-        self._cache.commit(extension)
-        return found
+    def enter(self, features: Tensor | None) -> Tensor:
+        """Nothing [0,0]."""
+        return self.outputs[:0]
 
-    @torch.inference_mode()
-    def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
-        check_level(level, self.traits, self._limits.vocab, self._limits)
-        return self._run(self._cache.level(level), level.candidates)
+    def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens through all layers; what comes of them is kept by nobody, [n,0]."""
+        tokens, rotary = self._inputs[nodes.tokens], nodes.rotary
+        more = padded_rows(len(tokens), self._row_sizes) - len(tokens)
+        if more:
+            tokens = F.pad(tokens, (0, more))
+            rotary = tuple(
+                (F.pad(cos, (0, 0, 0, more)), F.pad(sin, (0, 0, 0, more))) for cos, sin in rotary
+            )
+        last, _ = self._decoder.forward(tokens, rotary, nodes.attend)
+        last = last[: len(nodes.tokens)]
+        return last, last[:, :0]
 
-    def block(self, block: DraftBlock) -> BlockCandidates:
-        """A decoder proposes level by level. Raises EngineError."""
-        raise EngineError("a whole model proposes level by level, not a block")
-
-    def _run(self, work: DraftPass, candidates: int) -> Candidates:
-        decoder = self._decoder
-        rows = padded_rows(len(work.tokens), decoder.row_sizes)
-        tokens = self._inputs[self._index(work.tokens, rows)]
-        rotary = decoder.rotary(self._index(work.position, rows))
-        last, _ = decoder.forward(tokens, rotary, apart(work.attend))
-        logits = decoder.logits(last[self._index(work.scored, len(work.scored))])
-        best, ids = logits.topk(min(candidates, self.traits.vocab), -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
-
-    def _index(self, values: AnyArray, rows: int) -> Tensor:
-        """int64[rows] on the device: values, then zeros."""
-        out = np.zeros(rows, np.int64)
-        out[: len(values)] = values
-        return torch.from_numpy(out).to(self._device)
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd]."""
+        return self._decoder.logits(read)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""

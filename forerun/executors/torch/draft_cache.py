@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.attention import KeyBlock, RowKeys, attend, blocks_of
-from forerun.executors.torch.kv import CacheTensor, KvShape, PagedCache, Slots
+from forerun.executors.torch.kv import KvShape, PagedCache, Slots
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
@@ -52,17 +52,18 @@ class DraftPass:
 class DraftCache:
     """Pages, scratch and roots of a draft model.
 
-    layers     what each keeps; layers of equal shape lie in one tensor
+    kept       what each layer keeps; layers of equal shape lie in one tensor
     roots      the model runs each row's root itself
     partial    some layer does not see all that is before a node
     attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
     begins     the first position at which each layer has an entry; empty = 0
+    layers     keys and values of each
     scratch_begin, root_begin  slots (kv.py) of draft node 0, and of the root of slot 0
     """
 
     def __init__(
         self,
-        layers: tuple[CacheLayer, ...],
+        kept: tuple[CacheLayer, ...],
         limits: ExecutorLimits,
         device: torch.device,
         dtype: torch.dtype,
@@ -70,25 +71,25 @@ class DraftCache:
         attention: tuple[AttentionSpec, ...] = (),
         begins: tuple[int, ...] = (),
     ) -> None:
-        self.begins = begins or (0,) * len(layers)
-        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(layers)
+        self.begins = begins or (0,) * len(kept)
+        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(kept)
         self._device, self.roots, self._scratch = device, roots, limits.max_nodes + limits.slots
         windows = any(spec is not None and spec.window for spec in attention)
         self.partial = windows or any(self.begins)
         self.page_size = limits.page_size
         room = _room(limits)
-        shapes = list(dict.fromkeys(layers))
+        shapes = list(dict.fromkeys(kept))
         self.parts = [
-            PagedCache(KvShape(layers.count(shape), *_sizes(shape)), room, device, dtype)
+            PagedCache(KvShape(kept.count(shape), *_sizes(shape)), room, device, dtype)
             for shape in shapes
         ]
         self.scratch_begin = self.parts[0].scratch_begin
         self.root_begin = self.scratch_begin + self._scratch
         # Of a layer: its tensor, and its number there.
         self._where = [
-            (shapes.index(layer), layers[:number].count(layer))
-            for number, layer in enumerate(layers)
+            (shapes.index(layer), kept[:number].count(layer)) for number, layer in enumerate(kept)
         ]
+        self.layers = [self.parts[part].of_layer(number) for part, number in self._where]
         # Of draft nodes: the node above, -1 = the root, and how many are above.
         self._above = np.full(self._scratch, -1, np.int32)
         self._depth = np.zeros(self._scratch, np.int32)
@@ -98,11 +99,6 @@ class DraftCache:
         """Bytes of a DraftCache."""
         room = _room(limits)
         return sum(KvShape(1, *_sizes(layer)).bytes(room, dtype) for layer in layers)
-
-    def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
-        """Keys and values of one layer."""
-        part, number = self._where[layer]
-        return self.parts[part].of_layer(number)
 
     # --- passes --------------------------------------------------------------------------
 
@@ -220,7 +216,7 @@ class DraftCache:
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
             (part, number), spec = self._where[layer], self.attention[layer]
             self.parts[part].write(number, keys[:count], values[:count], first)
-            return attend(queries, *self.of_layer(layer), blocks[sights[layer]], spec)
+            return attend(queries, *self.layers[layer], blocks[sights[layer]], spec)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 

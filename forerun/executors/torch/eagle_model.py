@@ -58,7 +58,8 @@ class TorchEagleModel(LevelModel):
         self._embedding = executor.decoder.embedding if embedding is None else embedding
         self._parts = PLAIN if executor.kernels is None else executor.kernels.parts
         module = self._module = _loaded(executor, checkpoint, draft)
-        attention, mlp = module.layer.self_attn, module.layer.mlp
+        layer = self._layer = module.layer
+        attention, mlp = layer.self_attn, layer.mlp
         self._qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
         self._gate_up = _stacked(mlp.gate_proj, mlp.up_proj)
         executor.request_aux_hidden_states(head.features)
@@ -80,7 +81,7 @@ class TorchEagleModel(LevelModel):
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The head's one layer over the next tokens, each beside its hidden state."""
         embedded = F.embedding(nodes.tokens, self._embedding)
-        module, layer, about, parts = self._module, self._module.layer, self._about, self._parts
+        module, layer, about, parts = self._module, self._layer, self._about, self._parts
         eps = about.norm_eps
         if about.algorithm == "eagle1":
             residual = x = module.fc(torch.cat([embedded, hidden], -1))

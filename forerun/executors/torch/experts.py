@@ -5,36 +5,13 @@ not depend on the others: the rows of one expert are multiplied at row counts at
 not matter (layers.padded_rows), and a row's experts are added in the order of its own choice.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.layers import Product, padded_rows
+from forerun.executors.torch.layers import FeedForward, Gate, Product, padded_rows
 from forerun.executors.torch.weights import Weights
 from forerun.models.layer_spec import Experts
-
-Gate = Callable[[Tensor, Tensor], Tensor]
-"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""
-
-
-class FeedForward:
-    """down(gate(x W_gate, x W_up)), from [M,H] to [M,H]."""
-
-    def __init__(self, weights: Weights, prefix: str, gate: Gate) -> None:
-        self._gate_up = weights.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        self._down = weights.block_linear(f"{prefix}.down_proj")
-        self._gate = gate
-
-    @property
-    def linears(self) -> tuple[Product, ...]:
-        """Its matrix products."""
-        return self._gate_up, self._down
-
-    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H]. `sizes`, for experts only: M is already one of them."""
-        return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
 
 
 class Mixture:
@@ -47,12 +24,12 @@ class Mixture:
         self._about = about
         self._router = weights.linear(f"{prefix}.gate")
         self._experts = [
-            FeedForward(weights, f"{prefix}.experts.{expert}", gate)
+            FeedForward(*weights.feed_forward(f"{prefix}.experts.{expert}"), gate)
             for expert in range(about.count)
         ]
         self._shared: FeedForward | None = None
         if about.shared:
-            self._shared = FeedForward(weights, f"{prefix}.shared_expert", gate)
+            self._shared = FeedForward(*weights.feed_forward(f"{prefix}.shared_expert"), gate)
             self._shared_gate = weights.matrix(f"{prefix}.shared_expert_gate.weight").float()[0]
 
     @property

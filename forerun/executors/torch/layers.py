@@ -119,6 +119,22 @@ Product = Linear | WholeLinear | Float8Linear
 """A matrix product with its weight: [M,K] -> [M,N]."""
 
 
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""
+
+
+class FeedForward:
+    """down(gate(x W_gate, x W_up)), from [M,H] to [M,H]; gate_up: both, one above the other."""
+
+    def __init__(self, gate_up: Product, down: Product, gate: Gate) -> None:
+        self.linears: tuple[Product, ...] = (gate_up, down)
+        self._gate_up, self._down, self._gate = gate_up, down, gate
+
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """[M,H] -> [M,H]. `sizes`, for experts only: M is already one of them."""
+        return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,

@@ -71,6 +71,7 @@ class LevelModel:
                last entry from max_nodes on; the last row is of nobody
     states     which rows those are where layers read each other; None = there is one
     ids        int32[Vd] target id of every draft id
+    ropes      frequencies float32[E/2] and factor of each kind of rotary positions
     gqa_group  query heads that share keys and values
     refusal    why captured rounds cannot run it, in one clause; None where they can
     """
@@ -94,12 +95,10 @@ class LevelModel:
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
         self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
-        self._ropes = [
-            (torch.from_numpy(rope.frequencies(heads[1])).to(executor.device), rope)
-            for rope in ropes
-        ]
-        kernels = executor.kernels
-        self._rotation = rotation if kernels is None else kernels.rotation
+        frequencies = [torch.from_numpy(rope.frequencies(heads[1])) for rope in ropes]
+        factors = [rope.attention_factor for rope in ropes]
+        there = [each.to(executor.device) for each in frequencies]
+        self.ropes = list(zip(there, factors, strict=True))
 
     # --- launches only -----------------------------------------------------------------------
 
@@ -118,13 +117,6 @@ class LevelModel:
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd] of any dtype."""
         raise NotImplementedError
-
-    def rotary(self, position: Tensor) -> tuple[Rotary, ...]:
-        """Of positions int[n]."""
-        return tuple(
-            self._rotation(position, frequencies, rope.attention_factor)
-            for frequencies, rope in self._ropes
-        )
 
     # --- the contract, pass by pass ----------------------------------------------------------
 
@@ -185,7 +177,8 @@ class LevelModel:
         return streams
 
     def _nodes(self, work: DraftPass, depth: int, before: Callable[[int, Tensor], Tensor]) -> Nodes:
-        rotary = self.rotary(self._index(work.position))
+        position = self._index(work.position)
+        rotary = tuple(rotation(position, *each) for each in self.ropes)
         return Nodes(self._index(work.tokens), rotary, apart(work.attend), depth, before)
 
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:

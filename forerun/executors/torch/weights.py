@@ -95,6 +95,11 @@ class Weights:
         """The same, never in float8."""
         return self._joined(self._unnarrowed, names)
 
+    def feed_forward(self, prefix: str) -> tuple[Product, Product]:
+        """What layers.FeedForward multiplies by."""
+        gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return gate_up, self.block_linear(f"{prefix}.down_proj")
+
     def head(self, embedding: Tensor) -> Product:
         """The output head [V,H]; `embedding` is what it is tied to, if it is."""
         if "lm_head.weight" in self._names:

@@ -35,7 +35,7 @@ from forerun.executors.torch.decoder import Attend
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.layers import Heads, Rotary
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.plain_round import (
     Accepted,
@@ -112,7 +112,7 @@ class Drafting:
         before = _nobody if states is None else self._before(forest, decided)
         nodes = Nodes(
             tokens=accepted.choices.clamp_min(0),
-            rotary=model.rotary(entries.position),
+            rotary=self._rotary(entries.position),
             attend=self._attend(entries.slots, geometry),
             depth=0,
             before=before,
@@ -188,7 +188,7 @@ class Drafting:
         position = below.position.flatten()
         kinds = [
             [part.split(rows * width) for part in rotary]
-            for rotary in model.rotary(position + 1 if model.cache.roots else position)
+            for rotary in self._rotary(position + 1 if model.cache.roots else position)
         ]
         hidden = below.hidden  # Of what is above the newest level.
         if width > 1:
@@ -211,12 +211,16 @@ class Drafting:
             read, hidden = model.forward(nodes, hidden)
             hang(level, read, chosen)
 
+    def _rotary(self, position: Tensor) -> tuple[Rotary, ...]:
+        rotation, ropes = self._kernels.rotation, self._model.ropes
+        return tuple(rotation(position, *each) for each in ropes)
+
     def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
         """Of nodes whose keys and values go into `slots`."""
         kernels, cache = self._kernels, self._model.cache
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            held, begin = cache.of_layer(layer), cache.begins[layer]
+            held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, slots)
             seen = replace(geometry, begin=begin) if begin else geometry
             return kernels.attend(queries, *held, seen, cache.attention[layer])
