@@ -28,7 +28,6 @@ from forerun.executors.torch import (
     CapturedExecutor,
     TorchEagleModel,
     TorchExecutor,
-    in_rounds,
     with_captures,
 )
 from forerun.interface.draft_model import DraftLevel
@@ -131,7 +130,8 @@ class Steps:
         self.executor: Executor = made
         self._head: TorchEagleModel | None = None
         if draft is not None:
-            self._head = in_rounds(made, TorchEagleModel(made, checkpoint, draft))
+            self._head = TorchEagleModel(made, checkpoint, draft)
+            made.draft_with(self._head)
         random = np.random.default_rng(0)
         self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
         cached = self._tokens[: sweep.context]

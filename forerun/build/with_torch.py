@@ -58,10 +58,12 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
-    from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor, in_rounds
+    from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return in_rounds(executor, TorchEagleModel(executor, checkpoint, draft))
+    model = TorchEagleModel(executor, checkpoint, draft)
+    executor.draft_with(model)
+    return model
 
 
 def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
@@ -72,27 +74,21 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
-    from forerun.executors.torch import (
-        CapturedExecutor,
-        TorchDecoderModel,
-        TorchExecutor,
-        in_rounds,
-    )
+    from forerun.executors.torch import CapturedExecutor, TorchDecoderModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return in_rounds(executor, TorchDecoderModel(executor, draft))
+    model = TorchDecoderModel(executor, draft)
+    executor.draft_with(model)
+    return model
 
 
 def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers) -> DraftModel:
-    from forerun.executors.torch import (
-        CapturedExecutor,
-        TorchExecutor,
-        TorchPredictionModel,
-        in_rounds,
-    )
+    from forerun.executors.torch import CapturedExecutor, TorchExecutor, TorchPredictionModel
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return in_rounds(executor, TorchPredictionModel(executor, draft))
+    model = TorchPredictionModel(executor, draft)
+    executor.draft_with(model)
+    return model
 
 
 ENTRY = ExecutorEntry(

@@ -3,7 +3,6 @@
 from forerun.executors.torch.block_model import TorchBlockModel
 from forerun.executors.torch.captured.executor import (
     CapturedExecutor,
-    in_rounds,
     with_captures,
 )
 from forerun.executors.torch.decoder_model import TorchDecoderModel
@@ -20,6 +19,5 @@ __all__ = [
     "TorchExecutor",
     "TorchPredictionModel",
     "TorchTarget",
-    "in_rounds",
     "with_captures",
 ]

@@ -29,6 +29,7 @@ from forerun.executors.torch.layers import (
     compiled,
     padded_rows,
 )
+from forerun.executors.torch.level_model import LevelModel
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
@@ -152,6 +153,9 @@ class TorchExecutor:
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._aux_layers = layers
+
+    def draft_with(self, model: LevelModel) -> None:
+        """No step drafts here: every pass of the model is asked for."""
 
     @torch.inference_mode()
     def verify(

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -396,13 +396,3 @@ def with_captures(eager: TorchExecutor) -> TorchExecutor | CapturedExecutor:
         log.warning("no step of this model is captured, each is launched bit by bit: %s", reason)
         return eager
     return CapturedExecutor(eager, eager.kernels, records)
-
-
-Model = TypeVar("Model", bound=LevelModel)
-
-
-def in_rounds(executor: TorchExecutor | CapturedExecutor, model: Model) -> Model:
-    """The draft model, whose work captured rounds do where there are any and it can be captured."""
-    if isinstance(executor, CapturedExecutor):
-        executor.draft_with(model)
-    return model
