@@ -21,6 +21,9 @@ from forerun.errors import EngineError
 START_SECONDS = 120.0
 """Some libraries take their time to load."""
 
+STARTS = 4
+"""Times that a process is started at most which somebody ends before it is ready."""
+
 SILENCE = 12.0
 """A process is given up when it has neither answered nor worked for so many times the processor
 time that it may take: it was stopped, or waits for something. On a busy machine one that works a
@@ -51,13 +54,15 @@ Questions = Callable[[Any], Any]
 
 
 class SandboxProcess:
-    """Started when needed, killed when an answer takes too long, then started anew. Not locked.
+    """Started when needed, killed when an answer takes too long, then started anew; so is one that
+    somebody kills before it is ready, for nothing was lost. Not locked.
 
     command  what starts it; `seconds` is added as an argument
     seconds  of processor time that an answer may take
     init_message  the first line it reads, which it answers with one of its own when it is ready;
              None = it needs neither
     questions  answers what it asks
+    stateful  what it was asked before matters: once it is ready it is not started anew
     fault    why the last answer did not come
     """
 
@@ -67,20 +72,22 @@ class SandboxProcess:
         seconds: float,
         init_message: str | None = None,
         questions: Questions | None = None,
+        stateful: bool = False,
     ) -> None:
         self.seconds = seconds
         self.fault: Fault | None = None
         self._command, self._init_message = command, init_message
-        self._questions = questions
+        self._questions, self._stateful = questions, stateful
         self._process: subprocess.Popen[str] | None = None
+        self._killed = False
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """The process's answer; None where it took too long or died, see `fault`.
 
         Raises EngineError where no process can be started.
         """
-        process, patience = self._running(), SILENCE * self.seconds
-        line = self._ask_once(process, json.dumps(request), patience)
+        process = self._process if self._stateful and self._process else self._running()
+        line = self._ask_once(process, json.dumps(request), SILENCE * self.seconds)
         if not line:
             return None
         answer: dict[str, Any] = json.loads(line)
@@ -98,7 +105,8 @@ class SandboxProcess:
                         stream.close()
 
     def kill(self) -> None:
-        """End the process from another thread: whoever waits for its answer gets none."""
+        """End the process from another thread, for good: whoever waits for its answer gets none."""
+        self._killed = True
         process = self._process
         if process is not None:
             process.kill()
@@ -106,7 +114,17 @@ class SandboxProcess:
     def _running(self) -> "subprocess.Popen[str]":
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self.close()
+        for _ in range(STARTS):
+            self.close()
+            process = self._started()
+            init_message = self._init_message
+            if init_message is None or self._ask_once(process, init_message, START_SECONDS):
+                return process
+            if self._killed or self.fault is not Fault.KILLED:
+                break
+        raise EngineError(f"{' '.join(self._command)} ended before it was ready")
+
+    def _started(self) -> "subprocess.Popen[str]":
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
             command = [*self._command, str(self.seconds)]
@@ -114,9 +132,6 @@ class SandboxProcess:
         except OSError as error:
             raise EngineError(f"{' '.join(self._command)} cannot be started: {error}") from error
         self._process = process
-        init_message = self._init_message
-        if init_message is not None and not self._ask_once(process, init_message, START_SECONDS):
-            raise EngineError(f"{' '.join(self._command)} ended before it was ready")
         return process
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:

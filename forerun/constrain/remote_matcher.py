@@ -43,7 +43,9 @@ class RemoteMatchers:
 
     def process(self) -> SandboxProcess:
         """A new one, not started."""
-        return SandboxProcess(COMMAND, CALL_SECONDS, self._init_message, self._encoded)
+        return SandboxProcess(
+            COMMAND, CALL_SECONDS, self._init_message, self._encoded, stateful=True
+        )
 
     @cached_property
     def _init_message(self) -> str:
@@ -136,7 +138,8 @@ class RemoteMatcher:
             try:
                 failed = self._serve()
             except EngineError as error:
-                log.warning("a grammar cannot be followed: %s", error)
+                if not self._closed.is_set():
+                    log.warning("a grammar cannot be followed: %s", error)
                 failed = Answer(error="The process that it runs in did not start", lost=True)
             finally:
                 self._process.close()

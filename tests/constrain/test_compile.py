@@ -1,6 +1,8 @@
 """The compiler: errors with a place, limits that hold, a cache that is bounded."""
 
+import os
 import resource
+import signal
 import sys
 import threading
 from collections import Counter
@@ -22,7 +24,7 @@ from forerun.constrain.llguidance_backend import LONG
 from forerun.constrain.matcher import Matcher
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
-from forerun.errors import BusyError, ModelError, RequestError
+from forerun.errors import BusyError, EngineError, ModelError, RequestError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
@@ -213,6 +215,62 @@ def test_a_process_that_works_a_little_is_not_given_up(monkeypatch, tmp_path):
     worker = SandboxProcess([sys.executable, "-c", code, "20"], 0.02)
     assert worker.ask({}) == {}
     worker.close()
+
+
+def starting(tmp_path):
+    """A process that is ready when there is a file `go`, and those that began to start."""
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom forerun.sandbox import serve\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "(here / f'{os.getpid()}.pid').touch()\n"
+        "sys.stdin.readline()\n"
+        "while not (here / 'go').exists(): time.sleep(0.005)\n"
+        "print('ready', flush=True)\n"
+        "serve(lambda request: {'said': 'yes'})"
+    )
+    worker = SandboxProcess([sys.executable, "-c", code, "20"], 20.0, init_message="hello")
+    return worker, lambda: {int(path.stem) for path in tmp_path.glob("*.pid")}
+
+
+@pytest.mark.parametrize("kills", range(1, sandbox.STARTS + 1))
+def test_what_is_killed_before_it_is_ready_is_started_again(tmp_path, kills):
+    """A few times: then whoever asked is told."""
+    worker, begun = starting(tmp_path)
+    killed = set()
+
+    def kill_them():
+        while len(killed) < kills:
+            for pid in begun() - killed:
+                killed.add(pid)
+                os.kill(pid, signal.SIGKILL)
+        (tmp_path / "go").touch()
+
+    thread = threading.Thread(target=kill_them)
+    thread.start()
+    if kills < sandbox.STARTS:
+        assert worker.ask({}) == {"said": "yes"}
+        assert len(begun()) == kills + 1
+    else:
+        with pytest.raises(EngineError, match="ended before it was ready"):
+            worker.ask({})
+    thread.join()
+    worker.close()
+
+
+def test_what_its_owner_kills_is_not_started_again(tmp_path):
+    worker, begun = starting(tmp_path)
+
+    def kill():
+        while not begun():
+            pass
+        worker.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(EngineError, match="ended before it was ready"):
+        worker.ask({})
+    thread.join()
+    assert len(begun()) == 1
 
 
 def test_a_process_may_ask_before_it_answers():

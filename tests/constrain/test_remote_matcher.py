@@ -5,6 +5,7 @@ The slow twin of every answer is plain decoding with a matcher on the engine's t
 
 import os
 import signal
+import sys
 import threading
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from forerun.constrain import remote_matcher
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Translated
-from forerun.constrain.remote_matcher import Answer, RemoteMatchers
+from forerun.constrain.remote_matcher import Answer, RemoteMatcher, RemoteMatchers
 from forerun.constrain.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from tests.constrain.test_lossless import CASES, engine, heard
@@ -67,6 +68,11 @@ def test_preempted_sequences_are_followed_again_from_their_beginning():
         ear = run(made, *requests)
         texts.append([ear.text(str(i)) for i in range(3)])
     assert texts[0] == texts[1]
+
+
+def said(deltas):
+    """The tokens of what was heard."""
+    return [token for delta in deltas for token in delta.tokens]
 
 
 class Stuck:
@@ -276,18 +282,35 @@ def test_who_follows_ordinary_grammars_does_it_on_the_engines_thread():
         assert not compiled(case[0]).expensive
 
 
-@pytest.mark.parametrize("when", ["at once", "behind a token"])
-def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when):
-    """The request ends, as one that may be asked again; who runs beside it is not touched."""
+SLEEPY = """
+import os, runpy, signal, sys
+from pathlib import Path
+first = Path(sys.argv[1])
+if not first.exists():
+    first.write_text(str(os.getpid()))
+    signal.pause()
+del sys.argv[1]
+runpy.run_module("forerun.constrain.matcher_worker", run_name="__main__")
+"""
+"""The first of these processes never becomes ready; it leaves its id in a file."""
+
+
+@pytest.mark.parametrize("when", ["before it is ready", "behind a token", "while nobody asks"])
+def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypatch, tmp_path):
+    """With it ends the request whose matcher it held, as one that may be asked again. Where it held
+    none yet nobody notices, and who runs beside it is not touched.
+    """
+    early, first = when == "before it is ready", tmp_path / "first"
+    if early:
+        monkeypatch.setattr(remote_matcher, "COMMAND", (sys.executable, "-c", SLEEPY, str(first)))
     city = CASES["city"][0]
     found = fresh(city, expensive=True)
-    processes = []
+    matchers = []
 
     def remote(answered):
-        matchers = RemoteMatchers("llguidance", TOKENIZERS["bytes"])
-        made = remote_matcher.RemoteMatcher(matchers, city, found.translated.text, answered)
-        processes.append(made._process)
-        return made
+        library = RemoteMatchers("llguidance", TOKENIZERS["bytes"])
+        matchers.append(RemoteMatcher(library, city, found.translated.text, answered))
+        return matchers[-1]
 
     made = engine("none", "bytes")
     grammar = replace(found, remote=remote)
@@ -296,23 +319,29 @@ def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when):
     free = ask("free", "somebody else", 40)
     others = []
     made.submit(free, others.append)
-    if when == "behind a token":
-        while not sum(len(delta.tokens) for delta in heard):
-            made.step_once()
-    while not (processes and processes[0]._process):
+    while not (first.exists() and first.read_text() if early else said(heard)):
         made.step_once()
-    os.kill(processes[0]._process.pid, signal.SIGSTOP)
-    os.kill(processes[0]._process.pid, signal.SIGKILL)
+    process = matchers[0]._process._process
+    assert not early or process.pid == int(first.read_text())
+    while when == "while nobody asks" and not matchers[0].ready:
+        pass
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
     while not heard or heard[-1].finish is None:
         made.step_once()
     last = heard[-1]
-    assert last.finish == Finish.ERROR and last.code is None, last
-    assert "Ask again" in last.error
+    if early:
+        alone = run(engine("none", "bytes"), request("city", fresh(city)))
+        assert said(heard) == alone.tokens() and last.finish == alone.last().finish
+    else:
+        assert last.finish == Finish.ERROR and last.code is None, last
+        assert "Ask again" in last.error
     while made.step_once():
         pass
     made.check()
     plain = run(engine("none", "bytes"), free)
-    assert [t for delta in others for t in delta.tokens] == plain.tokens("free")
+    assert said(others) == plain.tokens("free")
 
 
 def test_few_processes_run_at_one_time(monkeypatch):
@@ -323,7 +352,7 @@ def test_few_processes_run_at_one_time(monkeypatch):
     matchers = RemoteMatchers("llguidance", tokenizer)
     answered = [threading.Event(), threading.Event()]
     remotes = [
-        remote_matcher.RemoteMatcher(matchers, CASES["city"][0], found.translated.text, event.set)
+        RemoteMatcher(matchers, CASES["city"][0], found.translated.text, event.set)
         for event in answered
     ]
     remotes[0].take([])

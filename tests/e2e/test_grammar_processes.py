@@ -19,15 +19,23 @@ def children(server):
     return Real.children(server, "matcher_worker")
 
 
+def stats(server):
+    """What its engine counts."""
+    return server.http.get("/server_info").json()["stats"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(tmp_path, stream):
     """It is the server's fault and may be asked again; a limit of the grammar's is a 400."""
-    body = {"messages": ASKED, **strict(MANY), "max_tokens": 100, "logit_bias": DENSE}
+    endless = DENSE | {str(ord("}")): -100}
+    body = {"messages": ASKED, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}
     body |= {"temperature": 0, "stream": stream}
     with serving(tmp_path, delay=0.05) as server, ThreadPoolExecutor(2) as pool:
         asked = pool.submit(server.post, CHAT, body)
+        # Before it has given a mask nothing is lost with it.
+        assert wait_for(lambda: stats(server)["output_tokens"])
         beside = pool.submit(server.complete, max_tokens=30)
-        assert wait_for(lambda: children(server))
+        assert wait_for(lambda: server.load()["running"] == 2)
         for child in children(server):
             os.kill(child, signal.SIGSTOP)
             os.kill(child, signal.SIGKILL)
