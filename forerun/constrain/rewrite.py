@@ -259,7 +259,7 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     out = exclusive(out)
     if rewriter.integers and bounds_are_large(out):
         return out
-    out, faults = bounded(out)
+    out, faults = bounded(out, rewriter.exact)
     for name in faults:
         rewriter.fault(path, name, LARGE_BOUND)
     return out

@@ -15,6 +15,8 @@ LARGE_BOUND = (
 _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
 
+_INT64 = 2**63 - 1
+
 _DIGITS = 10**18
 """What llguidance makes a pattern for, of numbers with fractions."""
 
@@ -28,12 +30,17 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same bounds or narrower ones that llguidance does not round, and those that it cannot
+def bounded(schema: dict[str, Any], int64: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """The same bounds or narrower ones that the library does not round, and those that it cannot
     have.
+
+    int64  it reads the bounds of integers as these, and others as 64-bit floats, as llguidance
+           reads all
     """
     out, faults = dict(schema), []
-    whole = schema.get("type") == "integer"
+    kinds = schema.get("type")
+    several = int64 and isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
+    whole = kinds == "integer" or several
     for name, sign in (
         ("minimum", 1),
         ("exclusiveMinimum", 1),
@@ -46,7 +53,8 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if abs(value) <= EXACT:
             continue
         del out[name]
-        inside = _inside(value, sign, name.startswith("exclusive"), whole)
+        limit = _DIGITS if not whole else _INT64 if int64 else _INTEGERS
+        inside = _inside(value, sign, name.startswith("exclusive"), limit)
         if inside is None:
             faults.append(name)
             continue
@@ -55,15 +63,16 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return out, faults
 
 
-def _inside(value: float, sign: int, exclusive: bool, whole: bool) -> int | None:
+def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
     """A bound at or beyond `value` in the direction of `sign` that is told exactly."""
-    limit = _INTEGERS if whole else _DIGITS
     at = sign * (math.ceil(value * sign) if isinstance(value, float) else value * sign)
     at += sign if exclusive else 0
     if at * sign > limit:
         return None
     if at * sign < -limit:
         return -limit * sign
+    if limit == _INT64:
+        return at
     rounded = float(at)
     if int(rounded) * sign < at * sign:
         rounded = math.nextafter(rounded, math.inf * sign)
