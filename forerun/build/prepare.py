@@ -27,8 +27,4 @@ def prepare(
     levels = min(drafts, shape.steps) if within else 0
     width = shape.topk if levels else 0
 
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress("preparing step sizes", done, total)
-
-    executor.warm_up(DraftShape(drafts, width, levels), report)
+    executor.warm_up(DraftShape(drafts, width, levels), progress or (lambda *_: None))

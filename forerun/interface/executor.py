@@ -106,9 +106,9 @@ class PreparedExecutor(Executor, Protocol):
     pads steps to the sizes it captured.
     """
 
-    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile and capture before the first request, when nothing more is asked of the executor
-        that would void it (features, overlap). All slots are closed. progress(done, total).
+        that would void it (features, overlap). All slots are closed. progress(what, done, total).
         """
         ...
 

@@ -24,11 +24,13 @@ from forerun.executors.torch import (
     triton_attention,
     triton_choice,
     triton_draft,
+    triton_future,
     triton_layers,
     triton_round,
 )
 from forerun.executors.torch.captured.sizes import NODES
 from forerun.executors.torch.geometry import tile_nodes
+from forerun.speculative.draft_tree import full_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 ARCHS = (80, 90, 100)
@@ -186,6 +188,21 @@ def grown(width, vocab):
     return kernel(triton_draft._grow, kinds, constants, 4)
 
 
+def resumed(nodes, width, levels):
+    full = full_size(width, levels)
+    kinds = (("*i32", 14), "*fp32", ("*i32", 7), ("i32", 5))
+    constants = {"NODES": nodes, "FULL": triton.next_power_of_2(full), "WIDTH": width}
+    constants |= {"BLOCK": triton_future.BLOCK, "NOTHING": -1}
+    return kernel(triton_future._resume, kinds, constants, 1 if width == 1 else 4)
+
+
+def left(nodes, width, levels):
+    full = full_size(width, levels)
+    kinds = (("*i32", 16), "*fp32", ("i32", 4))
+    constants = {"NODES": nodes, "FULL": triton.next_power_of_2(full), "WIDTH": width}
+    return kernel(triton_future._leave, kinds, constants, 1 if width == 1 else 4)
+
+
 def layer(kernel, pointers, numbers, constants, warps, dtype="bf16"):
     signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(numbers, "i32")
     fp32 = {name: "*fp32" for name in ("weight", "cos", "sin") if name in signature}
@@ -267,6 +284,10 @@ def matrix():
         **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
         **{f"prepare {nodes} nodes": prepared(nodes, 64) for nodes in (1, 8, 64)},
         **{f"walk {nodes} nodes": walked(nodes, 128_256) for nodes in (1, 8, 64)},
+        **{f"resume {n} nodes of a chain": resumed(n, 1, 8) for n in (1, 8)},
+        **{f"resume {n} nodes of a tree {w} wide": resumed(n, w, 8) for n, w in ((16, 4), (64, 8))},
+        "leave a chain": left(8, 1, 8),
+        "leave a tree 8 wide": left(64, 8, 8),
         "follow": followed("bf16", 32),
         "rotation": turned(64),
         "candidates chain": candidates("bf16", chain=True),

@@ -188,12 +188,13 @@ def counted_kernels(told):
 
 
 def modules():
-    names = "attention", "choice", "layers", "round", "draft"
+    names = "attention", "choice", "layers", "round", "draft", "future"
     return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers, around, draft = modules()
+    attention, choice, layers, around, draft, future = modules()
+    compiling = import_module("forerun.executors.torch.compile_ahead")
     return Kernels(
         attend=attention.attend,
         enter=layers.enter,
@@ -205,6 +206,8 @@ def kernels():
         rotation=draft.rotation,
         follow=draft.follow,
         grow=draft.grow,
+        resume=future.resume,
+        leave=future.leave,
         parts=Elementwise(
             norm=layers.norm,
             add_norm=layers.add_norm,
@@ -212,6 +215,7 @@ def kernels():
             rotate=layers.rotate,
             gelu_gate=layers.gelu_gate,
         ),
+        ahead=compiling.compile_ahead,
     )
 
 
@@ -278,10 +282,10 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
 
     with counted_kernels(told), torch.no_grad():
         # What is made when a size first comes up is none of a replay's.
-        runner._work(size)
+        runner.work(size)
         mode.clear()
         with mode:
-            runner._work(size)
+            runner.work(size)
     return mode
 
 
@@ -317,8 +321,8 @@ def attach(runner, limits):
 @dataclass(frozen=True)
 class Budget:
     """Launches of a round: of a layer; of what is neither a layer nor drafts; of a draft head's
-    first level, which first follows what was accepted; of a level more; and those of
-    `index_copy_`, which grow with the cache.
+    first level, which first follows what was accepted; of a level more; those of `index_copy_`,
+    which grow with the cache; and those of a round that is carried on from another.
     """
 
     layer: int
@@ -326,11 +330,12 @@ class Budget:
     first: int
     level: int
     moves: int
+    carried: int
 
 
-def budget(size: Size, **setting) -> Budget:
-    """By differences: one layer fewer, one level more."""
-    whole = Setting(LLAMA, drafts=size.levels > 0, **setting)
+def budget(size: Size) -> Budget:
+    """By differences: one layer fewer, one level more, state that is kept."""
+    whole = Setting(LLAMA, drafts=size.levels > 0)
     fewer = replace(LLAMA, layer_specs=LLAMA.layer_specs[:-1])
 
     def launches(setting, size):
@@ -344,7 +349,8 @@ def budget(size: Size, **setting) -> Budget:
         level = launches(whole, size._replace(levels=size.levels + 1))[0] - found
         first = found - launches(whole, size._replace(levels=0))[0] - (size.levels - 1) * level
     outside = found - layer * LLAMA.layers - first - max(size.levels - 1, 0) * level
-    return Budget(layer, outside, first, level, moves)
+    carried = launches(replace(whole, carries=True), size)[0] - found
+    return Budget(layer, outside, first, level, moves, carried)
 
 
 ASKED = (
@@ -395,17 +401,33 @@ def table() -> str:
     return HEAD + "\n".join(lines) + "\n\n" + budgets()
 
 
-AIMS = Budget(layer=10, outside=15, first=25, level=25, moves=0)
-COUNTED = {"plain": Size(1, 1), "verified": Size(64, 2), "drafted": Size(1, 4, 3, 1)}
+AIMS = Budget(layer=10, outside=15, first=25, level=25, moves=0, carried=2)
+COUNTED = {
+    "plain": Size(1, 1),
+    "verified": Size(64, 2),
+    "drafted": Size(1, 4, 3, 1),
+    "drafted in trees": Size(1, 16, 3, 4),
+}
 """What budgets are kept of."""
 
 
 def budgets() -> str:
     """Launches beside what they should be."""
-    heads = ("launches", "a layer", "outside", "first level", "a level more", "index_copy_")
+    heads = (
+        "launches",
+        "a layer",
+        "outside",
+        "first level",
+        "a level more",
+        "index_copy_",
+        "carried",
+    )
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for name, found in {"aim": AIMS, **{n: budget(s) for n, s in COUNTED.items()}}.items():
-        numbers = found.layer, found.outside, found.first, found.level, found.moves
+        numbers = (
+            *(found.layer, found.outside, found.first, found.level, found.moves),
+            found.carried,
+        )
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return "\n".join(lines) + "\n"
 

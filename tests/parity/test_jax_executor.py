@@ -63,7 +63,7 @@ def compilations():
 def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
     keys = warm.programs.keys
     assert set(warm.programs.compiled) == set(keys)
-    assert warm.told == [(n + 1, len(keys)) for n in range(len(keys))]
+    assert [news[1:] for news in warm.told] == [(n + 1, len(keys)) for n in range(len(keys))]
     assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 4 + 3
 
 

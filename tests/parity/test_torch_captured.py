@@ -10,6 +10,7 @@ from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.declared import ASKED
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
 from forerun.executors.torch.captured.sizes import MOST_NODES
 from forerun.executors.torch.kernels import SLOW_TWINS
@@ -269,11 +270,13 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
     captured.request_aux_hidden_states((1,))  # What was captured before does not know of it.
     assert captured.describe()["captured"] == []
     told, seconds = [], captured.describe()["capture_seconds"]
-    captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news))
+    captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news[1:]))
     rows, nodes = (1, 2, 4), (1, 2, 3, 4)
-    assert set(captured.describe()["captured"]) == {Size(r, n) for r in rows for n in nodes}
+    assert set(captured.describe()["captured"]) == {
+        Size(r, n, 0, 0, *asked) for r in rows for n in nodes for asked in ASKED
+    }
     assert captured.describe()["capture_seconds"] > seconds
-    assert told == [(done, 12) for done in range(13)]
+    assert told == [(done, 48) for done in range(49)]
     before = tape.captures
     with Driver(captured) as driver:
         for slot in range(3):
@@ -282,6 +285,25 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
         for count in (0, 3, 1, 2):
             driver.step([Row(slot, draft=chain_draft([5] * count)) for slot in range(3)])
     assert tape.captures == before
+
+
+def test_nothing_is_captured_once_all_is(pair, plain):
+    """Rows that ask for less than what was captured run along; more nodes than declared are no
+    round. The texts are the same.
+    """
+    captured, _, tape = pair
+    captured.warm_up(DraftShape(nodes=3), lambda *_: None)
+    captures, rounds = tape.captures, captured.describe()["rounds"]
+    random = np.random.default_rng(0)
+
+    def draft_tokens(slot, tokens):
+        most = 2 if len(tokens) % 7 else 14
+        return half_true_draft(random, plain[0][slot][len(tokens) :], tiny.VOCAB, most)[0]
+
+    tokens, reports = texts(captured, draft_tokens)
+    assert tokens == plain[0]
+    assert tape.captures == captures and captured.describe()["rounds"] >= rounds + 10
+    assert [len(r.top) for r in reports[3]] == [2] * len(reports[3])
 
 
 def test_an_executor_says_what_a_step_is_padded_to(pair):

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized
+from forerun.executors.torch.captured import future_map
+from forerun.executors.torch.captured.buffers import BufferDims, Record, Room, Size, Sized
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.plain_round import Accepted
@@ -14,7 +15,10 @@ from forerun.interface.plan import CarriedPlan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, batch
+from tests.parity.interpreted import load
 from tests.parity.tape import Watch
+
+triton_future = load("triton_future")
 
 SLOTS = 4
 LOGS = np.array([0.0, -0.5, -0.5, -1.0, -2.0, -np.inf, np.nan], np.float32)
@@ -37,10 +41,17 @@ def there(array):
     return torch.from_numpy(np.ascontiguousarray(array))
 
 
+def sized_of(size, width):
+    """A size's tensors, with page tables so wide."""
+    dims = BufferDims(width, SLOTS, 2, 32)
+    return Sized(size, dims, Room(size.rows, size.total, dims, torch.device("cpu")))
+
+
 def left(carry, size, slots, rows):
     """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
-    sized = Sized(size, BufferDims(3, SLOTS, 2, 32), torch.device("cpu"))
-    buffers = sized.staging().buffers
+    sized = sized_of(size, 3)
+    staging = sized.staging()
+    buffers = staging.buffers
     choices = torch.full((size.total,), NOTHING, dtype=torch.int32)
     kept = torch.zeros(size.rows, size.nodes, dtype=torch.bool)
     record = Record.of(size, sized.record)
@@ -51,16 +62,19 @@ def left(carry, size, slots, rows):
         choices[row * size.nodes], kept[row, 0] = token, True
         grown[:, row] = tree[0], tree[1], tree[2].view(np.int32)
     record.grown.copy_(there(grown.reshape(-1)))
-    sized.whole.copy_(sized._staging[0].whole)
+    sized.whole.copy_(staging.whole)
     with Watch():
         count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
-        carry.leave(size, sized.there, Accepted(choices, kept, count, last), record)
+        future_map.leave(
+            carry.state, size, sized.there, Accepted(choices, kept, count, last), record
+        )
 
 
 def entered(carry, size, slots, bounds):
     """The facts of a round whose rows go on from these slots; bounds: (most, deep, ends)."""
-    sized = Sized(size, BufferDims(90, SLOTS, 2, 32), torch.device("cpu"))
-    buffers = sized.staging().buffers
+    sized = sized_of(size, 90)
+    staging = sized.staging()
+    buffers = staging.buffers
     many = len(slots)
     most, deep, ends = np.array(bounds, np.int32).T
     choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
@@ -68,9 +82,11 @@ def entered(carry, size, slots, bounds):
     plan = CarriedPlan(np.array(slots), nothing, ends, most, deep, nothing[:, None])
     prepare_inputs_carried(buffers, size, plan, choosing, most)
     buffers["slot"][:many] = slots
-    sized.whole.copy_(sized._staging[0].whole)
+    sized.whole.copy_(staging.whole)
     with Watch():
-        found = carry.enter(size, sized.there)
+        found = future_map.resume(carry.state, size, sized.there)
+    again = triton_future.resume(carry.state, size, sized.there)
+    assert all(torch.equal(again[name], values) for name, values in found.items())
     return {name: values.numpy() for name, values in found.items()}
 
 
@@ -126,13 +142,16 @@ def test_rows_that_are_not_ahead_keep_their_facts():
     carry, size = FutureMap(SLOTS, torch.device("cpu")), Size(2, 4)
     carry.grow(Size(2, 2, 2, 2))
     random = np.random.default_rng(0)
-    sized = Sized(size, BufferDims(3, SLOTS, 2, 32), torch.device("cpu"))
-    buffers = sized.staging().buffers
+    sized = sized_of(size, 3)
+    staging = sized.staging()
+    buffers = staging.buffers
     for values in buffers.values():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
-    sized.whole.copy_(sized._staging[0].whole)
-    found = carry.enter(size, sized.there)
+    sized.whole.copy_(staging.whole)
+    found = future_map.resume(carry.state, size, sized.there)
+    again = triton_future.resume(carry.state, size, sized.there)
+    assert all(torch.equal(again[name], values) for name, values in found.items())
     assert all((found[name].numpy() == values).all() for name, values in buffers.items())
 
 
@@ -147,3 +166,35 @@ def test_a_round_that_grows_nothing_leaves_no_guesses():
     left(carry, Size(1, 2), [2], [(8, 4, 12, nothing)])
     buffers = entered(carry, Size(1, 4), [2], [(3, 3, 100)])
     assert (buffers["count"][0], buffers["kv_len"][0], buffers["tokens"][0]) == (1, 8, 12)
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, 2, 5, 8])
+)
+def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
+    """By slot, and in the record; also where nobody follows a row, and where nothing is grown."""
+    random = np.random.default_rng(seed)
+    size = Size(3, nodes, levels, width if levels else 0)
+    kept = torch.from_numpy(random.random((3, nodes)) < 0.5)
+    accepted = Accepted(
+        there(random.integers(-1, 50, size.total).astype(np.int32)),
+        kept,
+        kept.sum(1, dtype=torch.int32),
+        there(random.integers(0, nodes, 3).astype(np.int32)),
+    )
+    found = []
+    for leave in (future_map.leave, triton_future.leave):
+        random = np.random.default_rng(seed)
+        carry, sized = FutureMap(SLOTS, torch.device("cpu")), sized_of(size, 3)
+        carry.grow(Size(1, 1, max(levels, 1), width))
+        for values in (carry.state.state, carry.state.tokens, carry.state.parents, sized.record):
+            values.copy_(there(random.integers(0, 90, values.shape).astype(np.int32)))
+        sized.whole.copy_(there(random.integers(0, 50, sized.whole.shape).astype(np.int32)))
+        sized.there["slot"].copy_(there(random.permutation(SLOTS + 1)[:3].astype(np.int32)))
+        sized.there["draft_slot"].copy_(there(random.integers(-1, 2, 3).astype(np.int32)))
+        record = Record.of(size, sized.record)
+        leave(carry.state, size, sized.there, accepted, record)
+        state = carry.state
+        found.append((state.state, state.tokens, state.parents, state.value, sized.record))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

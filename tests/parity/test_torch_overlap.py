@@ -19,6 +19,7 @@ from forerun.executors.torch import executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
 from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.declared import ASKED
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
@@ -181,7 +182,7 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
     )
     assert tokens(found) == tokens(expected)
-    assert slow[0].executor.runner.future.levels == 5
+    assert slow[0].executor.runner.future.state.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
 
@@ -243,7 +244,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     """Its logits are gone when that is noticed: the next round has run over them."""
     target, _ = slow
     rounds_of = target.executor.runner
-    accept = rounds_of._kernels.accept
+    accept = rounds_of.kernels.accept
     requests = asked(learned[1], 0.0, (30, 30, 30))
     expected = tokens(answered(target, requests, True, **OFF)[0])
 
@@ -252,7 +253,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
         broken = (noise.positions == 9) & (noise.seeds == 1)
         return accept(logits.masked_fill(broken[:, None], torch.nan), noise, *rest)
 
-    monkeypatch.setattr(rounds_of, "_kernels", replace(rounds_of._kernels, accept=spoiled))
+    monkeypatch.setattr(rounds_of, "kernels", replace(rounds_of.kernels, accept=spoiled))
     rounds_of._programs.forget()
     try:
         found, stats = answered(target, requests, True, **OFF)
@@ -282,16 +283,21 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     target = open_target(config, lambda *news: told.append(news))
     try:
         ready = set(target.executor.describe()["captured"])
-        assert ready == {
+        plain = {
             *(Size(rows, nodes) for rows in (1, 2) for nodes in (1, 2, 3)),
             *(Size(rows, 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
             *(Size(rows, levels + 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
         }
-        assert [news for news in told if news[0] == "preparing step sizes"][-1][1:] == (14, 14)
+        assert ready == {
+            size._replace(shaping=shaping, masked=masked, reports=reports)
+            for shaping, masked, reports in ASKED
+            for size in plain
+        }
+        assert [news for news in told if news[0] == "preparing step sizes"][-1][1:] == (56, 56)
         _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), True)
         assert stats.carried > 5
         captured = target.executor.describe()["captured"]
-        assert ready <= set(captured)
+        assert ready == set(captured)
         assert tape.captures == len(captured)  # None of them twice.
     finally:
         target.close()

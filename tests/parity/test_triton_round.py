@@ -8,7 +8,7 @@ import torch
 
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.buffers import BufferDims, Size, Sized
+from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import FLOAT8
@@ -23,7 +23,7 @@ from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 
 CPU = torch.device("cpu")
-for name in ("choice", "layers", "draft"):
+for name in ("choice", "layers", "draft", "future"):
     load(f"triton_{name}")
 attention = load("triton_attention")
 rounds = load("triton_round")
@@ -32,8 +32,10 @@ rounds = load("triton_round")
 def facts_of(size, trees, decided, seed):
     """A round's facts, of rows with these trees, as the host writes them."""
     random = np.random.default_rng(seed)
-    sized = Sized(size, BufferDims(6, 4, 2, 4300), CPU)
-    facts = sized.staging().buffers
+    dims = BufferDims(6, 4, 2, 4300)
+    sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
+    staging = sized.staging()
+    facts = staging.buffers
     rows, row = len(decided), np.repeat(np.arange(len(decided)), np.diff(trees.start))
     place = row * size.nodes + np.arange(len(row)) - trees.start[row]
     facts["kv_len"][:rows] = random.integers(0, 60, rows)
@@ -45,7 +47,7 @@ def facts_of(size, trees, decided, seed):
     facts["tokens"][place], facts["depth"][place] = trees.tokens, trees.depth
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     facts["tree_intervals"][:, place] = tree_intervals(trees, row)
-    sized.whole.copy_(sized._staging[0].whole)
+    sized.whole.copy_(staging.whole)
     return sized.there
 
 

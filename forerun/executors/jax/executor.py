@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,11 +116,12 @@ class JaxExecutor:
         self._network: DraftNetwork | BlockNetwork | None = None
         self._grown = DraftShape()
 
-    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every program that steps with such drafts can need."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
-        self.programs.warm_up(self._buckets, draft, cores(), progress)
+        told = partial(progress, "preparing step sizes")
+        self.programs.warm_up(self._buckets, draft, cores(), told)
 
     # --- beside a draft network --------------------------------------------------------------
 

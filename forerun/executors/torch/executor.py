@@ -37,7 +37,7 @@ from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
 from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints
 
@@ -270,6 +270,20 @@ class TorchExecutor:
         nodes = np.concatenate(paths)
         move = self.kernels.move if self.kernels else None
         cache.commit(nodes if place is None else place[nodes], np.concatenate(slots), move)
+
+    @torch.inference_mode()
+    def rehearse(self, nodes: int) -> None:
+        """Launch what a prompt of so many tokens does, in scratch and page 0: before the first
+        request.
+        """
+        tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
+        pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
+        no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
+        plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
+        self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
+        self.verify(plan, batch([tokens], [NO_DRAFT]))
+        self.close(0)
+        self.cache.commit(one, one.astype(np.int64), self.kernels.move if self.kernels else None)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.captured.buffers import Record, Size
+from forerun.executors.torch.captured.future_map import FutureState, leave, resume
 from forerun.executors.torch.geometry import Geometry, attend_dense
 from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter
 from forerun.executors.torch.layers import PLAIN, Elementwise, Heads, Rotary, rotation
@@ -71,6 +73,20 @@ Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
 """See plain_round.py."""
 
 
+Resume = Callable[[FutureState, Size, Facts], Facts]
+"""See captured/future_map.py."""
+
+Leave = Callable[[FutureState, Size, Facts, Accepted, Record], None]
+"""See captured/future_map.py."""
+
+Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
+"""(work, progress): compile all that `work` would launch, telling how many are done of how many."""
+
+
+def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    """`Ahead`, of what is not compiled."""
+
+
 class Grow(Protocol):
     """One level of draft trees, launched."""
 
@@ -102,7 +118,10 @@ class Kernels:
     rotation: Rotation
     follow: Follow
     grow: Grow
+    resume: Resume
+    leave: Leave
     parts: Elementwise
+    ahead: Ahead = nothing_to_compile
 
 
 def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
@@ -127,6 +146,8 @@ SLOW_TWINS = Kernels(
     rotation=rotation,
     follow=follow,
     grow=grow,
+    resume=resume,
+    leave=leave,
     parts=PLAIN,
 )
 """All of them in plain torch, on any device."""
@@ -137,9 +158,11 @@ def kernels_for(device: torch.device) -> Kernels | None:
     if device.type != "cuda":
         return None
     from forerun.executors.torch import (  # noqa: PLC0415
+        compile_ahead,
         triton_attention,
         triton_choice,
         triton_draft,
+        triton_future,
         triton_layers,
         triton_round,
     )
@@ -155,6 +178,8 @@ def kernels_for(device: torch.device) -> Kernels | None:
         rotation=guarded(device, triton_draft.rotation),
         follow=guarded(device, triton_draft.follow),
         grow=guarded(device, triton_draft.grow),
+        resume=guarded(device, triton_future.resume),
+        leave=guarded(device, triton_future.leave),
         parts=Elementwise(
             add_norm=guarded(device, triton_layers.add_norm),
             norm=guarded(device, triton_layers.norm),
@@ -162,4 +187,5 @@ def kernels_for(device: torch.device) -> Kernels | None:
             gelu_gate=guarded(device, triton_layers.gelu_gate),
             rotate=guarded(device, triton_layers.rotate),
         ),
+        ahead=compile_ahead.compile_ahead,
     )

@@ -25,8 +25,16 @@ CHUNK = 2048
 """Draft tokens that one program of `_candidates` looks at."""
 
 
+VIEWS = (
+    *("draft_slot", "kv_len", "seeds", "positions", "temperatures", "grown", "position"),
+    *("seeds_out", "positions_out", "temperatures_out"),
+)
+"""Parts of larger tensors: where they begin must not make another kernel."""
+
+
 @triton.jit(
-    do_not_specialize=["passed_size", "nodes", "first", "nobody", "rows", "width", "levels"]
+    do_not_specialize=["passed_size", "nodes", "first", "nobody", "rows", "width", "levels"],
+    do_not_specialize_on_alignment=VIEWS,
 )
 def _follow(
     read, hidden, last, count, draft_slot, kv_len, seeds, positions, temperatures,
@@ -96,7 +104,7 @@ def follow(
     return Below(read, hidden, kv_len, tuple(of_levels), position)
 
 
-@triton.jit(do_not_specialize=["factor"])
+@triton.jit(do_not_specialize=["factor"], do_not_specialize_on_alignment=VIEWS)
 def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
     node, at = tl.program_id(0), tl.arange(0, triton.next_power_of_2(HALF))
     there = at < HALF
@@ -131,7 +139,7 @@ def _value(keys):
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks", "every"])
+@triton.jit(do_not_specialize=["vocab", "chunks", "every"], do_not_specialize_on_alignment=VIEWS)
 def _candidates(
     logits, temperatures, keys, most, sums, vocab, chunks, every,
     CHUNK: tl.constexpr, COUNT: tl.constexpr, CHAIN: tl.constexpr,
@@ -157,7 +165,12 @@ def _candidates(
         tl.store(keys + best, tl.topk(key, COUNT))
 
 
-@triton.jit(do_not_specialize=["chunks", "vocab", "every", "nodes", "places", "begin", "above"])
+@triton.jit(
+    do_not_specialize=[
+        *("chunks", "vocab", "every", "rows", "nodes", "places", "begin", "above"),
+    ],
+    do_not_specialize_on_alignment=VIEWS,
+)
 def _grow(
     keys, most, sums, ids, seeds, positions, temperatures, grown, chosen,
     chunks, vocab, every, rows, nodes, places, begin, above,

@@ -14,8 +14,17 @@ from forerun.executors.torch.plain_round import Accepted, Facts, Prepared, Round
 from forerun.executors.torch.triton_choice import scored
 from forerun.speculative.accept import NOTHING
 
+FACTS = (
+    *("kv_len", "outputs", "low", "high", "of_rows", "decided", "counts", "depth", "parents"),
+    *("table", "tokens", "tree_intervals", "record"),
+)
+"""Views of what a round reads and writes: where they begin must not make another kernel."""
 
-@triton.jit(do_not_specialize=["nodes", "width", "scratch", "total"])
+
+@triton.jit(
+    do_not_specialize=["nodes", "width", "scratch", "total"],
+    do_not_specialize_on_alignment=FACTS,
+)
 def _prepare(
     kv_len, outputs, low, high, of_rows, decided, counts, depth, parents, table,
     frequencies, factors,
@@ -76,7 +85,7 @@ def prepare(facts: Facts, shape: RoundShape) -> Prepared:
     return Prepared(position, pages, slots, noise, tuple((each[0], each[1]) for each in turned))
 
 
-@triton.jit(do_not_specialize=["nodes", "total", "chunks"])
+@triton.jit(do_not_specialize=["nodes", "total", "chunks"], do_not_specialize_on_alignment=FACTS)
 def _walk(
     best, found, counts, decided, tokens, parents, depth, tree_intervals,
     choices, kept, count, last, record,

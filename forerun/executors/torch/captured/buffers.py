@@ -1,7 +1,7 @@
-"""What a captured round reads and writes: tensors whose places never change, one set per size.
+"""What a captured round reads and writes: tensors whose places never change.
 
-On the device there is one set. The host has two, used in turn: it fills one while a round that
-was filled from the other still runs.
+What goes in lies in one room for all sizes: on the device once, because rounds run one after the
+other; on the host twice, used in turn: it fills one while a round filled from the other runs.
 """
 
 from collections.abc import Callable
@@ -132,22 +132,49 @@ def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tenso
     return views | {"kv_len": views["where"][0], "position": views["where"][1]}
 
 
-class StagingBuffer:
-    """One of the host's two sets.
+class Side:
+    """One of the host's two rooms.
 
-    buffers  what `Sized.there` will be
-    result  what `Sized.record` was
-    wait    returns when the round that last used this set is over
+    wait  returns when the round that last used it is over
     """
 
-    def __init__(self, size: Size, dims: BufferDims, counts: tuple[int, int], pinned: bool) -> None:
-        self.whole, self.result = (
-            torch.zeros(count, dtype=torch.int32, pin_memory=pinned) for count in counts
-        )
-        views = _views(self.whole, _shapes(size, dims))
-        self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
+    def __init__(self, count: int, pinned: bool) -> None:
+        self.whole = torch.zeros(count, dtype=torch.int32, pin_memory=pinned)
         self.wait: Callable[[], None] = lambda: None
+
+
+class Room:
+    """Where the facts of all rounds lie, of at most `rows` rows and `nodes` nodes in all."""
+
+    def __init__(self, rows: int, nodes: int, dims: BufferDims, device: torch.device) -> None:
+        largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
+        count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
+        self.whole = torch.zeros(count, dtype=torch.int32, device=device)
+        self._sides = [Side(count, device.type == "cuda") for _ in range(2)]
+
+    def side(self) -> Side:
+        """The host's other room; waits for the round that used it last, which is over."""
+        self._sides.reverse()
+        self._sides[0].wait()
+        return self._sides[0]
+
+
+class StagingBuffer:
+    """What the host fills for a round of one size, in one of its rooms: `whole` and `buffers` are
+    what Sized.whole and Sized.there will be, `result` what Sized.record was.
+    """
+
+    def __init__(self, size: Size, dims: BufferDims, side: Side, result: Tensor) -> None:
+        shapes = _shapes(size, dims)
+        self._side, self.result = side, result
+        self.whole = side.whole[: sum(int(np.prod(shape)) for shape in shapes.values())]
+        views = _views(self.whole, shapes)
+        self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
         self._nodes, self._slots = size.nodes, dims.slots
+
+    def begun(self, wait: Callable[[], None]) -> None:
+        """The round runs; `wait` returns when it is over."""
+        self._side.wait = wait
 
     def blank(self) -> None:
         """Rows without a node; what stands in their places sees itself alone."""
@@ -165,22 +192,23 @@ class StagingBuffer:
 
 
 class Sized:
-    """The fixed tensors of one size.
+    """The fixed tensors of one size, in `room`.
 
+    whole, there  the facts
     record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
     """
 
-    def __init__(self, size: Size, dims: BufferDims, device: torch.device) -> None:
+    def __init__(self, size: Size, dims: BufferDims, room: Room) -> None:
+        device, self._size, self._dims, self._room = room.whole.device, size, dims, room
         shapes = _shapes(size, dims)
         count = sum(int(np.prod(shape)) for shape in shapes.values())
         returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
         returned += 2 * size.rows * size.candidates
         returned += size.total * (1 + 2 * size.reports) if size.reports else 0
-        self.whole = torch.zeros(count, dtype=torch.int32, device=device)
+        self.whole = room.whole[:count]
         self.there = _views(self.whole, shapes)
         self.record = torch.zeros(returned, dtype=torch.int32, device=device)
-        pinned = device.type == "cuda"
-        self._staging = [StagingBuffer(size, dims, (count, returned), pinned) for _ in range(2)]
+        self._staging: dict[Side, StagingBuffer] = {}
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
         self.tile = tile_nodes(size.nodes, dims.gqa_group)
         self.start = torch.from_numpy(start).to(device)
@@ -188,9 +216,12 @@ class Sized:
         self.row = torch.arange(size.total, device=device) // size.nodes
 
     def staging(self) -> StagingBuffer:
-        """The host's other set, blank; waits for the round that used it last, which is over."""
-        self._staging.reverse()
-        staging = self._staging[0]
-        staging.wait()
-        staging.blank()
-        return staging
+        """What the host fills next, blank; waits for the round that used its room last, which is
+        over.
+        """
+        side = self._room.side()
+        if side not in self._staging:
+            result = torch.zeros_like(self.record, device="cpu", pin_memory=side.whole.is_pinned())
+            self._staging[side] = StagingBuffer(self._size, self._dims, side, result)
+        self._staging[side].blank()
+        return self._staging[side]

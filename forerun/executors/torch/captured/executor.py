@@ -25,6 +25,7 @@ from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
+from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.graphs import Recorder, recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
@@ -36,7 +37,8 @@ from forerun.executors.torch.captured.prepare_inputs import (
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.captured.sizes import declared, padded_size
+from forerun.executors.torch.captured.sizes import padded_size
+from forerun.executors.torch.captured.warm_up import warm_up
 from forerun.executors.torch.decoder import Decoder, refusal
 from forerun.executors.torch.executor import Scores, TorchExecutor
 from forerun.executors.torch.kernels import Kernels
@@ -50,9 +52,6 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
-
-CAPTURE_SECONDS = 60.0
-"""No further size is captured before the first request after this long."""
 
 _NOBODY: Ints = np.zeros(0, np.int32)
 
@@ -130,22 +129,9 @@ class CapturedExecutor:
         return True
 
     @torch.inference_mode()
-    def warm_up(self, draft: DraftShape, progress: Callable[[int, int], None]) -> None:
-        """Capture the sizes that are declared for such drafts, within CAPTURE_SECONDS."""
-        runner, most = self.runner, self.limits.max_nodes
-        fits = runner.drafting.fits if runner.drafting is not None else lambda size: True
-        sizes = [size for size in declared(self.limits, draft) if size.total <= most and fits(size)]
-        if runner.future is not None and draft.levels:
-            runner.future.grow(Size(1, 1, draft.levels, draft.width))
-        begun = perf_counter()
-        for done, size in enumerate(sizes):
-            if perf_counter() - begun > CAPTURE_SECONDS:
-                log.warning("captured %d of %d sizes in %.0f s", done, len(sizes), CAPTURE_SECONDS)
-                return
-            progress(done, len(sizes))
-            for _ in range(2):
-                runner.launch(size, runner.staging(size))()
-        progress(len(sizes), len(sizes))
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
+        """Compile every kernel and capture what is declared for such drafts; see warm_up.py."""
+        warm_up(self.runner, self.eager, declared(self.limits, draft), progress)
 
     # --- a step ------------------------------------------------------------------------------
 
@@ -173,17 +159,20 @@ class CapturedExecutor:
         self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
     ) -> Size | None:
         """The smallest size for rows, in these slots, of so many nodes."""
-        size, drafting = padded_size(len(slots), nodes, self.limits.max_nodes), self.runner.drafting
+        runner, drafting = self.runner, self.runner.drafting
+        size = padded_size(len(slots), nodes, self.limits.max_nodes)
         if size is None:
             return None
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
         if more or self._sampler.reports(slots):
             size = self._shaped.size(size, slots, masked)
-        if draft_request is None or drafting is None:
-            return size
-        larger = size._replace(levels=draft_request.levels, width=draft_request.width)
-        follows = np.isin(slots, draft_request.slots).any()
-        return larger if follows and drafting.fits(larger) else size
+        if draft_request is not None and drafting is not None:
+            larger = size._replace(levels=draft_request.levels, width=draft_request.width)
+            follows = np.isin(slots, draft_request.slots).any()
+            larger_runs = follows and drafting.fits(larger) and runner.runs_as(larger)
+            if larger_runs:
+                return larger_runs
+        return runner.runs_as(size)
 
     @torch.inference_mode()
     def verify(
@@ -299,7 +288,9 @@ class CapturedExecutor:
         """Whether the device decides every row of this step, no report needs its logits, and no
         grammar holds a row.
         """
-        if not isinstance(scores, InFlightStep) or not scores.decided.all() or scores.size.masked:
+        if not isinstance(scores, InFlightStep) or not scores.decided.all():
+            return False
+        if scores.masks is not None:
             return False
         return scores.size.reports > 0 or not self._sampler.reports(scores.slots)
 

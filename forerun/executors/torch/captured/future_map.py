@@ -6,16 +6,20 @@
 A row that is `carried` takes up where the round before has left its slot. Of the host it gets only
 bounds: draft tokens and levels at most, and positions it may take up. The draft tokens are the best
 of the full tree, exactly those that forerun.speculative.draft_tree.full_draft takes, found by
-sorting; who is above whom follows from their parents. No shape and no branch depends on a value
-here.
+sorting; who is above whom follows from their parents.
+
+`resume` and `leave` are the slow twins of forerun.executors.torch.triton_future, which does each in
+one launch.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.plain_round import Accepted
+from forerun.executors.torch.plain_round import Accepted, Facts
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 
@@ -23,19 +27,28 @@ LEVELS = 8
 """Room for trees so deep is made at least: deeper ones later void what was captured."""
 
 
-class FutureMap:
-    """The state by slot; one slot more takes what rows without a sequence write.
+@dataclass(frozen=True, slots=True)
+class FutureState:
+    """By slot, and of nobody in the last place; K = full_size(width, levels).
 
-    width, levels  of the trees that there is room for
+    state   int32[S,3] kv_len, output position, last token
+    tokens, parents, value  int32, int32, float32[S,K] the full tree below it; -inf = no such node
     """
 
+    state: Tensor
+    tokens: Tensor
+    parents: Tensor
+    value: Tensor
+    width: int
+    levels: int
+
+
+class FutureMap:
+    """The state by slot; one slot more takes what rows without a sequence write."""
+
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._rows = slots + 1
-        # Of a row: kv_len, output position, last token.
-        self._state = torch.zeros(self._rows, 3, dtype=torch.int32, device=device)
-        self._device = device
-        self.width = self.levels = 0
-        self._make_room(0, 0)
+        state = torch.zeros(slots + 1, 3, dtype=torch.int32, device=device)
+        self.state = _with_room(state, 0, 0)
 
     def grow(self, size: Size) -> bool:
         """Make room for what rounds of this size grow. True where there was none: what slots held
@@ -43,143 +56,134 @@ class FutureMap:
         """
         if not self.lacks(size):
             return False
-        self._make_room(size.width, max(size.levels, LEVELS))
+        self.state = _with_room(self.state.state, size.width, max(size.levels, LEVELS))
         return True
 
     def lacks(self, size: Size) -> bool:
         """Whether there is no room for what rounds of this size grow."""
-        return size.levels > 0 and (self.width != size.width or self.levels < size.levels)
+        return size.levels > 0 and (
+            self.state.width != size.width or self.state.levels < size.levels
+        )
 
-    def _make_room(self, width: int, levels: int) -> None:
-        self.width, self.levels = width, levels
-        count = full_size(width, levels)
 
-        def made(value: float, dtype: torch.dtype) -> Tensor:
-            return torch.full((self._rows, count), value, dtype=dtype, device=self._device)
+def _with_room(state: Tensor, width: int, levels: int) -> FutureState:
+    shape = len(state), full_size(width, levels)
+    kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
+    tokens, parents, value = (
+        torch.full(shape, none, dtype=kind, device=state.device) for none, kind in kinds
+    )
+    return FutureState(state, tokens, parents, value, width, levels)
 
-        self._tokens, self._parents = made(0, torch.int32), made(NOTHING, torch.int32)
-        self._value = made(-torch.inf, torch.float32)
-        # Of a full tree's nodes: place, and level from 1.
-        self._index = torch.arange(count, device=self._device)
-        self._level = torch.ones_like(self._index)
-        if levels > 1:
-            self._level += ((self._index - width) // width**2 + 1).clamp_min(0)
 
-    # --- launches only ---------------------------------------------------------------------
+def resume(future: FutureState, size: Size, given: Facts) -> Facts:
+    """The facts of a round, with those of rows that are carried from their slots. Launches only.
 
-    def enter(self, size: Size, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The facts, with those of rows that are ahead from their slots.
+    What the host has filled in of such rows is right for chains.
+    """
+    carried = given["carried"] > 0
+    state = future.state.index_select(0, given["slot"]).T
+    where = torch.where(carried, state[:2], given["where"])
+    found = {**given, "where": where, "kv_len": where[0], "position": where[1]}
+    if size.nodes == 1:
+        return {**found, "tokens": torch.where(carried, state[2], given["tokens"])}
+    depth = torch.minimum(given["deep"], given["last"] - where[0])
+    make = _chain if future.width <= 1 else _tree
+    nodes = make(future, size, given["slot"], state[2], given["most"], depth)
+    for name, own in nodes.items():
+        there = given[name].view(own.shape)
+        which = carried if own.dim() == 1 else carried[:, None]
+        found[name] = torch.where(which, own, there).view(given[name].shape)
+    return found
 
-        What the host has filled in of such rows is right for chains; few launches are left.
-        """
-        carried = given["carried"] > 0
-        state = self._state.index_select(0, given["slot"]).T
-        where = torch.where(carried, state[:2], given["where"])
-        found = {**given, "where": where, "kv_len": where[0], "position": where[1]}
-        if size.nodes == 1:
-            return {**found, "tokens": torch.where(carried, state[2], given["tokens"])}
-        if self.width == 0:
-            return found  # Nothing is ever grown: who is ahead is alone.
-        depth = torch.minimum(given["deep"], given["last"] - where[0])
-        make = self._chain if self.width == 1 else self._tree
-        nodes = make(size, given["slot"], state[2], given["most"], depth)
-        for name, own in nodes.items():
-            there = given[name].view(own.shape)
-            which = carried if own.dim() == 1 else carried[:, None]
-            found[name] = torch.where(which, own, there).view(given[name].shape)
-        return found
 
-    def _chain(
-        self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
-    ) -> dict[str, Tensor]:
-        """What `_tree` gives of chains: their best nodes are the first."""
-        grown = (self._value.index_select(0, slot) > -torch.inf).sum(1, dtype=torch.int32)
-        draft_tokens = torch.minimum(torch.minimum(most, depth), grown).clamp(0, size.nodes - 1)
-        count = draft_tokens + 1
-        tokens = self._tokens.index_select(0, slot)[:, : size.nodes - 1]
-        tokens = torch.cat([token[:, None], tokens], 1)
-        return {
-            "count": count,
-            "tokens": F.pad(tokens, (0, size.nodes - tokens.shape[1])),
-            # What is no node stands where the last one does: there is a page.
-            "depth": torch.minimum(self._places(size), draft_tokens[:, None]),
-            "tree_intervals": self._chain_intervals(size, count),
-        }
+def _chain(
+    future: FutureState, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
+) -> Facts:
+    """What `_tree` gives of chains: their best nodes are the first."""
+    grown = (future.value.index_select(0, slot) > -torch.inf).sum(1, dtype=torch.int32)
+    draft_tokens = torch.minimum(torch.minimum(most, depth), grown).clamp(0, size.nodes - 1)
+    count = draft_tokens + 1
+    tokens = future.tokens.index_select(0, slot)[:, : size.nodes - 1]
+    tokens = torch.cat([token[:, None], tokens], 1)
+    places = torch.arange(size.nodes, dtype=torch.int32, device=slot.device)
+    # The first `count` see what is before them, what is no node itself alone.
+    leaves = torch.maximum(count[:, None], places + 1)
+    return {
+        "count": count,
+        "tokens": F.pad(tokens, (0, size.nodes - tokens.shape[1])),
+        # What is no node stands where the last one does: there is a page.
+        "depth": torch.minimum(places, draft_tokens[:, None]),
+        "tree_intervals": torch.stack([places.expand_as(leaves), leaves]),
+    }
 
-    def _places(self, size: Size) -> Tensor:
-        return torch.arange(size.nodes, dtype=torch.int32, device=self._device)
 
-    def _chain_intervals(self, size: Size, count: Tensor) -> Tensor:
-        """[2,R,N]: the first `count` see what is before them, what is no node itself alone."""
-        places = self._places(size)
-        leave = torch.maximum(count[:, None], places + 1)
-        return torch.stack([places.expand_as(leave), leave])
+def _tree(
+    future: FutureState, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
+) -> Facts:
+    """The best nodes of the slots' trees, as speculative.draft_tree.DraftTree.draft keeps them."""
+    value = future.value.index_select(0, slot)
+    parents = future.parents.index_select(0, slot).long()
+    # Of a full tree's nodes: place, and level from 1.
+    index = torch.arange(value.shape[1], device=value.device)
+    width = future.width
+    levels = 1 + (((index - width) // width**2) + 1).clamp_min(0)
+    real = (value > -torch.inf) & (levels <= depth[:, None])
+    value = torch.where(real, value, -torch.inf)
+    order = value.sort(dim=1, descending=True, stable=True).indices
+    rank = torch.zeros_like(order).scatter_(1, order, index.expand_as(order))
+    kept = real & (rank < most.clamp_max(size.nodes - 1)[:, None])
+    place = kept.cumsum(1)
+    into = torch.where(kept, place, size.nodes)
 
-    def _tree(
-        self, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
-    ) -> dict[str, Tensor]:
-        """The best nodes of the slots' trees, as speculative.draft_tree.DraftTree.draft keeps
-        them.
-        """
-        value = self._value.index_select(0, slot)
-        parents = self._parents.index_select(0, slot).long()
-        real = (value > -torch.inf) & (self._level <= depth[:, None])
-        value = torch.where(real, value, -torch.inf)
-        order = value.sort(dim=1, descending=True, stable=True).indices
-        rank = torch.zeros_like(order).scatter_(1, order, self._index.expand_as(order))
-        kept = real & (rank < most.clamp_max(size.nodes - 1)[:, None])
-        place = kept.cumsum(1)
-        into = torch.where(kept, place, size.nodes)
+    def sent(values: Tensor, root: Tensor, rest: int) -> Tensor:
+        """[R,N]: the kept ones in their places, behind the root."""
+        out = values.new_full((size.rows, size.nodes + 1), rest).scatter_(1, into, values)
+        out[:, 0] = root
+        return out[:, : size.nodes]
 
-        def sent(values: Tensor, root: Tensor, rest: int) -> Tensor:
-            """[R,N]: the kept ones in their places, behind the root."""
-            out = values.new_full((size.rows, size.nodes + 1), rest).scatter_(1, into, values)
-            out[:, 0] = root
-            return out[:, : size.nodes]
+    above = torch.where(parents < 0, 0, place.gather(1, parents.clamp_min(0)))
+    nothing = torch.full_like(place[:, 0], NOTHING)
+    count = 1 + place[:, -1]
+    found = {
+        "count": count.int(),
+        "tokens": sent(future.tokens.index_select(0, slot), token, 0),
+        "parents": sent(above, nothing, NOTHING).int(),
+        "depth": sent(levels.expand_as(place), torch.zeros_like(count), 0).int(),
+    }
+    deepest = min(size.nodes - 1, future.levels)
+    return found | {"tree_intervals": _tree_intervals(size, found["parents"], count, deepest)}
 
-        above = torch.where(parents < 0, 0, place.gather(1, parents.clamp_min(0)))
-        nothing = torch.full_like(place[:, 0], NOTHING)
-        count = 1 + place[:, -1]
-        found = {
-            "count": count.int(),
-            "tokens": sent(self._tokens.index_select(0, slot), token, 0),
-            "parents": sent(above, nothing, NOTHING).int(),
-            "depth": sent(self._level.expand_as(place), torch.zeros_like(count), 0).int(),
-        }
-        deepest = min(size.nodes - 1, self.levels)
-        return found | {"tree_intervals": _tree_intervals(size, found["parents"], count, deepest)}
 
-    def leave(
-        self,
-        size: Size,
-        buffers: dict[str, Tensor],
-        accepted: Accepted,
-        record: Record,
-    ) -> None:
-        """Keep what came of the rows, and write into the record what ran."""
-        slot = buffers["slot"].long()
-        record.tokens.copy_(buffers["tokens"])
-        token = accepted.choices
-        if size.nodes > 1:
-            record.parents.copy_(buffers["parents"])
-            record.count.copy_(buffers["count"])
-            token = token.view(size.rows, -1).gather(1, accepted.last.long()[:, None])[:, 0]
-        moved = torch.cat([buffers["where"] + accepted.count, token.clamp_min(0)[None].int()])
-        self._state.index_copy_(0, slot, moved.T)
-        if self.width:
-            self._leave_trees(size, slot, buffers["draft_slot"] >= 0, record.grown)
+def leave(
+    future: FutureState, size: Size, facts: Facts, accepted: Accepted, record: Record
+) -> None:
+    """Keep what came of the rows, and write into the record what ran. Launches only."""
+    slot = facts["slot"].long()
+    record.tokens.copy_(facts["tokens"])
+    token = accepted.choices
+    if size.nodes > 1:
+        record.parents.copy_(facts["parents"])
+        record.count.copy_(facts["count"])
+        token = token.view(size.rows, -1).gather(1, accepted.last.long()[:, None])[:, 0]
+    moved = torch.cat([facts["where"] + accepted.count, token.clamp_min(0)[None].int()])
+    future.state.index_copy_(0, slot, moved.T)
+    if future.width:
+        _leave_trees(future, size, slot, facts["draft_slot"] >= 0, record.grown)
 
-    def _leave_trees(self, size: Size, slot: Tensor, extends: Tensor, grown: Tensor) -> None:
-        """Keep what was grown below rows that are followed; nothing below others."""
-        value = self._value.new_full((size.rows, self._value.shape[1]), -torch.inf)
-        if size.levels:
-            tokens, parents, bits = grown.view(3, size.rows, size.draft_tokens)
-            values = bits.view(torch.float32)
-            value[:, : size.draft_tokens] = torch.where(extends[:, None], values, -torch.inf)
-            self._tokens[:, : size.draft_tokens].index_copy_(0, slot, tokens)
-            if self.width > 1:
-                self._parents[:, : size.draft_tokens].index_copy_(0, slot, parents)
-        self._value.index_copy_(0, slot, value)
+
+def _leave_trees(
+    future: FutureState, size: Size, slot: Tensor, extends: Tensor, grown: Tensor
+) -> None:
+    """Keep what was grown below rows that are followed; nothing below others."""
+    value = future.value.new_full((size.rows, future.value.shape[1]), -torch.inf)
+    if size.levels:
+        tokens, parents, bits = grown.view(3, size.rows, size.draft_tokens)
+        values = bits.view(torch.float32)
+        value[:, : size.draft_tokens] = torch.where(extends[:, None], values, -torch.inf)
+        future.tokens[:, : size.draft_tokens].index_copy_(0, slot, tokens)
+        if future.width > 1:
+            future.parents[:, : size.draft_tokens].index_copy_(0, slot, parents)
+    future.value.index_copy_(0, slot, value)
 
 
 def _tree_intervals(size: Size, parents: Tensor, count: Tensor, deepest: int) -> Tensor:

@@ -23,11 +23,20 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.captured.buffers import BufferDims, Record, Size, Sized, StagingBuffer
+from forerun.executors.torch.captured.buffers import (
+    BufferDims,
+    Record,
+    Room,
+    Size,
+    Sized,
+    StagingBuffer,
+)
+from forerun.executors.torch.captured.declared import covering
 from forerun.executors.torch.captured.drafting import Decided, Drafting
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
+from forerun.executors.torch.captured.sizes import padded_rows
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
@@ -41,6 +50,7 @@ from forerun.interface.executor import ExecutorLimits
 class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
+    kernels     what it launches
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
@@ -58,7 +68,7 @@ class CudaGraphRunner:
         records: Recorder,
     ) -> None:
         self._decoder, self._cache, self._limits = decoder, cache, limits
-        self._kernels, self._records = kernels, records
+        self.kernels, self._records = kernels, records
         self._dims = BufferDims(
             width=-(-limits.context // limits.page_size),
             slots=limits.slots,
@@ -74,7 +84,11 @@ class CudaGraphRunner:
             factors=torch.tensor(factors, dtype=torch.float32, device=self._device),
         )
         self._sized: dict[Size, Sized] = {}
-        self._programs = Programs(self._work, records)
+        rows = min(limits.max_nodes, padded_rows(limits.slots))
+        self._room = Room(rows, limits.max_nodes, self._dims, self._device)
+        self._programs = Programs(self.work, records)
+        # By size, what it is run as; None: as it is.
+        self._runs: dict[Size, Size | None] | None = None
         self._ran: Size | None = None
         shape = limits.max_nodes, limits.vocab
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
@@ -100,18 +114,34 @@ class CudaGraphRunner:
         width = len(layers) * self._decoder.arch.hidden
         shape = self._limits.max_nodes, width
         self.features = torch.zeros(shape, dtype=dtype, device=self._device)
-        self._programs.forget()
+        self._forget()
 
     def keep_state(self) -> None:
         """Let rounds leave what the next one needs; what was captured is forgotten."""
         if self.future is None:
             self.future = FutureMap(self._limits.slots, self._device)
-            self._programs.forget()
+            self._forget()
+
+    def _forget(self) -> None:
+        self._programs.forget()
+        self._runs = None
+
+    def only_captured(self) -> None:
+        """Capture no further size, until what was captured is forgotten."""
+        self._runs = {}
+
+    def runs_as(self, size: Size) -> Size | None:
+        """The size that a round of this size runs at; None where it is no round's."""
+        if self._runs is None:
+            return size
+        if size not in self._runs:
+            self._runs[size] = covering(size, self.captured)
+        return self._runs[size]
 
     def staging(self, size: Size) -> StagingBuffer:
         """What the host fills before `launch`; makes room for all that such a round writes."""
         if self.future is not None and self.future.grow(size):
-            self._programs.forget()
+            self._forget()
         return self.of(size).staging()
 
     def launch(
@@ -129,8 +159,9 @@ class CudaGraphRunner:
             self._programs.run(size)
             staging.result.copy_(sized.record, non_blocking=True)
 
-        staging.wait = self._records.launch(work)
-        return staging.wait
+        wait = self._records.launch(work)
+        staging.begun(wait)
+        return wait
 
     def replay(self) -> None:
         """Run the last round once more, on what still lies on the device: to measure the device
@@ -143,16 +174,17 @@ class CudaGraphRunner:
     def of(self, size: Size) -> Sized:
         """The fixed tensors of a size."""
         if size not in self._sized:
-            self._sized[size] = Sized(size, self._dims, self._device)
+            self._sized[size] = Sized(size, self._dims, self._room)
         return self._sized[size]
 
     # --- the program: launches only, no shape and no branch depends on a value --------------
 
-    def _work(self, size: Size) -> None:
+    def work(self, size: Size) -> None:
+        """One round of this size, on what lies on the device."""
         sized, decoder, cache = self.of(size), self._decoder, self._cache
-        kernels, facts, total = self._kernels, sized.there, size.total
+        kernels, facts, total = self.kernels, sized.there, size.total
         if self.future is not None:
-            facts = self.future.enter(size, facts)
+            facts = kernels.resume(self.future.state, size, facts)
         prepared = kernels.prepare(facts, self._shape)
         geometry = Geometry(
             start=sized.start,
@@ -192,12 +224,12 @@ class CudaGraphRunner:
         if size.shaping and self.shaped is not None:
             self.shaped.add(facts, accepted.choices, accepted.kept)
         if self.future is not None:
-            self.future.leave(size, facts, accepted, record)
+            kernels.leave(self.future.state, size, facts, accepted, record)
 
     def _accept(
         self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
     ) -> Accepted:
-        kernels = self._kernels
+        kernels = self.kernels
         if self.shaped is None or not (size.shaping or size.masked):
             return kernels.accept(logits, prepared.noise, facts, record)
         wide, noise = logits.float(), prepared.noise

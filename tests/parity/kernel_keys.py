@@ -1,0 +1,140 @@
+"""Which binaries and sizes a mixed load asks for, of a small model with a draft head, by Triton's
+own keys and the executor's own choice of sizes; no device and no compiler is needed.
+
+    python -m tests.parity.kernel_keys [--steps N]
+
+Prints JSON. A process of its own: in the tests' process the kernels' modules are interpreted.
+
+    ready       sizes that start-up captured
+    declared    binaries that it compiled, by kernel
+    late        binaries that the load asked for beyond these
+    captures    captures that the load caused
+    rounds, eager  steps of the load that were rounds, and that were not
+    told        what start-up told last of its captures
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from forerun.executors.torch import TorchExecutor, compile_ahead, executor, with_captures
+from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.eagle_model import TorchEagleModel
+from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import SlotInit
+from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.speculative.sampling import Sampling
+from tests.parity.driver import SHAPED
+from tests.parity.launches import kernels
+from tests.parity.tape import Tape
+
+DRAFT = DraftShape(nodes=3, width=1, levels=2)
+LIMITS = ExecutorLimits(page_size=16, pages=96, slots=8, max_nodes=128, context=256, vocab=512)
+
+
+class Target:
+    """What Triton asks of a driver: an H100, on which nothing is launched."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+def recorded(found):
+    """In place of compiling: what is asked for, by kernel and key."""
+
+    def compile_(self, key, *rest):
+        found.append((self.fn.__name__, key))
+        self.device_caches[0][0][key] = made = object()
+        return made
+
+    return compile_
+
+
+def opened():
+    """An executor whose every sequence asks for something else, with a draft head."""
+    executor.kernels_for = lambda device: kernels()
+    captured_executor.recorder = lambda device: Tape()
+    checkpoint = RandomCheckpoint(shape_named("tiny"))
+    made = with_captures(TorchExecutor(checkpoint, LIMITS))
+    draft = random_draft(checkpoint.architecture, 64)
+    made.draft_with(TorchEagleModel(made, checkpoint, draft))
+    made.keep_state()
+    return made
+
+
+def load(made, steps):
+    """Sizes of a mixed load's steps, and rows' prompts, by how many steps had them."""
+    random, sizes = np.random.default_rng(0), Counter()
+    asked = [Sampling(**shaped) for shaped in SHAPED]
+    asked += [Sampling(temperature=0.0, logprobs=count) for count in (0, 3, 20)]
+    for slot in range(LIMITS.slots):
+        sampling = asked[slot % len(asked)] if slot % 2 else Sampling(temperature=0.0)
+        made.open(SlotInit(slot, np.zeros(3, np.int32), 3, sampling))
+    for _ in range(steps):
+        slots = random.permutation(LIMITS.slots)[: random.integers(1, LIMITS.slots + 1)]
+        if random.random() < 0.5:
+            slots = np.unique(slots // 2 * 2)  # Nobody who asks for more than a temperature.
+        levels = int(random.integers(0, DRAFT.levels + 1))
+        request = DraftRequest(slots, DRAFT.width, levels) if levels else None
+        nodes = int(random.integers(1, DRAFT.nodes + 2))
+        if random.random() < 0.1:  # Somebody's prompt.
+            sizes[None, int(random.integers(1, LIMITS.max_nodes + 1))] += 1
+        else:
+            size = made._size(slots, nodes, request, bool(random.random() < 0.2))
+            sizes[size, len(slots) * nodes] += 1
+    for slot in range(LIMITS.slots):
+        made.close(slot)
+    return sizes
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=10_000)
+    arguments = parser.parse_args()
+    driver.set_active(Target())
+    found, told = [], {}
+    JITFunction._do_compile = recorded(found)
+    JITFunction.run = compile_ahead._compiling(JITFunction.run)
+    with compile_ahead._Zeros():
+        made = opened()
+        made.warm_up(DRAFT, lambda what, *news: told.__setitem__(what, news))
+        ready, declared, tape = set(made.runner.captured), len(found), made.runner._records
+        captures, sizes = tape.captures, load(made, arguments.steps)
+        for size, nodes in sizes:
+            with torch.inference_mode():
+                if size is None:
+                    made.eager.rehearse(nodes)
+                else:
+                    made.runner.launch(size, made.runner.staging(size))()
+    rounds = sum(count for (size, _), count in sizes.items() if size is not None)
+    json.dump(
+        {
+            "ready": len(ready),
+            "asked": len({size for size, _ in sizes}),
+            "declared": Counter(name for name, _ in found[:declared]),
+            "late": found[declared:],
+            "captures": tape.captures - captures,
+            "rounds": rounds,
+            "eager": arguments.steps - rounds,
+            "told": told["preparing step sizes"],
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

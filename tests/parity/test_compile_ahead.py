@@ -1,0 +1,102 @@
+"""What start-up compiles and captures, so that nothing is later."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.parity.interpreted import load
+
+ROOT = Path(__file__).parents[2]
+compiling = load("compile_ahead")
+
+BINARIES = {
+    **dict.fromkeys(("_norm", "_add_norm", "_gate", "_enter", "_merge", "_choose"), 1),
+    **dict.fromkeys(("_rotation", "_candidates", "_grow"), 1),
+    # By tiles of 16, 32 and 64 queries; by nodes of a row, to the next power of two.
+    **dict.fromkeys(("_attend", "_prepare", "_walk", "_resume", "_leave"), 3),
+    **{"_follow": 2, "_move": 2},
+}
+"""Of a model with a draft head whose chains are up to 3 long: rows are no part of any key."""
+
+
+@pytest.mark.timeout(300)
+def test_ten_thousand_mixed_steps_compile_and_capture_nothing():
+    """Rows and nodes of any number, sampling parameters, grammars, reports, drafts in rounds, and
+    prompts in between.
+    """
+    command = [sys.executable, "-m", "tests.parity.kernel_keys", "--steps", "10000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["late"] == [] and found["captures"] == 0
+    assert found["declared"] == BINARIES
+    assert found["rounds"] + found["eager"] == 10_000 < 12 * found["rounds"] / 10
+    assert found["told"] == [found["ready"]] * 2
+    assert found["asked"] > 80 and found["ready"] <= 140
+
+
+class Compiler:
+    """In place of Triton's: a binary is made when another one is being made too."""
+
+    def __init__(self, keys):
+        self.keys, self.made, self.launched = keys, [], []
+        self.together = threading.Barrier(2, timeout=60)
+
+    def ran(self, kernel, *args, warmup):
+        """As JITFunction.run: the first launch of a key compiles it."""
+        if not warmup:
+            self.launched.append(args)
+            return
+        cache = self.keys.setdefault(kernel, {})
+        if args not in cache:
+            mode = compiling.triton.runtime._async_compile.active_mode.get()
+
+            def make():
+                self.together.wait()
+                self.made.append(args)
+                return args
+
+            mode.submit((kernel, args), make, lambda made: cache.__setitem__(args, made))
+
+
+def test_binaries_are_compiled_together_and_once(monkeypatch):
+    compiler, told = Compiler({}), []
+    kernel = compiling.triton_layers._norm
+    monkeypatch.setattr(compiling, "cores", lambda: 2)
+
+    def compiled(self, *args, grid, warmup):
+        compiler.ran(self, *args, warmup=warmup)
+
+    monkeypatch.setattr(type(kernel), "run", compiled)
+
+    def work():
+        for number in (1, 2, 3, 4, 2, 1):
+            kernel[1,](number)
+        assert compiling.torch.empty(1000).count_nonzero() == 0
+
+    compiling.compile_ahead(work, lambda *news: told.append(news))
+    assert sorted(compiler.made) == [(1,), (2,), (3,), (4,)] and not compiler.launched
+    assert told == [(done, 4) for done in (1, 2, 3, 4)]
+    assert compiler.keys[kernel] == {(n,): (n,) for n in (1, 2, 3, 4)}
+    kernel[1,](1)
+    assert compiler.launched == [(1,)]
+
+
+def test_what_cannot_be_compiled_says_so(monkeypatch):
+    kernel = compiling.triton_layers._norm
+
+    def run(self, *args, grid, warmup):
+        def make():
+            raise ValueError("no such register")
+
+        mode = compiling.triton.runtime._async_compile.active_mode.get()
+        mode.submit(args, make, lambda made: None)
+
+    monkeypatch.setattr(type(kernel), "run", run)
+    with pytest.raises(ValueError, match="no such register"):
+        compiling.compile_ahead(lambda: kernel[1,](1), lambda *_: None)
+    assert "run" not in vars(kernel)
