@@ -7,8 +7,6 @@ norm is therefore scaled to whatever makes the first loss smallest, with 0 (loss
 among the candidates.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -92,24 +90,13 @@ def calibrate(
 
     At most ln(Vd), because the scale 0 is among the candidates.
     """
-
-    def loss() -> float:
-        return float(ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))[0])
-
-    with torch.no_grad():
-        return calibrate_norm(norm, loss)
-
-
-def calibrate_norm(weight: Tensor, loss: Callable[[], float]) -> float:
-    """Scale a final norm to the smallest `loss`, which it returns. The caller switches gradients
-    off.
-    """
-    norm = weight.detach().clone()
+    original = norm.detach().clone()
     losses = {}
-    for scale in SCALES:
-        weight.copy_(norm * scale)
-        losses[scale] = loss()
-    best = min(losses, key=lambda scale: losses[scale])
-    # At exactly 0 no gradient would reach the block.
-    weight.copy_(norm * (best or 1e-3))
+    with torch.no_grad():
+        for scale in SCALES:
+            norm.copy_(original * scale)
+            losses[scale] = float(ttt_loss(head, batch, embed, vocabulary, Unrolling(steps=1))[0])
+        best = min(losses, key=lambda scale: losses[scale])
+        # At exactly 0 no gradient would reach the block.
+        norm.copy_(original * (best or 1e-3))
     return losses[best]

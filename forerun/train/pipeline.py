@@ -162,7 +162,8 @@ def make_draft(
             write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
         embed, rows = embeddings(source.checkpoint)
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
-        read, compute = stored_reader(corpus), torch.float32
+        read = stored_reader(corpus)
+        compute = torch.bfloat16 if config.train_bfloat16 else torch.float32
     else:
         target = _dense(source, config.train_device)
         vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)

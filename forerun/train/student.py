@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.executors.torch.block import BlockDrafter, BlockLayer
+from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.arch import Architecture
 from forerun.models.block_config import BlockHead, default_block_features
@@ -18,7 +18,8 @@ from forerun.train.block_loss import BlockPlan, block_loss
 from forerun.train.corpus import ReadsFeatures
 from forerun.train.export import export_head
 from forerun.train.export_block import export_block
-from forerun.train.init import calibrate, calibrate_norm, start_from_draft, start_from_target
+from forerun.train.init import calibrate, start_from_draft, start_from_target
+from forerun.train.init_block import start_block
 from forerun.train.loop import LossOf, Trial, unrolled_loss
 from forerun.train.loss import Batch, StepScore
 from forerun.train.prediction import (
@@ -82,12 +83,14 @@ def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -
 
 
 def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:
-    """The block drafter our trainer makes for `target`: its layers' shape, a mask of its own."""
+    """The block drafter our trainer makes for `target`: of its layers' width, a mask of its own,
+    and as many key heads as query heads, since features reach the block through values alone.
+    """
     return BlockHead(
         layers=config.block_layers,
         hidden=target.hidden,
         heads=target.heads,
-        kv_heads=target.kv_heads,
+        kv_heads=target.heads,
         head_size=target.head_size,
         ffn=target.ffn,
         vocab=vocab,
@@ -97,10 +100,11 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
         rope=replace(target.rope),
         context=target.context,
         features=default_block_features(target.layers, config.block_features),
-        places=config.steps + 1,
+        places=config.steps + (not config.block_causal),
         mask=0,
+        anchored=config.block_causal,
         causal=config.block_causal,
-        qk_norm=target.layer_specs[-1].qk_norm,
+        qk_norm=False,
         own_mask=True,
     )
 
@@ -120,35 +124,10 @@ def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Stu
         return block_loss(drafter, batch, trial.embed, trial.vocabulary, plan, seed)
 
     def begin(trial: Trial, first: Batch) -> None:
-        _start_block(drafter, checkpoint, trial.embed)
-        with trial.computing(), torch.no_grad():
-            calibrate_norm(drafter.norm.weight, lambda: float(loss_of(trial, first, 0, False)[0]))
+        rows = trial.vocabulary.rows
+        start_block(drafter, checkpoint, trial.embed, rows, first, config.seed)
 
     def export(folder: Path) -> None:
         export_block(about, dict(drafter.named_parameters()), ids, folder, target.layers)
 
     return Student(about, drafter, begin, export, loss_of)
-
-
-@torch.no_grad()
-def _start_block(drafter: BlockDrafter, checkpoint: Checkpoint, embed: Tensor) -> None:
-    """The target's last layers, which read what they read in it: the last feature, nearly; random
-    where the target's block is not Llama's.
-    """
-    target, head = checkpoint.architecture, drafter.head
-    drafter.mask_embedding.copy_(embed.mean(0))
-    drafter.fc.weight.mul_(0.1)
-    drafter.fc.weight[:, -head.hidden :] += torch.eye(head.hidden, device=embed.device)
-    if target.beyond_llama() or head.layers > target.layers:
-        return
-
-    def stored(name: str) -> Tensor:
-        return torch.from_numpy(checkpoint.tensor(name).copy())
-
-    begin = target.layers - head.layers
-    for number, layer in enumerate(drafter.layers):
-        assert isinstance(layer, BlockLayer)
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(stored(f"model.layers.{begin + number}.{name}"))
-    drafter.hidden_norm.weight.copy_(stored(f"model.layers.{begin}.input_layernorm.weight"))
-    drafter.norm.weight.copy_(stored("model.norm.weight"))

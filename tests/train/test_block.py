@@ -10,10 +10,14 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.executors.torch.block import BlockDrafter
+from forerun.executors.torch.layers import rotation
 from forerun.models.block_folder import open_block
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.block_loss import Anchors, BlockPlan, block_loss
+from forerun.train.init_block import start_block
 from forerun.train.loss import Batch, Likely, Vocabulary
+from forerun.train.presets import resolve
+from forerun.train.student import block_for
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
 
@@ -84,10 +88,60 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
     )
 
 
-def test_a_block_drafter_is_trained_and_served(untrained, tmp_path):
+@torch.no_grad()
+def test_attention_begins_at_the_root_and_the_newest_features(tmp_path):
+    """Not at the block's own masks, where no feature would ever be read."""
+    hf = tiny.model("llama", num_hidden_layers=4)
+    embed = hf.get_input_embeddings().weight.detach()
+    common = torch.randn(embed.shape[1], generator=torch.Generator().manual_seed(0))
+    embed += embed.std() * common  # As tokens of trained models have it.
+    checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path / "target"))
+    config = resolve("smoke", {"method": "block", "steps": 3})
+    about = block_for(checkpoint.architecture, tiny.VOCAB, config)
+    drafter = BlockDrafter(about)
+    rows = hf.get_output_embeddings().weight.detach()
+    texts = np.random.default_rng(0).integers(3, tiny.VOCAB, (4, 64)).tolist()
+    features = torch.stack([
+        torch.cat([states[index] for index in about.features], -1)
+        for states in (streams(hf, text) for text in texts)
+    ])  # fmt: skip
+    tokens = torch.tensor(texts)
+    wanted = torch.ones_like(tokens, dtype=torch.bool)
+    batch = Batch(tokens, wanted, features, tokens, Likely(tokens, tokens))
+    start_block(drafter, checkpoint, embed, rows, batch, 0)
+    finders, seen = (about.kv_heads + 1) // 3, first_attention(drafter, batch, embed)
+    count = tokens.shape[1] - 1  # Features, the root, two masks behind it.
+    assert 0 < finders < about.kv_heads
+    at_root = seen[:, :finders, 1:, count].mean()
+    newest = seen[:, finders:, :, count - 2 : count].sum(-1).mean()
+    masks = seen[:, :, 1:, count + 1 :].sum(-1).mean()
+    print(float(at_root), float(newest), float(masks))
+    assert at_root > 0.5 and newest > 0.3 and masks < 0.1, (at_root, newest, masks)
+    logits = drafter.norm(torch.randn(64, about.hidden)) @ rows.T
+    assert 1.5 < logits.std() < 2.5, "neither flat nor confidently wrong"
+
+
+def first_attention(drafter, batch, embed):
+    """What the first layer's heads see from the last token of each text: [B,A,places,keys]."""
+    about, attention = drafter.head, drafter.layers[0].self_attn
+    length = batch.tokens.shape[1]
+    position = torch.arange(length - 1 + about.places)
+    rotary = rotation(position, torch.from_numpy(about.rope.frequencies(about.head_size)), 1.0)
+    block = embed[batch.tokens[:, -1:]].repeat(1, about.places, 1)
+    states = drafter.layers[0].input_layernorm(drafter.with_masks(block))
+    context = drafter.context(batch.features[:, :-1])
+    keys, _ = attention.keys_values(torch.cat([context, states], 1), rotary)
+    queries = attention.queries(states, tuple(part[length - 1 :] for part in rotary))
+    scores = torch.einsum("bqae,bkae->baqk", queries, keys) / about.head_size**0.5
+    ahead = torch.ones(about.places, len(position), dtype=torch.bool).triu(length)
+    return scores.masked_fill(ahead, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("kind, least", [("--block-causal", 1.4), ("--no-block-causal", 2.0)])
+def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least):
     """By heart; then its chains are accepted, its trees more, and the texts are the target's."""
     learning = "--method block --epochs 30 --rate 1e-2 --check-every 40 --draft-vocab 300"
-    learning += " --block-anchors 16"
+    learning += f" --block-anchors 16 {kind}"
     metrics = untrained.train(tmp_path, *learning.split())
     first, best = metrics["history"][0]["length"], metrics["best_simulated_length"]
     assert best > first + 0.5 and best > 1.6, (first, best)
@@ -112,7 +166,7 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path):
         lengths = [sum(len(item.tokens) for item in found) / sum(i.stats.steps for i in found)
                    for found in (chain, tree)]  # fmt: skip
         print(lengths)
-        assert lengths[0] > 1.5 and lengths[1] >= lengths[0], lengths
+        assert lengths[0] > least and lengths[1] >= lengths[0], lengths
     finally:
         target.close()
 
