@@ -12,7 +12,7 @@ import torch
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.jax.batches import Buckets, Size, batches
+from forerun.executors.jax.batches import Buckets, Size, batches, chunks
 from forerun.executors.jax.kv import StateShape
 from forerun.executors.jax.reports import TOP, line_size, lines, report
 from forerun.executors.jax.sharding import check_shards
@@ -280,6 +280,18 @@ def test_steps_are_cut_into_few_dispatches():
     assert all(sum(weights.get(row, 0) for row in b.rows) <= 100 for b in cut)
     assert [b.size.rows for b in cut] == [4, 1, 1, 4, 1, 1, 4]
     assert all(len(b.rows) == b.size.rows for b in cut)
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(0, []), (16, [16]), (20, [16, 16]), (40, [64]), (70, [64, 16]), (128, [64, 64]), (200, [256]),
+     (384, [256, 64, 64])],
+)  # fmt: skip
+def test_prompts_are_padded_little_in_few_chunks(count, sizes):
+    cut = list(chunks(np.arange(count), (16, 64, 256)))
+    assert [size for size, _ in cut] == [(1, size) for size in sizes]
+    assert all(0 < len(part) <= size.nodes for size, part in cut)
+    assert [node for _, part in cut for node in part] == list(range(count))
 
 
 def test_what_it_refuses(checkpoint, warm, prompt):

@@ -10,6 +10,8 @@ Nodes keep their streams in State.hidden, rounds' from row 0 on, chunks' from `s
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +21,9 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
+
+DISPATCH = 16
+"""Nodes that a dispatch costs beside its own; chosen in docs/log.md."""
 
 _Row = tuple[int, Ints]
 """A row's number, and its flat nodes."""
@@ -136,8 +141,7 @@ def batches(
         if plan.samples[row]:
             sampling.append((row, nodes[known - 1 :][: buckets.nodes[-1]]))
             nodes = nodes[: known - 1]
-        for part in _chunks(nodes, buckets.chunks):
-            size = Size(1, _at_least(buckets.chunks, len(part)))
+        for size, part in chunks(nodes, buckets.chunks):
             cut.append(Batch(size, True, (row,), (part,), (begin,)))
             begin += len(part)
     return cut + list(_rounds(_groups(sampling, weights or {}, room), buckets))
@@ -157,9 +161,26 @@ def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_
     return groups
 
 
-def _chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[Ints]:
-    for begin in range(0, len(nodes), sizes[-1]):
-        yield nodes[begin : begin + sizes[-1]]
+def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Size, Ints]]:
+    """A row's nodes in parts, each with the size of the chunk that runs it, which cost least
+    together.
+    """
+    while len(nodes):
+        size = sizes[-1] if len(nodes) > sizes[-1] else _cheapest(len(nodes), sizes)[1]
+        yield Size(1, size), nodes[:size]
+        nodes = nodes[size:]
+
+
+@lru_cache(maxsize=1024)
+def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """What so many nodes, no more than the largest size, cost at least; the first part's size."""
+    whole = _at_least(sizes, count)
+    cut = [
+        (size + DISPATCH + _cheapest(count - size, sizes)[0], size)
+        for size in reversed(sizes)
+        if size < count
+    ]
+    return min([(whole, whole), *cut], key=itemgetter(0))
 
 
 def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:

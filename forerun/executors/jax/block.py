@@ -82,7 +82,7 @@ class BlockNetwork(NamedTuple):
             x = x + product(wide, layer["down_proj"])
         read = self._normed(weights, "norm", x)
         if "head" in weights:
-            return product(read, weights["head"]).astype(jnp.float32)
+            return product(read, weights["head"].T).astype(jnp.float32)
         flat = self.target.read(params, read.reshape(-1, read.shape[-1]))
         return flat.reshape(*position.shape, -1)
 
@@ -120,9 +120,10 @@ def load_block(
     """
     about, sharding = network.about, network.target.sharding
 
-    def put(values: Any) -> Array:
+    def put(values: Any, turned: bool = False) -> Array:
         wide = np.ndim(values) > 1
-        kept = np.array(values, jnp.dtype(dtype) if wide else np.float32)
+        values = values.T if wide and turned else values
+        kept = np.array(values, jnp.dtype(dtype) if wide else np.float32, order="C")
         made: Array = jax.device_put(kept, sharding.whole)
         return made
 
@@ -135,9 +136,9 @@ def load_block(
         plain = name.removesuffix(".weight")
         if plain.startswith("layers."):
             _, number, *_, short = plain.split(".")
-            layers[int(number)][short] = put(draft.tensor(name))
+            layers[int(number)][short] = put(draft.tensor(name), True)
         elif not plain.startswith(("d2t", "markov_head", "confidence_head")):
-            params[_OWN.get(plain, plain)] = put(draft.tensor(name))
+            params[_OWN.get(plain, plain)] = put(draft.tensor(name), plain == "fc")
     if not about.own_head and about.vocab != about.target_vocab:
         tied = checkpoint.architecture.tied_head
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.jax.batches import Size, sized
+from forerun.executors.jax.batches import Size, chunks, sized
 from forerun.executors.jax.block import BlockNetwork, load_block
 from forerun.executors.jax.block_passes import block_shapes, keep_shapes
 from forerun.executors.jax.draft_checks import check_block, check_extension, put_table
@@ -74,9 +74,7 @@ class JaxBlockModel:
         for size, some in sized(short, buckets) if short else ():
             self._keep(extension, stream, size, some)
         for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
-            for begin in range(0, len(nodes), buckets.chunks[-1]):
-                part = nodes[begin : begin + buckets.chunks[-1]]
-                size = Size(1, next(n for n in buckets.chunks if n >= len(part)))
+            for size, part in chunks(nodes, buckets.chunks):
                 self._keep(extension, stream, size, [(row, part)])
         return no_candidates(len(extension.scored))
 

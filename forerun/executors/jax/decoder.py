@@ -118,7 +118,7 @@ class Decoder(NamedTuple):
     def read(self, params: Params, normed: Array) -> Array:
         """float32[n,V] from what `final_norm` gives, [n,H]."""
         head: Array = params["embed"] if self.arch.tied_head else params["head"]
-        made = self.sharding.put(product(normed, head).astype(jnp.float32), None, None)
+        made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
         return softcapped(made, self.arch.final_softcap)
 
     def layer(

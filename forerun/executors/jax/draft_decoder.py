@@ -67,7 +67,7 @@ class DraftDecoder(NamedTuple):
         weights = params["draft"]
         if "rows" not in weights:
             return self.decoder.logits(weights, read)
-        made = product(self.decoder.final_norm(weights, read), weights["rows"])
+        made = product(self.decoder.final_norm(weights, read), weights["rows"].T)
         return self.decoder.sharding.put(made.astype(jnp.float32), None, None)
 
 

@@ -101,7 +101,7 @@ class EagleHead(NamedTuple):
 
     def logits(self, params: Params, read: Array) -> Array:
         """float32[n,Vd] from what `run` says the output head reads, [n,H]."""
-        made = product(read, params["draft"]["lm_head"]).astype(jnp.float32)
+        made = product(read, params["draft"]["lm_head"].T).astype(jnp.float32)
         return self.target.sharding.put(made, None, None)
 
     def _embed(self, params: Params, tokens: Array) -> Array:
@@ -143,7 +143,9 @@ def load_head(head: EagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: 
     about, sharding = head.about, head.target.sharding
 
     def put(name: str, values: Any) -> Array:
-        made: Array = jax.device_put(np.array(values), _where(head, name, np.ndim(values)))
+        made: Array = jax.device_put(
+            np.array(values, order="C"), _where(head, name, np.ndim(values))
+        )
         return made
 
     params: Params = {
@@ -154,7 +156,9 @@ def load_head(head: EagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: 
         if name != "d2t":
             values = draft.tensor(name)
             kept = np.asarray(values, jnp.dtype(dtype) if values.ndim > 1 else np.float32)
-            params[_short(name)] = put(_short(name), kept)
+            short = _short(name)
+            turned = kept.ndim > 1 and short != "lm_head"
+            params[short] = put(short, kept.T if turned else kept)
     if not about.trained_head:
         name = "model.embed_tokens.weight" if head.target.arch.tied_head else "lm_head.weight"
         rows = checkpoint.tensor(name)[draft.target_ids]

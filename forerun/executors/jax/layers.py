@@ -6,14 +6,14 @@ from jax import Array, lax
 
 
 def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """[..., K] by weight [N,K] -> [..., N] in the dtype of `x`; sums in float32.
+    """[..., K] by weight [K,N] -> [..., N] in the dtype of `x`; sums in float32.
 
     A TPU multiplies float32 in bfloat16 unless it is told otherwise.
     """
     y = lax.dot_general(
         x,
         weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
+        (((x.ndim - 1,), (0,)), ((), ())),
         precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.jax.batches import Size, sized
+from forerun.executors.jax.batches import Size, chunks, sized
 from forerun.executors.jax.draft_checks import check_extension, check_level, put_table
 from forerun.executors.jax.draft_features import streams_of
 from forerun.executors.jax.draft_network import DraftNetwork
@@ -117,9 +117,7 @@ class JaxLevelModel:
             lines = [_Line(*row) for row in some]
             programs.run(Key("extend", size), self._extend(extension, chains, size, lines))
         for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
-            for begin in range(0, len(nodes), buckets.chunks[-1]):
-                part = nodes[begin : begin + buckets.chunks[-1]]
-                size = Size(1, next(n for n in buckets.chunks if n >= len(part)))
+            for size, part in chunks(nodes, buckets.chunks):
                 line = [_Line(row, part)]
                 programs.run(Key("extend", size), self._extend(extension, chains, size, line))
         return self._candidates(chains.scored, extension.candidates)

@@ -1,7 +1,7 @@
 """The target's own prediction layer as pure functions; what it computes is said in
 models/prediction_layers.py.
 
-Weights lie in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [H,2H], the
+Weights lie in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [2H,H], the
 parameters of the layer under `layer`, `ids`, `frequencies`; `embed` [V,H] and `head` [Vd,H] where
 these are not the target's.
 """
@@ -78,7 +78,7 @@ class PredictionHead(NamedTuple):
         head = params["draft"].get("head")
         if head is None:
             return self.target.read(params, read)
-        made = product(read, head).astype(jnp.float32)
+        made = product(read, head.T).astype(jnp.float32)
         return self.target.sharding.put(made, None, None)
 
 

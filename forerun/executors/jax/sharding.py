@@ -18,11 +18,14 @@ from forerun.errors import ConfigError
 from forerun.models.arch import Architecture
 from forerun.models.layer_spec import Dense, Experts
 
-BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "head")
-"""Matrices [out, in] that are cut by rows, with their biases."""
+BY_TOKEN = ("embed", "head")
+"""Matrices [V,H], cut by token."""
+
+BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Matrices [in, out] that are cut by columns, with their biases."""
 
 BY_INPUT = ("o_proj", "down_proj")
-"""Matrices [out, in] that are cut by columns; their biases are added once, after the sum."""
+"""Matrices [in, out] that are cut by rows; their biases are added once, after the sum."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,12 @@ class Sharding:
             return self.of(*[None] * dimensions)
         if name.startswith("experts."):
             return self.of("model", None, None)
+        if part in BY_TOKEN:
+            return self.of("model", None)
         if part in BY_OUTPUT:
-            return self.of("model") if name != part else self.of("model", None)
-        if part in BY_INPUT and part == name.removeprefix("shared."):
-            return self.of(None, "model")
+            return self.of("model") if dimensions == 1 else self.of(None, "model")
+        if part in BY_INPUT and dimensions > 1:
+            return self.of("model", None)
         return self.of(*[None] * dimensions)
 
     def put(self, x: Array, *axes: str | None) -> Array:

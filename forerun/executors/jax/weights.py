@@ -4,11 +4,14 @@
     frequencies  tuple of [E/2], one per rope of the model (`ropes`)
     layers       stacked: {name: [L, ...]}; apart: L dictionaries {name: [...]}
 
-Matrices are [out, in] in the dtype of activations, vectors float32, norms with the model's offset.
-Names are the checkpoint's last parts, without ".weight"; those of experts have one axis more in
-front. Stacked layers run in a scan, so a program's size does not grow with the model; XLA's CPU
-backend copies each layer out of the stack, which doubles a step's time there, so on the CPU layers
-lie apart, and so do layers that differ from each other.
+Matrices are [in, out] in the dtype of activations, which XLA's CPU backend multiplies a few rows
+by in two thirds of the time that [out, in] takes; those of experts and those by token (BY_TOKEN)
+are [out, in]. Vectors are float32, norms with the model's offset. Names are the checkpoint's last
+parts, without ".weight"; those of experts have one axis more in front.
+
+Stacked layers run in a scan, so a program's size does not grow with the model; XLA's CPU backend
+copies each layer out of the stack, which doubles a step's time there, so on the CPU layers lie
+apart, and so do layers that differ from each other.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from forerun.executors.jax.sharding import Sharding
+from forerun.executors.jax.sharding import BY_TOKEN, Sharding
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.rope import Rope
@@ -109,25 +112,30 @@ class _Reader:
         """One parameter from one name or a (nested) list of names, an axis in front per level. A
         callback per device reads only its part. One name in a list counts as that name.
         """
-        if isinstance(names, list) and len(names) == 1 and not short.startswith("experts."):
+        experts = short.startswith("experts.")
+        if isinstance(names, list) and len(names) == 1 and not experts:
             names = names[0]
         shape, axes = _shape(names, self._checkpoint.shape)
-        own = self._sharding.weight(short, len(shape) - axes + short.startswith("experts."))
-        lead = axes - short.startswith("experts.")
+        own = self._sharding.weight(short, len(shape) - axes + experts)
+        lead = axes - experts
         where = self._sharding.of(*[None] * lead, *own.spec)
         narrow = len(shape) - axes > 1
+        turned = narrow and not experts and short not in BY_TOKEN
         offset = self._offset if "norm" in short else 0.0
 
         def read(name: str, index: tuple[slice, ...]) -> AnyArray:
-            tensor = self._checkpoint.tensor(name)[index]
+            tensor = self._checkpoint.tensor(name)
+            tensor = (tensor.T if turned else tensor)[index]
             # A copy: device memory on the CPU may be the very same bytes, which are a file's.
             wide = tensor + np.float32(offset) if offset else tensor
-            return np.array(wide, self._dtype if narrow else np.float32)
+            return np.array(wide, self._dtype if narrow else np.float32, order="C")
 
         def part(index: tuple[slice, ...] | None) -> AnyArray:
             assert index is not None  # Jax's word for a scalar.
             return _read(names, index, read)
 
+        if turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         return jax.make_array_from_callback(shape, where, part)
 
 
