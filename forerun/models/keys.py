@@ -71,7 +71,7 @@ class Keys:
         """Raise ModelError naming the keys nobody asked for that are not harmless."""
         rest = sorted(self._values.keys() - self._asked)
         culprits = [
-            f"{self.prefix}{name} = {shown(self._values[name])}"
+            f"{self.prefix}{name[:_SHOWN]} = {shown(self._values[name])}"
             for name in rest
             if not harmless(name, self._values[name])
         ]

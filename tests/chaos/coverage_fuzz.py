@@ -241,6 +241,13 @@ def fuzz(name: str, seconds: int, runs: int) -> None:
                 return reader.structured(content, source)[:most]
         return atheris.Mutate(content, most)
 
+    def one(content: bytes) -> None:
+        try:
+            attempt(reader, folder, content)
+        except BaseException:
+            (home / "finding").write_bytes(content)
+            raise
+
     options = [
         f"-artifact_prefix={home}/", f"-timeout={SECONDS_PER_FILE}", f"-rss_limit_mb={MEGABYTES}",
         f"-max_total_time={seconds}", "-max_len=200000", "-len_control=0", "-print_final_stats=1",
@@ -248,7 +255,7 @@ def fuzz(name: str, seconds: int, runs: int) -> None:
     ]  # fmt: skip
     atheris.Setup(
         [sys.argv[0], *options, str(corpus)],
-        lambda content: attempt(reader, folder, content),
+        one,
         custom_mutator=change,
     )
     atheris.Fuzz()
