@@ -148,7 +148,7 @@ def test_what_would_change_the_model_is_refused_by_name(family, changes, named, 
 
 def test_a_name_of_any_length_is_shown_in_part(tmp_path):
     """Found by the fuzzer guided by coverage."""
-    with pytest.raises(ModelError, match="A{60} = 1") as refused:
+    with pytest.raises(ModelError, match=r"A{60} = 1") as refused:
         read("llama", tmp_path, **{"A" * 5000: 1, "B" * 5000: 1})
     assert len(str(refused.value)) < 1000
 
