@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import httpx
 
@@ -83,10 +84,14 @@ def new(number: int):
 
 
 class Real(Server):
-    """A `forerun serve` process."""
+    """A `forerun serve` process.
+
+    told  what it says of its memory: see serve_measured
+    """
 
     golden: dict[str, object]
     warm: int
+    told: IO[bytes]
 
     def answer(self, name: str):
         """What is constant of an answer: status, and choices and usage where it is one. Asked
@@ -110,27 +115,31 @@ class Real(Server):
         """Bytes of memory that are its own."""
         return resident(self.process.pid)
 
+    def in_use(self) -> int:
+        """Bytes of memory that it uses, those not counted which malloc keeps for later."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        return int(self.told.readline())
+
+    def processor_seconds(self) -> float:
+        """That it has used, its children's not counted."""
+        return sum(map(int, status(self.process.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
     def files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def threads(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
 
-    def warm_up(self, rounds: int = 3, faults: int = 0) -> None:
-        """Remember golden answers and what memory it takes to give them.
-
-        faults  how often all children are killed meanwhile: the threads that follow new ones take
-                memory, which malloc keeps for the next
-        """
+    def warm_up(self, rounds: int = 3) -> None:
+        """Remember golden answers and what memory it takes to give them."""
         self.golden = self.answers()
         assert all(status == 200 for status, _ in self.golden.values()), self.golden
         for _ in range(rounds):
             with Load(self) as load:
                 assert wait_for(lambda load=load: load.done >= 60)
             assert not load.wrong and not load.refused, (load.wrong, load.refused)
-        self.kill_children(faults)
         assert wait_for(lambda: not self.held())
-        self.warm = self.resident()
+        self.warm = self.in_use()
 
     def kill_children(self, times: int, names=tuple(GOLDEN)) -> "Load":
         """Under load, all that there are; each time some answers later. The load that ran."""
@@ -153,8 +162,8 @@ class Real(Server):
         assert wait_for(lambda: not self.held())
         assert wait_for(lambda: not self.children("matcher_worker"))
         if memory:
-            assert wait_for(lambda: self.resident() <= 1.05 * self.warm, 60), (
-                self.resident(),
+            assert wait_for(lambda: self.in_use() <= 1.05 * self.warm, 60), (
+                self.in_use(),
                 self.warm,
             )
 
@@ -245,16 +254,26 @@ def status(pid: int) -> list[str]:
 
 
 @contextmanager
-def forerun_serve(tmp_path, *flags, stderr=None, module=("forerun",), **popen):
-    """The command itself, loaded and answering."""
+def forerun_serve(tmp_path, *flags, stderr=None, impatient=False, measured=True, **popen):
+    """The command itself, loaded and answering. See serve_measured; without `measured` it cannot
+    say what memory it uses.
+    """
     template = tmp_path / "template.jinja"
     template.write_text(PLAIN_TEMPLATE)
+    told, tell = os.pipe()
+    if measured:
+        module = ["tests.chaos.serve_measured", str(tell), *["--impatient"][:impatient]]
+        environment = popen.get("env", os.environ) | {"PYTHONMALLOC": "malloc"}
+        popen |= {"env": environment, "pass_fds": (tell,)}
+    else:
+        module = ["forerun"]
     line = [sys.executable, "-m", *module, "serve", "--port", "0", "--json"]
     if "--model" not in flags:
         line += ["--model", "toy", "--chat-template", str(template)]
-    with (tmp_path / "server.log").open("w+") as log:
+    with (tmp_path / "server.log").open("w+") as log, os.fdopen(told, "rb") as answers:
         popen |= {"stdout": subprocess.PIPE, "stderr": stderr or log, "text": True}
         process = subprocess.Popen([*line, *flags], cwd=ROOT, **popen)
+        os.close(tell)
         children: list[int] = []
         try:
             text = ""
@@ -264,6 +283,7 @@ def forerun_serve(tmp_path, *flags, stderr=None, module=("forerun",), **popen):
                 assert piece, log.read()
                 text += piece
             server = Real(process, json.loads(text)["url"], log)
+            server.told = answers
             server.http.timeout = PATIENCE
             assert wait_for(server.healthy), server.logged()
             yield server

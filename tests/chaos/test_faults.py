@@ -59,7 +59,6 @@ def clear(load):
 
 
 def test_every_child_is_killed_again_and_again(server):
-    server.warm_up(0, faults=10)
     clear(server.kill_children(KILLS))
     server.unharmed()
 
@@ -67,9 +66,8 @@ def test_every_child_is_killed_again_and_again(server):
 @pytest.mark.parametrize("kind", ["render_worker", "llguidance_worker", "matcher_worker"])
 def test_a_child_is_stopped(tmp_path, fresh, kind):
     """It is given up and started anew; meanwhile those who do not need it are served."""
-    module = ("tests.chaos.serve_impatiently",)
-    with forerun_serve(tmp_path, module=module) as server:
-        server.warm_up(1, faults=10)
+    with forerun_serve(tmp_path, impatient=True) as server:
+        server.warm_up()
         assert server.golden == fresh
         with Load(server, names=("apart", "chat", "new")) as needing:
             assert wait_for(lambda: server.children(kind))

@@ -113,9 +113,6 @@ def test_connections_of_which_a_fifth_leave(server):
 
         return await asyncio.gather(*map(guarded, range(count)))
 
-    asyncio.run(everybody(CONNECTIONS))  # What these take once, it may keep.
-    assert wait_for(lambda: not server.held())
-    server.warm = server.resident()
     ends = asyncio.run(everybody(CONNECTIONS))
     assert 0.15 * CONNECTIONS < ends.count("left") < 0.25 * CONNECTIONS
     assert ends.count("answered") > 0.7 * CONNECTIONS
@@ -126,7 +123,6 @@ def test_slow_heads_are_given_up(server):
     slow = [server.connect() for _ in range(SLOW)]
     for sock in slow:
         sock.settimeout(PATIENCE)
-    server.warm = max(server.warm, server.resident())  # With so many connections.
     try:
         with Load(server, names=NAMES) as load:
             for turn, byte in enumerate(b"GET /health HTTP/1.1\r\nX-Slow: "):

@@ -1,0 +1,64 @@
+"""`forerun serve` that says what memory it uses.
+
+    python -m tests.chaos.serve_measured FD [--impatient] serve ...
+
+At SIGUSR1 it writes a line to file descriptor FD: the bytes that are in use of all that malloc has,
+behind a garbage collection. Pages that are only kept for later do not count, as they do in what the
+system says of a process. It needs PYTHONMALLOC=malloc, so that Python asks malloc for everything.
+
+Impatient: a process that was stopped is given up after a multiple of the processor time that its
+answer may take; of the chat template's that is two minutes. Here all are seconds.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+from types import FrameType
+from typing import ClassVar
+
+from forerun import sandbox
+from forerun.cli.main import console
+from forerun.text import rendering
+
+
+class Counts(ctypes.Structure):
+    """What mallinfo2 returns: bytes, but for some counts."""
+
+    _fields_: ClassVar = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "mapped"),
+            *("usmblks", "fsmblks", "used", "free", "top"),
+        )
+    ]
+
+
+def in_use() -> int:
+    """Bytes that malloc has given out, in all arenas and in mappings of their own."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Counts
+    counts = mallinfo2()
+    return int(counts.used + counts.mapped)
+
+
+def main() -> int:
+    """Serve."""
+    assert os.environ["PYTHONMALLOC"] == "malloc"
+    pipe = int(sys.argv.pop(1))
+
+    def tell(_signal: int, _frame: FrameType | None) -> None:
+        os.write(pipe, b"%d\n" % in_use())
+
+    signal.signal(signal.SIGUSR1, tell)
+    if sys.argv[1] == "--impatient":
+        sys.argv.pop(1)
+        sandbox.SILENCE, sandbox.START_SECONDS = 6.0, 60.0
+        rendering.SECONDS = 1.0
+    return console()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
