@@ -62,6 +62,24 @@ def test_pool_check_sees_a_page_freed_twice():
         pool.check()
 
 
+@pytest.mark.parametrize("page", [-1, 4, 5])
+def test_a_pools_check_sees_a_free_page_that_does_not_exist(page):
+    pool = PagePool(4)
+    pool._references.append(0)  # So that there is a count for it.
+    pool._references.append(0)
+    pool._free.append(page)
+    with pytest.raises(AssertionError, match="does not exist"):
+        pool.check()
+
+
+def test_a_pools_check_sees_a_page_with_fewer_than_no_references():
+    pool = PagePool(4)
+    (page,) = pool.take(1)
+    pool._references[page] = -1
+    with pytest.raises(AssertionError, match="fewer than no references"):
+        pool.check()
+
+
 @pytest.mark.parametrize("size", [0, 257])
 def test_page_size_bounds(size):
     with pytest.raises(ValueError, match="page size"):
