@@ -10,7 +10,7 @@ READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
 CLIENTS := .venv-clients
 
-.PHONY: setup tools demo serve test test-slow test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
 	bench-peers gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -46,6 +46,10 @@ test: check
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
+
+# The same tests as `make test`, by clocks that run several times as fast: as on a slower machine.
+test-slower: tools
+	PYTHONPATH=$(CURDIR)/tests/chaos/slower $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
 
 # What an adversary would try: faults, load, damaged files, statistics. 20 minutes on two quiet cores.
 chaos: tools
