@@ -55,6 +55,7 @@ class Finding:
 
     length    tokens per step, the target's own included
     agreement agreement[j]: chance of level j + 1 once level j was accepted
+    answers   how many there were; same: of these, how many are token for token plain decoding's
     speed     tokens per second; plain: the same without speculation, in the same session
     simulated the trainer's length for the same answers, where it was asked
     """
@@ -65,6 +66,8 @@ class Finding:
     length: float
     agreement: tuple[float, ...]
     tokens: int
+    answers: int
+    same: int
     speed: float
     plain: float
     simulated: float | None = None
@@ -84,12 +87,13 @@ def ask(
 ) -> list[Finding]:
     """Serve the prompts plainly and under each shape. Raises what `prove` raises.
 
-    A draft head is measured without the lookup's help: that is what its trainer promised.
+    A draft model is measured without the lookup's help: that is what its trainer promised.
 
     simulate  asked of greedy chains: the trainer's view of text that is not greedy says little
     """
     if config.algorithm.model:
-        config = replace(config, speculative_algorithm="EAGLE")
+        alone = config.algorithm.name.removesuffix("+NGRAM")
+        config = replace(config, speculative_algorithm=alone)
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     found = []
     for shape in shapes:
@@ -107,6 +111,8 @@ def ask(
                 length=mean_length(histogram),
                 agreement=agreement(histogram)[: shape.depth],
                 tokens=sum(len(c.tokens) for c in done),
+                answers=len(done),
+                same=sum(a.tokens == b.tokens for a, b in zip(done, plain[0], strict=True)),
                 speed=sum(len(c.tokens) for c in done) / seconds,
                 plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
                 simulated=simulated,

@@ -110,7 +110,13 @@ def _show(found: list[Finding], promised: float | None) -> None:
     table = Table(title="Acceptance, served")
     for heading in ("prompts", "draft_tokens", "T"):
         table.add_column(heading)
-    for heading in ("tokens per step", "agreement by position", "tokens/s", "over plain"):
+    for heading in (
+        "tokens per step",
+        "agreement by position",
+        "identical",
+        "tokens/s",
+        "over plain",
+    ):
         table.add_column(heading, justify="right")
     for item in found:
         table.add_row(
@@ -119,6 +125,7 @@ def _show(found: list[Finding], promised: float | None) -> None:
             f"{item.temperature:g}",
             f"{item.length:.3f}",
             " ".join(f"{share:.2f}" for share in item.agreement),
+            f"{item.same} of {item.answers}",
             f"{item.speed:.1f}",
             f"{item.speed / item.plain:.2f}",
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.bench.acceptance import CHAIN, Question, ask
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
@@ -137,7 +138,13 @@ def first_attention(drafter, batch, embed):
     return scores.masked_fill(ahead, -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize("kind, least", [("--block-causal", 1.4), ("--no-block-causal", 2.0)])
+@pytest.mark.parametrize(
+    "kind, least",
+    [
+        ("--block-causal --no-train-bfloat16", 1.4),
+        ("--no-block-causal --train-bfloat16", 2.0),
+    ],
+)
 def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least):
     """By heart; then its chains are accepted, its trees more, and the texts are the target's."""
     learning = "--method block --epochs 30 --rate 1e-2 --check-every 40 --draft-vocab 300"
@@ -167,6 +174,9 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
                    for found in (chain, tree)]  # fmt: skip
         print(lengths)
         assert lengths[0] > least and lengths[1] >= lengths[0], lengths
+        question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
+        (judged,) = ask(target, target.config, question, [CHAIN], lambda *_: None)
+        assert judged.same == judged.answers == 8 and judged.length > least
     finally:
         target.close()
 
