@@ -149,7 +149,8 @@ def test_texts_and_acceptance_are_torchs(opened, folder, tmp_path, shape, temper
     finally:
         judge.close()
     assert found[0] == found[1]
-    assert sum(sum(histogram[1:]) for _, histogram in found[0]) > 0
+    # Without the noise that it shares with its target a random drafter is never right.
+    assert temperature == 0 or sum(sum(histogram[1:]) for _, histogram in found[0]) > 0
 
 
 @pytest.mark.slow

@@ -28,8 +28,8 @@ TOKENS, DEPTH = 21, 3
 STEPS = 1 + -(-(TOKENS - 1) // (DEPTH + 1))
 """The prompt's, then DEPTH accepted and one more each."""
 PROMPTS = [np.random.default_rng(n).integers(3, 300, 9 + 21 * n).astype(np.int32) for n in range(2)]
-SHAPES = {"chain": (4, 1), "tree": (7, 2)}
-"""Draft tokens and one, width."""
+SHAPES = {"chain": (4, 1), "tree": (11, 2)}
+"""Draft tokens and one, width. Trees are whole: of flat distributions the upper nodes are best."""
 
 
 @pytest.fixture(scope="module")
