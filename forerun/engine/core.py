@@ -70,7 +70,7 @@ class EngineCore:
         carrier = carrying(parts.executor) if overlap else None
         if overlap and carrier is None:
             log.warning(
-                "overlap is left out: it needs captured rounds on a GPU, this executor is %s",
+                "overlap is left out: it needs captured rounds (cuda) or jax; this executor is %s",
                 parts.executor.name,
             )
         # None: every step is looked at when it has begun.

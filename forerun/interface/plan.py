@@ -91,6 +91,21 @@ class CarriedPlan:
         """Number of rows B."""
         return len(self.slots)
 
+    def bounded(self) -> Plan:
+        """A plan of the same rows, as far along as they can be: what it asks for is known already,
+        tokens are not.
+        """
+        return Plan(
+            slots=self.slots,
+            kv_len=self.most_kv,
+            known=(np.zeros(1, np.int32),) * self.rows,
+            samples=np.ones(self.rows, np.bool_),
+            max_nodes=self.max_nodes,
+            max_depth=self.max_depth,
+            page_table=self.page_table,
+            constrained=np.zeros(self.rows, np.bool_),
+        )
+
     def completed(self, before: Plan, outcome: "Outcome") -> Plan:
         """The plan, now that the outcome of the step before is known.
 

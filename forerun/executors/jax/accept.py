@@ -74,13 +74,14 @@ def sampled(scaled: Array, rules: Rules) -> Array:
 
 
 class Trees(NamedTuple):
-    """R rows of N nodes, [R,N] each: tokens, parents within the row (root: below 0), intervals
-    [2,R,N], and bool[R,N] which nodes there are, of rows that are decided here.
+    """R rows of N nodes, [R,N] each: tokens, parents within the row (root: below 0), bool[R,N,N]
+    whom each sees (itself and who is above it), and which nodes there are, of rows that are decided
+    here.
     """
 
     tokens: Array
     parents: Array
-    intervals: Array
+    seen: Array
     real: Array
 
 
@@ -100,12 +101,11 @@ def walk(choices: Array, trees: Trees) -> Array:
     child of its parent that drafts the parent's choice, and has a choice itself; it is kept where
     it and everything above it is right.
     """
-    tokens, parents, (enter, leave) = trees.tokens, trees.parents, trees.intervals
+    tokens, parents = trees.tokens, trees.parents
     order = jnp.arange(tokens.shape[1])
     drafted = tokens == jnp.take_along_axis(choices, jnp.maximum(parents, 0), 1)
     right = ((drafted & ~twins(trees)) | (order == 0)) & (choices != NOTHING) & trees.real
-    above = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
-    kept: Array = ~(above & ~right[:, None]).any(-1)
+    kept: Array = ~(trees.seen & ~right[:, None]).any(-1)
     return kept
 
 

@@ -78,6 +78,13 @@ class Buckets:
         size = Size(_at_least(self.rows, rows), nodes)
         return size.total if size in self.rounds else rows * nodes
 
+    def round(self, rows: int, nodes: int) -> Size | None:
+        """The size of the one round that runs rows of so many nodes; None where none does."""
+        if rows > self.rows[-1] or nodes > self.nodes[-1]:
+            return None
+        size = Size(_at_least(self.rows, rows), _at_least(self.nodes, nodes))
+        return size if size in self.rounds else None
+
     @property
     def widest(self) -> "Buckets":
         """The same rows with the most nodes: sizes for what is seldom done."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.attention import Layer, Past, Tree, ancestors
+from forerun.executors.jax.attention import Layer, Past, Tree
 from forerun.executors.jax.decoder import Attend, Numbered
 from forerun.executors.jax.draft_network import DraftNetwork, Ran
 from forerun.executors.jax.inputs import Inputs
@@ -117,7 +117,7 @@ class _Extended(NamedTuple):
         """Of nodes that stay, kept bool[R,N], of which count int32[R] are true."""
         given = decided.given
         position = given.kv_len[:, None] + given.depth
-        seen = ancestors(given.trees.intervals)
+        seen = given.trees.seen
         last = jnp.where(kept, given.depth + 1, 0).argmax(1)
         if not root:
             return cls(jnp.maximum(decided.choices, 0), position, seen, kept, last)

@@ -20,23 +20,32 @@ from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
-from forerun.executors.jax.inputs import packed, padded_masks
+from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
-from forerun.executors.jax.shaping import packed_shaping, room_for_edits
+from forerun.executors.jax.shaping import Asked, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
-from forerun.executors.jax.step import Answers, Scores, asked_of, asked_rows, receive
+from forerun.executors.jax.step import (
+    Answers,
+    Scores,
+    asked_of,
+    asked_rows,
+    certain,
+    ran,
+    receive,
+)
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.machine import cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import AnyArray, Bools, Ints
+from forerun.types import AnyArray, Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
@@ -115,13 +124,21 @@ class JaxExecutor:
         self._steps = 0
         self._network: DraftNetwork | BlockNetwork | None = None
         self._grown = DraftShape()
+        self._last: Scores | None = None
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every program that steps with such drafts can need."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
+        if self.programs.carries:
+            self.keep_state()
         told = partial(progress, "preparing step sizes")
         self.programs.warm_up(self._buckets, draft, cores(), told)
+
+    def keep_state(self) -> bool:
+        """Let rounds carry on from each other: what was compiled for others is forgotten."""
+        self.programs.keep_state(*self._within)
+        return True
 
     # --- beside a draft network --------------------------------------------------------------
 
@@ -250,20 +267,78 @@ class JaxExecutor:
         decided[list(asked)] = True
         drafted = self._drafting(plan, decided, draft_request)
         rows = asked_rows(plan, decided, drafted)
-        rows.temperature[:] = np.maximum(temperature, 0)
-        for row, (sampling, _) in asked.items():
-            rows.temperature[row] = sampling.temperature
+        rows.temperature[:] = self._temperatures(plan.slots, asked)
         weights = {row: len(edits) for row, (_, edits) in asked.items()}
         cut = batches(plan, trees, self._buckets, self._shape, self._edits, weights)
         place = np.full(count, -1, np.int32)
         for batch in cut:
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
-        scores = Scores(cut, [], place, rows, asked, drafted)
+        samplings = [self._sampler.of_row(plan, row).sampling for row in range(plan.rows)]
+        carries = len(cut) == 1 and bool(decided.all() and (trees.known == 1).all())
+        carries = carries and not plan.constrained.any() and all(map(certain, samplings))
+        scores = Scores(plan.slots, carries, cut, [], place, rows, asked, drafted)
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(plan, trees, scores, [batch for batch in cut if batch.chunk or not late])
         self._steps += 1
+        self._last = scores
         return scores
+
+    def carries(self, scores: Scores) -> bool:
+        """As OverlapExecutor: no row's penalties count what the step says, no rounding can leave a
+        choice to the host (top_p, accept thresholds), no grammar holds a row.
+        """
+        return self.programs.carries and scores is self._last and scores.carries
+
+    def drafting(self, scores: Scores) -> Ints:
+        """Slots of rows that the step drafts for."""
+        nobody: Ints = scores.slots[:0]
+        return nobody if scores.drafted is None else scores.slots[scores.drafted.rows]
+
+    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
+        """Begin a carried plan on what the running step leaves. None where no one round can."""
+        width, levels = self._within
+        depth = np.minimum(plan.max_depth, levels).tolist()
+        bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
+        most = [min(nodes, full_size(width, deep)) for nodes, deep in bounds]
+        size = self._buckets.round(plan.rows, 1 + max(most))
+        known = plan.bounded()
+        asked = asked_of(known, self._sampler, self._edits)
+        if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
+            return None
+        reach = np.minimum(
+            plan.most_kv + 1 + plan.max_depth, np.maximum(plan.ends, plan.most_kv + 1)
+        )
+        self._check_reach(known, reach)
+        every = np.ones(plan.rows, np.bool_)
+        drafted = self._drafting(known, every, draft_request)
+        rows = asked_rows(known, every, drafted)
+        rows.temperature[:] = self._temperatures(plan.slots, asked)
+        batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
+        nowhere = np.zeros(0, np.int32)
+        scores = Scores(plan.slots, True, [batch], [], nowhere, rows, asked, drafted)
+        choosing = self._sampler.choosing
+        given = packed_carried(batch, plan, choosing, rows, self._width, np.array(most, np.int32))
+        self._round(scores, batch, given)
+        self._steps += 1
+        self._last = scores
+        return scores
+
+    def trees(self, scores: Scores) -> TreeBatch:
+        """What a carried step ran. Waits for it."""
+        return ran(scores)
+
+    def _temperatures(self, slots: Ints, asked: Asked) -> Floats:
+        """float32[B] at which programs choose."""
+        found: Floats = np.maximum(self._sampler.choosing.temperature[slots], 0)
+        for row, (sampling, _) in asked.items():
+            found[row] = sampling.temperature
+        return found
+
+    @property
+    def _within(self) -> tuple[int, int]:
+        """Width and levels of the trees that rounds grow; 0 where they grow none."""
+        return (self._grown.width, self._grown.levels) if self._drafts_within else (0, 0)
 
     def _dispatch(
         self,
@@ -274,30 +349,38 @@ class JaxExecutor:
         masks: NodeMasks | None = None,
     ) -> None:
         """Begin some of a step's batches, in their order."""
-        shape = (self._grown.width, self._grown.levels) if self._drafts_within else (0, 0)
-        if scores.drafted is not None:
-            shape = scores.drafted.width, scores.drafted.levels
-        words, vocab = -(-self.limits.vocab // 32), self.limits.vocab
         for batch in cut:
-            choosing, size = self._sampler.choosing, batch.size
+            choosing = self._sampler.choosing
             given = packed(batch, plan, trees, choosing, scores.rows, self._width)
             if batch.chunk:
-                self.programs.run(Key("chunk", size), given)
-                record = None
-            elif scores.asked.keys().isdisjoint(batch.rows):
-                record = self.programs.run(Key("round", size, *shape), given)
+                self.programs.run(Key("chunk", batch.size), given)
+                scores.records.append(None)
             else:
-                allowed = self.programs.everything(size)
-                if masks is not None:
-                    allowed = padded_masks(batch, masks, words)
-                shaping = packed_shaping(batch, scores.asked, self._edits, vocab)
-                key = Key("shaped", size, *shape)
-                record = self.programs.run(key, given, allowed, shaping)
-            scores.records.append(record)
+                self._round(scores, batch, given, masks)
+
+    def _round(
+        self, scores: Scores, batch: Batch, given: Ints, masks: NodeMasks | None = None
+    ) -> None:
+        """Begin a round."""
+        size, shape = batch.size, self._within
+        if scores.drafted is not None:
+            shape = scores.drafted.width, scores.drafted.levels
+        if scores.asked.keys().isdisjoint(batch.rows):
+            record = self.programs.run(Key("round", size, *shape), given)
+        else:
+            allowed = self.programs.everything(size)
+            if masks is not None:
+                allowed = padded_masks(batch, masks, -(-self.limits.vocab // 32))
+            shaping = packed_shaping(batch, scores.asked, self._edits, self.limits.vocab)
+            record = self.programs.run(Key("shaped", size, *shape), given, allowed, shaping)
+        scores.records.append(record)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
-        row = first_without_page(plan, plan.kv_len + deepest + 1, self.limits.page_size)
+        self._check_reach(plan, plan.kv_len + deepest + 1)
+
+    def _check_reach(self, plan: Plan, reach: Ints) -> None:
+        row = first_without_page(plan, reach, self.limits.page_size)
         if row is not None:
             raise EngineError(f"row {row}: a position has no page: the page table is too short")
 
@@ -314,7 +397,7 @@ class JaxExecutor:
                 receive(record, batch, choice, scores, self.limits.vocab)
         shaped = np.isin(np.arange(plan.rows), list(scores.asked))
         scores.rows.decided[shaped & (choice[trees.roots] < 0)] = False
-        logits = Answers(self.programs, scores, self.limits.vocab)
+        logits = Answers(self.programs, scores, self.limits.vocab, scores is self._last)
         return self._sampler.accept(plan, trees, logits.of_node, masks, choice, logits.reports)
 
     def commit(

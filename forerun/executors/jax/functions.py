@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from forerun.executors.jax.accept import choose, unpacked, walk
-from forerun.executors.jax.attention import Layer, Past, Tree, ancestors, attend
+from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.attention_choice import Attention
 from forerun.executors.jax.batches import Size
 from forerun.executors.jax.block import BlockNetwork
@@ -17,6 +17,7 @@ from forerun.executors.jax.decoder import Decoder, Forwarded
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import DraftPasses
 from forerun.executors.jax.drafting import Decided, Drafting
+from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, after, slots_of
 from forerun.executors.jax.reports import line_size, lines
@@ -47,6 +48,7 @@ class Functions:
     width    places of a page table's row
     edits    tokens whose logits a round may change, of all rows (shaping.py)
     network  that drafts, whose features are kept, if there is one
+    future   width, levels of trees that rounds can carry on from; None = they carry nothing on
     """
 
     decoder: Decoder
@@ -56,6 +58,7 @@ class Functions:
     edits: int
     attend: Attention = attend
     network: DraftNetwork | BlockNetwork | None = None
+    future: tuple[int, int] | None = None
 
     @property
     def drafting(self) -> Drafting:
@@ -80,15 +83,15 @@ class Functions:
         self, params: Params, state: State, whole: Array, *, size: Size
     ) -> tuple[State, Array]:
         """Keep what N known tokens leave. Gives nothing."""
-        given, passed = self._forward(params, state, whole, size)
+        given, passed = self._forward(params, state, Inputs.of(whole, size, self.width))
         return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
         """Score, choose, accept, commit; with levels also follow and draft. Gives int32[R*N]:
         choices along the accepted paths of decided rows, NOTHING elsewhere; then what was drafted
-        (drafting.py).
+        (drafting.py), and what ran (future_map.py), where the next round may carry on.
         """
-        given, passed = self._forward(params, state, whole, key.size)
+        given, passed = self._forward(params, state, self._entered(state, whole, key.size))
         logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
         choices = choose(logits, given.rules).reshape(key.size)
         state, kept, grown = self._ended(params, state, (given, passed, choices), key)
@@ -108,7 +111,7 @@ class Functions:
         Behind the choices: the nodes' lines (reports.py), zeros where nobody is told.
         """
         size = key.size
-        given, passed = self._forward(params, state, whole, size)
+        given, passed = self._forward(params, state, self._entered(state, whole, size))
         logits = self.decoder.logits(params, passed.last.reshape(size.total, -1))
         which, bits = masks
         allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
@@ -167,26 +170,45 @@ class Functions:
         given, passed, choices = chosen
         kept = walk(choices, given.trees)
         state = self._kept(state, given, passed, kept)
+        state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
+        if self.future is None:
+            return state, kept, grown
+        held, ran = leave(state.future, given, choices, kept, grown)
+        return state._replace(future=held), kept, jnp.concatenate([grown, ran])
+
+    def _drafted(
+        self,
+        params: Params,
+        state: State,
+        decided: tuple[Inputs, Forwarded, Array, Array],
+        key: Key,
+    ) -> tuple[State, Array]:
+        """The state, and what was drafted where somebody is followed."""
+        given, passed, choices, kept = decided
         if not key.levels:
-            return state, kept, jnp.zeros(0, jnp.int32)
+            return state, jnp.zeros(0, jnp.int32)
         held = state.draft
         assert held is not None, "a draft network was attached"
-        decided = Decided(given, choices, kept, passed.features)
+        about = Decided(given, choices, kept, passed.features)
         count = 3 * key.size.rows * full_size(key.width, key.levels)
         held, grown = lax.cond(
             (given.draft_slot >= 0).any(),
-            lambda: self.drafting.work(params, held, decided, key.width, key.levels),
+            lambda: self.drafting.work(params, held, about, key.width, key.levels),
             lambda: (held, jnp.zeros(count, jnp.int32)),
         )
-        return state._replace(draft=held), kept, grown
+        return state._replace(draft=held), grown
 
-    def _forward(
-        self, params: Params, state: State, whole: Array, size: Size
-    ) -> tuple[Inputs, Forwarded]:
+    def _entered(self, state: State, whole: Array, size: Size) -> Inputs:
+        """A round's, with what carried rows carry on from."""
         given = Inputs.of(whole, size, self.width)
+        if self.future is None:
+            return given
+        return enter(given, state.future, self.future)
+
+    def _forward(self, params: Params, state: State, given: Inputs) -> tuple[Inputs, Forwarded]:
         past = Past(state.keys, state.values, given.table, given.kv_len)
         position = given.kv_len[:, None] + given.depth
-        tree = Tree(ancestors(given.trees.intervals), position)
+        tree = Tree(given.trees.seen, position)
 
         def attend(
             layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
@@ -218,7 +240,7 @@ class Functions:
         if draft is not None:
             streams = _put(draft.streams, passed.features, given.place)
             draft = draft._replace(streams=streams)
-        return State(keys, values, hidden, draft)
+        return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
 
 
 def _put(held: Array, streams: Array, place: Array) -> Array:

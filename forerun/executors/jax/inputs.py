@@ -1,10 +1,11 @@
 """What the host tells a program: one int32 vector per dispatch, written in NumPy, read in jnp.
 
-Of rows, [R]: kv_len; count of nodes; position (the output position that the root decides); decided;
-low and high halves of the seed; temperature (its bits); draft_slot, the slot whose draft shall
-follow, or -1. Of nodes, [R*N]: tokens; parents and depth within the row; intervals [2,R*N]
-(forerun.speculative.verify); place, the row of State.hidden that a node's stream is kept in. Of
-pages: table [R,W].
+Of rows, [R]: kv_len; count of nodes; decided; draft_slot, the slot whose draft shall follow, or -1;
+low and high halves of the seed; temperature (its bits); Bounds. Of nodes, [R*N]: tokens; parents
+and depth within the row; place, the row of State.hidden that a node's stream is kept in; intervals
+[2,R*N] (forerun.speculative.verify). Of pages: table [R,W].
+
+Of rows that are carried (future_map.py) the device knows kv_len and all of the nodes.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from jax import Array, lax
 
 from forerun.executors.device_choice import Choosing
 from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch, Size
-from forerun.interface.plan import Plan
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import Bools, Floats, Ints
@@ -25,8 +27,25 @@ Shapes = dict[str, tuple[int, ...]]
 """Of a vector's parts, by name, in their order."""
 
 
+class Bounds(NamedTuple):
+    """Of rows [R]: the slot, or -1; position, the output position that the root decides; whether
+    they are carried, where position lacks kv_len. Of carried ones: draft tokens at most, their
+    deepest level, and the positions that the sequence may take up.
+    """
+
+    slot: Array
+    position: Array
+    carried: Array
+    most: Array
+    depth: Array
+    end: Array
+
+
+_BOUNDS = tuple(f"of_{name}" for name in Bounds._fields)
+
+
 def _shapes(size: Size, width: int) -> Shapes:
-    rows = ("kv_len", "count", "position", "decided", "draft_slot", "low", "high", "temperature")
+    rows = ("kv_len", "count", "decided", "draft_slot", "low", "high", "temperature", *_BOUNDS)
     nodes = ("tokens", "parents", "depth", "place")
     return {
         **dict.fromkeys(rows, (size.rows,)),
@@ -74,15 +93,7 @@ def packed(
     batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
     """A batch as a program reads it."""
-    size = batch.size
-    whole = np.zeros(packed_size(size, width), np.int32)
-    views = views_of(whole, _shapes(size, width))
-    views["draft_slot"][:] = -1
-    views["parents"][:] = -1
-    # What is no node sees itself alone.
-    views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
-    views["intervals"][1] = views["intervals"][0] + 1
-    views["place"][:] = batch.places()
+    whole, views = _blank(batch, width)
     for line, (row, nodes) in enumerate(zip(batch.rows, batch.nodes, strict=True)):
         count, first, slot = len(nodes), int(nodes[0]), int(plan.slots[row])
         depth = int(trees.depth[first])
@@ -92,11 +103,8 @@ def packed(
         views["count"][line] = count
         views["decided"][line] = batch.chunk or asked.decided[row]
         views["draft_slot"][line] = asked.draft_slot[row]
-        seed, prompt = int(choosing.seed[slot]), int(choosing.prompt_len[slot])
-        halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
-        views["low"][line], views["high"][line] = halves
-        views["position"][line] = views["kv_len"][line] + 1 - prompt
-        views["temperature"].view(np.float32)[line] = asked.temperature[row]
+        _put_choosing(views, line, slot, choosing, asked.temperature[row])
+        views["of_position"][line] += views["kv_len"][line]
         views["tokens"][line, :count] = trees.tokens[nodes]
         views["parents"][line, :count] = parents
         views["depth"][line, :count] = trees.depth[nodes] - depth
@@ -104,6 +112,47 @@ def packed(
         table = plan.page_table[row]
         views["table"][line, : len(table)] = np.maximum(table, 0)
     return whole
+
+
+def packed_carried(
+    batch: Batch, plan: CarriedPlan, choosing: Choosing, asked: Rows, width: int, most: Ints
+) -> Ints:
+    """A carried plan as a program reads it; most int32[B] draft tokens."""
+    whole, views = _blank(batch, width)
+    rows = slice(0, plan.rows)
+    views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
+    views["draft_slot"][rows] = asked.draft_slot
+    views["of_most"][rows], views["of_depth"][rows] = most, plan.max_depth
+    views["of_end"][rows] = plan.ends
+    views["table"][rows, : plan.page_table.shape[1]] = np.maximum(plan.page_table, 0)
+    for line, slot in enumerate(plan.slots.tolist()):
+        _put_choosing(views, line, slot, choosing, asked.temperature[line])
+    return whole
+
+
+def _blank(batch: Batch, width: int) -> tuple[Ints, dict[str, Any]]:
+    """A vector without rows, and its views."""
+    size = batch.size
+    whole = np.zeros(packed_size(size, width), np.int32)
+    views = views_of(whole, _shapes(size, width))
+    views["draft_slot"][:] = views["of_slot"][:] = -1
+    views["parents"][:] = -1
+    # What is no node sees itself alone.
+    views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
+    views["intervals"][1] = views["intervals"][0] + 1
+    views["place"][:] = batch.places()
+    return whole, views
+
+
+def _put_choosing(
+    views: dict[str, Any], line: int, slot: int, choosing: Choosing, temperature: float
+) -> None:
+    """How a row chooses; its position is still to be added."""
+    seed = int(choosing.seed[slot])
+    halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
+    views["low"][line], views["high"][line] = halves
+    views["of_slot"][line], views["of_position"][line] = slot, 1 - int(choosing.prompt_len[slot])
+    views["temperature"].view(np.float32)[line] = temperature
 
 
 class Inputs(NamedTuple):
@@ -116,6 +165,7 @@ class Inputs(NamedTuple):
     draft_slot: Array
     trees: Trees
     rules: Rules
+    bounds: Bounds
 
     @classmethod
     def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
@@ -138,14 +188,15 @@ class Inputs(NamedTuple):
             trees=Trees(
                 tokens=views["tokens"],
                 parents=views["parents"],
-                intervals=views["intervals"],
+                seen=ancestors(views["intervals"]),
                 real=real & (views["decided"][:, None] > 0),
             ),
             rules=Rules(
                 seeds=jnp.stack([of_nodes(half) for half in halves]),
-                positions=of_nodes(views["position"]) + depth.reshape(-1),
+                positions=of_nodes(views["of_position"]) + depth.reshape(-1),
                 temperature=of_nodes(temperature),
             ),
+            bounds=Bounds(*(views[name] for name in _BOUNDS)),
         )
 
 

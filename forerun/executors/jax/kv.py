@@ -10,7 +10,7 @@ end, so XLA needs no copy of the pages.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -77,12 +77,14 @@ class State(NamedTuple):
     keys, values  [L,slots,G,E]
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
     draft         of the draft head, if there is one
+    future        what a next round carries on from (future_map.py), where one may
     """
 
     keys: Array
     values: Array
     hidden: Array
     draft: DraftArrays | None = None
+    future: Any = None
 
 
 @dataclass(frozen=True, slots=True)

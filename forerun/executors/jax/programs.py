@@ -36,6 +36,7 @@ from forerun.executors.jax.draft_passes import (
     extend_shapes,
 )
 from forerun.executors.jax.functions import Functions, Key
+from forerun.executors.jax.future_map import FutureMap
 from forerun.executors.jax.inputs import packed_size, total
 from forerun.executors.jax.kv import DraftArrays
 from forerun.executors.jax.reports import REPORTED
@@ -74,7 +75,7 @@ class Programs:
             functions.decoder.arch, params["embed"].dtype, functions.decoder.sharding
         )
         self._whole = functions.decoder.sharding.whole
-        self._words = -(-limits.vocab // 32)
+        self._words, self._slots = -(-limits.vocab // 32), limits.slots
         self._everything: dict[Size, Any] = {}
         self._buckets = buckets
         self._draft = DraftShape()
@@ -125,6 +126,22 @@ class Programs:
         self.params = {**self.params, "draft": weights}
         self.state = self.state._replace(draft=held)
         self._compiled.clear()
+
+    def keep_state(self, width: int, levels: int) -> None:
+        """Let rounds carry on from each other, below which such trees are grown; what was compiled
+        is forgotten, if there was no room for these.
+        """
+        if self._functions.future == (width, levels):
+            return
+        self._functions = replace(self._functions, future=(width, levels))
+        future = FutureMap.of(self._slots, width, levels)
+        self.state = self.state._replace(future=self._there(future))
+        self._compiled.clear()
+
+    @property
+    def carries(self) -> bool:
+        """Whether rounds can carry on from each other."""
+        return self._functions.future is not None
 
     @property
     def _streams(self) -> int:
@@ -215,7 +232,7 @@ class Programs:
         """A program before it is compiled."""
         return self._lowered(key)
 
-    def _there(self, given: tuple[Any, ...]) -> Any:
+    def _there(self, given: Any) -> Any:
         return jax.device_put(given, self._whole)
 
     def _of(self, key: Key) -> Any:

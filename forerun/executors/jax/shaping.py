@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.accept import Rules, Trees, sampled
-from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.reports import MASS_ERROR, is_told, mass
@@ -243,7 +242,7 @@ def choose_shaped(
 def _edited(logits: Array, trees: Trees, shaping: Shaping, listed: Edited) -> Array:
     """Penalties and biases; a product is rounded before anything is added to it."""
     rows, nodes, vocab = logits.shape
-    above = ancestors(trees.intervals) & (jnp.arange(nodes) > 0)
+    above = trees.seen & (jnp.arange(nodes) > 0)
     line, node, _ = jnp.indices((rows, nodes, nodes))
     tokens = jnp.broadcast_to(trees.tokens[:, None], (rows, nodes, nodes))
     drafted = jnp.zeros((rows, nodes, vocab), jnp.int32)

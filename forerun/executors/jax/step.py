@@ -1,6 +1,6 @@
 """A step in flight: what its programs are asked for, and how their records are read."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,13 +16,18 @@ from forerun.executors.jax.programs import Programs
 from forerun.executors.jax.reports import TOP, is_told, line_size, report
 from forerun.executors.jax.shaping import Asked, edits_of
 from forerun.interface.plan import Plan, Reports
+from forerun.speculative.draft_tree import full_size
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scores:
-    """A step in flight.
+    """A step in flight. Of a carried one `batches` and `place` are known when it has been read.
 
+    slots    int32[B] of its rows
+    carries  whether programs decide all of it, and nothing else is to be read of it
     batches  its dispatches
     records  what each gives that has begun, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
@@ -32,6 +37,8 @@ class Scores:
     told     lines of flat nodes (reports.py)
     """
 
+    slots: Ints
+    carries: bool
     batches: list[Batch]
     records: list[Any]
     place: Ints
@@ -58,6 +65,36 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
     return found
 
 
+def certain(sampling: Sampling) -> bool:
+    """Whether a program's choices for such a row need no look of the host: neither at its text,
+    nor at its logits.
+    """
+    penalties = sampling.frequency_penalty or sampling.presence_penalty
+    cut = sampling.temperature > 0 and sampling.top_p < 1.0
+    told = sampling.logprobs is None or is_told(sampling)
+    return not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy) and told
+
+
+def ran(scores: Scores) -> TreeBatch:
+    """What a carried step ran, of which its only record tells; waits for it."""
+    batch, rows = scores.batches[0], len(scores.slots)
+    scores.records[0] = record = jax.device_get(scores.records[0])
+    tokens, parents, real = record[-3 * batch.size.total :].reshape(3, *batch.size)[:, :rows]
+    row, node = np.nonzero(real)
+    counts = real.sum(1).astype(np.int32)
+    start = np.append(0, np.cumsum(counts)).astype(np.int32)
+    above = parents[row, node]
+    depth = np.zeros(real.shape, np.int32)
+    for place in range(1, batch.size.nodes):
+        depth[:, place] = depth[np.arange(rows), np.maximum(parents[:, place], 0)] + 1
+    flat = np.split(np.arange(len(row), dtype=np.int32), start[1:-1])
+    scores.batches[0] = replace(batch, nodes=tuple(flat))
+    scores.place = (row * batch.size.nodes + node).astype(np.int32)
+    parents = np.where(above < 0, -1, above + start[row]).astype(np.int32)
+    known = np.ones(rows, np.int32)
+    return TreeBatch(tokens[row, node], parents, start, known, depth[row, node])
+
+
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
     """What a step's programs do for its rows."""
     follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
@@ -73,7 +110,9 @@ def receive(record: Any, batch: Batch, choice: Ints, scores: Scores, vocab: int)
         begin, end = end, end + batch.size.total * line_size(vocab)
         _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, scores)
     if scores.drafted is not None:
-        scores.drafted.fill(batch, found[end:])
+        drafted = scores.drafted
+        count = 3 * batch.size.rows * full_size(drafted.width, drafted.levels)
+        drafted.fill(batch, found[end : end + count])
 
 
 def _tell(batch: Batch, lines: Ints, choice: Ints, scores: Scores) -> None:
@@ -93,17 +132,18 @@ def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
 
 class Answers:
     """What the host asks of a step that has ended; each a dispatch and a copy, where it is needed
-    at all.
+    at all. there: no other step has begun since; after one only rows without finite logits ask.
     """
 
-    def __init__(self, programs: Programs, scores: Scores, vocab: int) -> None:
+    def __init__(self, programs: Programs, scores: Scores, vocab: int, there: bool = True) -> None:
         self._programs, self._scores, self._vocab = programs, scores, vocab
+        self._there = there
         self._logits: dict[int, Floats] = {}
 
     def of_node(self, node: int) -> Floats:
         """Logits of a flat node, and a few more than were asked for; NaN where it did not run."""
         place = self._scores.place
-        if place[node] < 0:
+        if place[node] < 0 or not self._there:
             return np.full(self._vocab, np.nan, np.float32)
         if node not in self._logits:
             last = min(node + FEW, len(place))

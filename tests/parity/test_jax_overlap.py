@@ -1,0 +1,124 @@
+"""The engine with overlap over rounds on XLA, against the engine without it."""
+
+import numpy as np
+import pytest
+
+from forerun.client.completion import make_request
+from forerun.executors.jax import JaxExecutor
+from forerun.executors.jax.programs import Programs
+from tests.parity.test_jax_eagle_model import dense, folder, learned, on_xla  # noqa: F401 - fixtures
+from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
+
+SHAPES = [(3, 3, 1), (7, 3, 2)]
+"""Draft tokens, depth, width."""
+
+
+def drafting(shape):
+    nodes, depth, width = shape
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_draft_tokens": nodes + 1,
+        "speculative_num_steps": depth,
+        "speculative_eagle_topk": width,
+    }
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def target(request, folder, learned, compiled, quickly):  # noqa: F811
+    """The target and head, which compile what they need when they need it; and how they draft."""
+    shape = drafting(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "warm_up", lambda *_: None)
+        made = on_xla(folder, learned[0], compiled, warm=True, overlap=True, **shape)
+    yield made, shape
+    made.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_and_trees_are_those_without_overlap(
+    target,
+    learned,  # noqa: F811
+    trees,  # noqa: F811
+    temperature,
+    drafts,
+):
+    made, shape = target
+    changes, requests = shape if drafts else OFF, asked(learned[1], temperature)[:2]
+    expected, _ = answered(made, requests, False, **changes)
+    before = {slot: list(ran) for slot, ran in trees.items()}
+    trees.clear()
+    found, stats = answered(made, requests, True, **changes)
+    assert tokens(found) == tokens(expected)
+    # All but prompts, the steps after them and the last ones.
+    assert stats.carried > 0.6 * stats.steps > 5
+    assert trees.keys() == before.keys()
+    for slot, ran in trees.items():
+        # A row that has ended runs once more at most.
+        assert ran[: len(before[slot])] == before[slot]
+        assert len(ran) - len(before[slot]) in (0, 1)
+    accepted = [heard[-1].stats.accepted for heard in found]
+    assert accepted == [heard[-1].stats.accepted for heard in expected]
+    assert (sum(accepted) > 0) == drafts
+
+
+KINDS = {
+    1: {"repetition_penalty": 1.2},
+    2: {"logprobs": 2, "top_k": 5},
+    3: {"top_p": 0.7},
+    5: {"logit_bias": ((9, 3.0),), "min_tokens": 4},
+}
+"""By request: those of 2 and 5 are carried, what the others' steps say is looked at first."""
+
+
+def test_requests_that_come_and_go(target, learned):  # noqa: F811
+    """More than there are slots, of other lengths each, with every sampling parameter."""
+    made, shape = target
+    requests = [
+        make_request(
+            text[: 12 + n], max_tokens=9 + 5 * (n % 4), ignore_eos=True,
+            temperature=0.8 * (n % 3 > 0), seed=n, **KINDS.get(n, {}),
+        )
+        for n, text in enumerate(learned[1][:8])
+    ]  # fmt: skip
+    expected, _ = answered(made, requests, False, **shape)
+    found, stats = answered(made, requests, True, **shape)
+    assert tokens(found) == tokens(expected)
+    told = [
+        [(r.token, [t for t, _ in r.top]) for news in heard[2] for r in news.logprobs]
+        for heard in (found, expected)
+    ]
+    assert told[0] == told[1] and [token for token, _ in told[0]] == tokens(found)[2]
+    assert stats.carried > 5
+
+
+@pytest.mark.parametrize(("kind", "carried"), [(1, False), (2, True), (3, False), (5, True)])
+def test_who_is_carried(target, learned, kind, carried):  # noqa: F811
+    made, shape = target
+    request = make_request(
+        learned[1][0][:12], max_tokens=9, ignore_eos=True, temperature=0.8, **KINDS[kind]
+    )
+    found, stats = answered(made, [request], True, **shape)
+    assert (stats.carried > 0) == carried
+    assert tokens(found) == tokens(answered(made, [request], False, **shape)[0])
+
+
+def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monkeypatch):  # noqa: F811
+    """In all but the first and the last; and each is still one dispatch."""
+    made, shape = target
+    events = []
+    for name in ("verify", "carry", "accept"):
+        call = getattr(JaxExecutor, name)
+
+        def noted(self, *args, call=call, name=name):
+            result = call(self, *args)
+            events.append((name, self.programs.dispatches))
+            return result
+
+        monkeypatch.setattr(JaxExecutor, name, noted)
+    answered(made, asked(learned[1], 0.8)[:1], True, **shape)
+    names = [name for name, _ in events]
+    first = names.index("carry")
+    assert names[first:-1] == ["carry", "accept"] * ((len(names) - first) // 2)
+    counts = np.array([count for name, count in events[first:-1] if name == "carry"])
+    assert (np.diff(counts) == 1).all() and len(counts) > 3
