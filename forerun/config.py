@@ -109,8 +109,8 @@ class EngineConfig:
     )
     overlap: bool = option(
         False,
-        "plan the next step while this one runs (cuda, captured rounds, speculation off or head; "
-        "the text stays the same; not measured on a GPU yet)",
+        "plan the next step while this one runs (captured rounds on cuda, jax; speculation off or "
+        "head; the text stays the same; not measured on a GPU or TPU yet)",
     )
     threads: int | None = option(
         None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024

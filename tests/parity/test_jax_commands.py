@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -86,6 +87,19 @@ def test_the_pages_command_line_serves(place):
     shape = ("speculative_num_steps", "speculative_num_draft_tokens", "speculative_eagle_topk")
     assert [config[name] for name in shape] == [3, 4, 1]
     assert executor["devices"] == 4 and executor["dtype"] == "bfloat16"
+
+
+def test_overlap_needs_no_disabling(place):
+    """The same text in float32, with steps that were begun before the one before was read."""
+    exact = PAGE.replace("bfloat16", "float32")
+    answers = []
+    for flags in (exact, exact.replace("--disable-overlap-schedule", "--overlap")):
+        with serving(place, flags.split()) as url:
+            answers.append([completion(url, temperature=t)["choices"] for t in (0, 0.8)])
+            metrics = httpx.get(url.removesuffix("/v1") + "/metrics", timeout=600).text
+    assert answers[0] == answers[1]
+    carried = re.search(r"^forerun:carried_steps\S* (\S+)$", metrics, re.MULTILINE)
+    assert carried and float(carried[1]) > 0
 
 
 def test_without_the_draft_it_serves_plainly(place):

@@ -9,7 +9,8 @@ from forerun.executors.jax.programs import Programs
 from tests.parity.test_jax_eagle_model import dense, folder, learned, on_xla  # noqa: F401 - fixtures
 from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
 
-SHAPES = [(3, 3, 1), (7, 3, 2)]
+SLOW = pytest.mark.slow
+SHAPES = [(7, 3, 2), pytest.param((3, 3, 1), marks=SLOW)]
 """Draft tokens, depth, width."""
 
 
@@ -34,8 +35,8 @@ def target(request, folder, learned, compiled, quickly):  # noqa: F811
     made.close()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 0.8])
+@pytest.mark.parametrize("drafts", [pytest.param(False, marks=SLOW), True])
 def test_texts_and_trees_are_those_without_overlap(
     target,
     learned,  # noqa: F811
@@ -71,6 +72,7 @@ KINDS = {
 """By request: those of 2 and 5 are carried, what the others' steps say is looked at first."""
 
 
+@SLOW
 def test_requests_that_come_and_go(target, learned):  # noqa: F811
     """More than there are slots, of other lengths each, with every sampling parameter."""
     made, shape = target
@@ -92,6 +94,7 @@ def test_requests_that_come_and_go(target, learned):  # noqa: F811
     assert stats.carried > 5
 
 
+@SLOW
 @pytest.mark.parametrize(("kind", "carried"), [(1, False), (2, True), (3, False), (5, True)])
 def test_who_is_carried(target, learned, kind, carried):  # noqa: F811
     made, shape = target

@@ -38,8 +38,10 @@ class FutureMap(NamedTuple):
     def of(cls, slots: int, width: int, levels: int) -> "FutureMap":
         """Nothing yet, with room for such trees."""
         trees = slots, full_size(width, levels)
-        state = [jnp.zeros(shape, jnp.int32) for shape in ((slots,), (slots,), trees, trees)]
-        return cls(*state, jnp.full(trees, -jnp.inf, jnp.float32))
+        rows, more = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
+        # Arrays of their own: all of them are donated.
+        tokens, parents = jnp.zeros(trees, jnp.int32), jnp.zeros(trees, jnp.int32)
+        return cls(rows, more, tokens, parents, jnp.full(trees, -jnp.inf, jnp.float32))
 
 
 def enter(given: Inputs, held: FutureMap, shape: tuple[int, int]) -> Inputs:
