@@ -42,7 +42,7 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         raise ConfigError(
             "XLA chooses its threads itself: leave --threads out on the jax executor."
         )
-    from forerun.executors.jax import JaxExecutor, JaxOptions
+    from forerun.executors.jax import JaxOptions, JaxOverlapExecutor
 
     options = JaxOptions(
         dtype=config.dtype,
@@ -52,7 +52,7 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         cache_dir=str(cache_dir() / "jax"),
         attention=config.attention_backend,
     )
-    return JaxExecutor(checkpoint, limits, options)
+    return JaxOverlapExecutor(checkpoint, limits, options)
 
 
 def _free_memory(config: EngineConfig) -> int:

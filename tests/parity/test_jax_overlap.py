@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forerun.client.completion import make_request
-from forerun.executors.jax import JaxExecutor
+from forerun.executors.jax import JaxOverlapExecutor
 from forerun.executors.jax.programs import Programs
 from tests.parity.test_jax_eagle_model import dense, folder, learned, on_xla  # noqa: F401 - fixtures
 from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
@@ -111,14 +111,14 @@ def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monke
     made, shape = target
     events = []
     for name in ("verify", "carry", "accept"):
-        call = getattr(JaxExecutor, name)
+        call = getattr(JaxOverlapExecutor, name)
 
         def noted(self, *args, call=call, name=name):
             result = call(self, *args)
             events.append((name, self.programs.dispatches))
             return result
 
-        monkeypatch.setattr(JaxExecutor, name, noted)
+        monkeypatch.setattr(JaxOverlapExecutor, name, noted)
     answered(made, asked(learned[1], 0.8)[:1], True, **shape)
     names = [name for name, _ in events]
     first = names.index("carry")

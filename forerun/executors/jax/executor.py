@@ -1,14 +1,13 @@
 """JaxExecutor: the executor contract on XLA; programs are compiled at start-up, then only run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from forerun.errors import ConfigError, EngineError
+from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.batches import Batch, Buckets, Size, batches
@@ -20,9 +19,10 @@ from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
-from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
+from forerun.executors.jax.inputs import packed, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
+from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
 from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
 from forerun.executors.jax.shaping import Asked, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
@@ -32,47 +32,20 @@ from forerun.executors.jax.step import (
     asked_of,
     asked_rows,
     certain,
-    ran,
     receive,
 )
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.machine import cores
-from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class JaxOptions:
-    """How a JaxExecutor runs.
-
-    dtype        of matrices, activations, keys and values
-    shards       devices that share every layer (tensor parallel)
-    draft_nodes  draft tokens of a row, at most
-    stacked      layers in a scan; None = where the device is no CPU (weights.py)
-    platform     cpu or tpu: which of jax's devices; None = its own choice
-    cache_dir    where compiled programs are kept from start to start; None = nowhere
-    attention    one of attention_choice.BACKENDS
-    """
-
-    dtype: str = "float32"
-    shards: int = 1
-    draft_nodes: int = 63
-    stacked: bool | None = None
-    platform: str | None = None
-    cache_dir: str | None = None
-    attention: str = "auto"
 
 
 class JaxExecutor:
@@ -98,7 +71,7 @@ class JaxExecutor:
         options = options or JaxOptions()
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
-        _check(arch, limits, options)
+        check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
         attention = attention_of(options.attention, sharding)
         self._device = sharding.mesh.devices.flat[0]
@@ -131,14 +104,9 @@ class JaxExecutor:
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self.programs.carries:
-            self.keep_state()
+            self.programs.keep_state(*self._within)
         told = partial(progress, "preparing step sizes")
         self.programs.warm_up(self._buckets, draft, cores(), told)
-
-    def keep_state(self) -> bool:
-        """Let rounds carry on from each other: what was compiled for others is forgotten."""
-        self.programs.keep_state(*self._within)
-        return True
 
     # --- beside a draft network --------------------------------------------------------------
 
@@ -274,59 +242,14 @@ class JaxExecutor:
         for batch in cut:
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
-        samplings = [self._sampler.of_row(plan, row).sampling for row in range(plan.rows)]
         carries = len(cut) == 1 and bool(decided.all() and (trees.known == 1).all())
-        carries = carries and not plan.constrained.any() and all(map(certain, samplings))
+        carries = carries and certain(plan, self._sampler)
         scores = Scores(plan.slots, carries, cut, [], place, rows, asked, drafted)
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(plan, trees, scores, [batch for batch in cut if batch.chunk or not late])
         self._steps += 1
         self._last = scores
         return scores
-
-    def carries(self, scores: Scores) -> bool:
-        """As OverlapExecutor: no row's penalties count what the step says, no rounding can leave a
-        choice to the host (top_p, accept thresholds), no grammar holds a row.
-        """
-        return self.programs.carries and scores is self._last and scores.carries
-
-    def drafting(self, scores: Scores) -> Ints:
-        """Slots of rows that the step drafts for."""
-        nobody: Ints = scores.slots[:0]
-        return nobody if scores.drafted is None else scores.slots[scores.drafted.rows]
-
-    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
-        """Begin a carried plan on what the running step leaves. None where no one round can."""
-        width, levels = self._within
-        depth = np.minimum(plan.max_depth, levels).tolist()
-        bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
-        most = [min(nodes, full_size(width, deep)) for nodes, deep in bounds]
-        size = self._buckets.round(plan.rows, 1 + max(most))
-        known = plan.bounded()
-        asked = asked_of(known, self._sampler, self._edits)
-        if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
-            return None
-        reach = np.minimum(
-            plan.most_kv + 1 + plan.max_depth, np.maximum(plan.ends, plan.most_kv + 1)
-        )
-        self._check_reach(known, reach)
-        every = np.ones(plan.rows, np.bool_)
-        drafted = self._drafting(known, every, draft_request)
-        rows = asked_rows(known, every, drafted)
-        rows.temperature[:] = self._temperatures(plan.slots, asked)
-        batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
-        nowhere = np.zeros(0, np.int32)
-        scores = Scores(plan.slots, True, [batch], [], nowhere, rows, asked, drafted)
-        choosing = self._sampler.choosing
-        given = packed_carried(batch, plan, choosing, rows, self._width, np.array(most, np.int32))
-        self._round(scores, batch, given)
-        self._steps += 1
-        self._last = scores
-        return scores
-
-    def trees(self, scores: Scores) -> TreeBatch:
-        """What a carried step ran. Waits for it."""
-        return ran(scores)
 
     def _temperatures(self, slots: Ints, asked: Asked) -> Floats:
         """float32[B] at which programs choose."""
@@ -450,12 +373,3 @@ class JaxExecutor:
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
         self._programs = None
-
-
-def _check(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:
-    if options.dtype not in DTYPES:
-        raise ConfigError(f"dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
-    if limits.vocab != arch.vocab:
-        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
-    if limits.context > arch.context:
-        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")

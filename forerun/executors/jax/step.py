@@ -65,10 +65,15 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
     return found
 
 
-def certain(sampling: Sampling) -> bool:
-    """Whether a program's choices for such a row need no look of the host: neither at its text,
-    nor at its logits.
+def certain(plan: Plan, sampler: HostSampler) -> bool:
+    """Whether a program's choices for all rows need no look of the host: neither at their text, nor
+    at logits, nor at a grammar.
     """
+    samplings = [sampler.of_row(plan, row).sampling for row in range(plan.rows)]
+    return not plan.constrained.any() and all(map(_certain, samplings))
+
+
+def _certain(sampling: Sampling) -> bool:
     penalties = sampling.frequency_penalty or sampling.presence_penalty
     cut = sampling.temperature > 0 and sampling.top_p < 1.0
     told = sampling.logprobs is None or is_told(sampling)

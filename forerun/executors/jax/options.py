@@ -1,0 +1,43 @@
+"""How a JaxExecutor runs."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from forerun.errors import ConfigError
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.arch import Architecture
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class JaxOptions:
+    """How a JaxExecutor runs.
+
+    dtype        of matrices, activations, keys and values
+    shards       devices that share every layer (tensor parallel)
+    draft_nodes  draft tokens of a row, at most
+    stacked      layers in a scan; None = where the device is no CPU (weights.py)
+    platform     cpu or tpu: which of jax's devices; None = its own choice
+    cache_dir    where compiled programs are kept from start to start; None = nowhere
+    attention    one of attention_choice.BACKENDS
+    """
+
+    dtype: str = "float32"
+    shards: int = 1
+    draft_nodes: int = 63
+    stacked: bool | None = None
+    platform: str | None = None
+    cache_dir: str | None = None
+    attention: str = "auto"
+
+
+def check_options(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:
+    """Raise ConfigError for an unknown dtype, or limits that are not the model's."""
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if limits.vocab != arch.vocab:
+        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    if limits.context > arch.context:
+        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
