@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forerun.executors.jax import accept, noise
 from forerun.executors.jax.accept import Rules, Trees, choose, unpacked, walk
+from forerun.executors.jax.attention import ancestors
 from forerun.speculative import noise as host
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.accept import choose as choose_on_host
@@ -163,7 +164,7 @@ def walked(trees, chosen, room, decided):
     spans = np.stack([places + 2 * room, places + 2 * room + 1])[:, None]
     spans[:, 0, :count] = intervals(trees.parents)
     real = ((places < count) & decided)[None]
-    return WALK(choices, Trees(tokens, parents, spans, real))[0]
+    return WALK(choices, Trees(tokens, parents, ancestors(spans), real))[0]
 
 
 @given(draft=drafts())

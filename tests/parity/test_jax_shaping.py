@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch, Size
 from forerun.executors.jax.shaping import (
     Shaping,
@@ -43,7 +44,7 @@ def chosen():
         every = Trees(
             np.tile(trees.tokens, (ROWS, 1)),
             np.tile(trees.parents, (ROWS, 1)),
-            np.repeat(intervals(trees.parents)[:, None], ROWS, 1),
+            ancestors(np.repeat(intervals(trees.parents)[:, None], ROWS, 1)),
             np.ones(SIZE, bool),
         )
         dispatch = Batch(SIZE, False, tuple(range(ROWS)), (), ())
