@@ -96,9 +96,11 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
         **{"out": number, "found": "*fp32", "sums": "*fp32"},
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
-        **dict.fromkeys(("slots", "position"), "*i32"),
+        **dict.fromkeys(("slots", "position", "split"), "*i32"),
         "group_stride": "i64",
-        **dict.fromkeys(("table_stride", "asked", "count", "nodes", "window", "since"), "i32"),
+        **dict.fromkeys(
+            ("table_stride", "asked", "count", "nodes", "window", "since", "most_parts"), "i32"
+        ),
         **{"scale": "fp32", "cap": "fp32"},
     }
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)
@@ -188,12 +190,16 @@ def grown(width, vocab):
     return kernel(triton_draft._grow, kinds, constants, 4)
 
 
+def warps_of(full, width):
+    return 1 if width == 1 else 8 if full > 256 else 4
+
+
 def resumed(nodes, width, levels):
     full = full_size(width, levels)
     kinds = (("*i32", 14), "*fp32", ("*i32", 7), ("i32", 5))
     constants = {"NODES": nodes, "FULL": triton.next_power_of_2(full), "WIDTH": width}
     constants |= {"BLOCK": triton_future.BLOCK, "NOTHING": -1}
-    return kernel(triton_future._resume, kinds, constants, 1 if width == 1 else 4)
+    return kernel(triton_future._resume, kinds, constants, warps_of(full, width))
 
 
 def left(nodes, width, levels):

@@ -158,8 +158,8 @@ class Launches(TorchDispatchMode):
         self.traffic += moved
 
 
-CACHES = {"_attend": (1, 2, 3, 4), "_enter": (7, 8, 9, 10), "_move": (0, 1)}
-"""Arguments that are a cache's, by kernel."""
+CACHES = {"_attend": (1, 2, 3, 4, 6), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)}
+"""Arguments that are a cache's, or of which a step uses a few parts, by kernel."""
 
 
 class Launched:

@@ -15,7 +15,7 @@ for name in ("attention", "choice", "layers", "round", "draft", "future"):
 
 BUDGETS = {
     "plain": Budget(layer=10, outside=7, first=0, level=0, moves=0, carried=2),
-    "verified": Budget(layer=9, outside=8, first=0, level=0, moves=0, carried=2),
+    "verified": Budget(layer=10, outside=8, first=0, level=0, moves=0, carried=2),
     "drafted": Budget(layer=10, outside=9, first=24, level=17, moves=0, carried=2),
     "drafted in trees": Budget(layer=10, outside=9, first=13, level=37, moves=0, carried=2),
 }

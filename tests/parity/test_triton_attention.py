@@ -1,6 +1,7 @@
 """The Triton kernels, interpreted on the CPU, against plain torch and the reference."""
 
 from dataclasses import replace
+from math import ceil
 
 import numpy as np
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch.geometry import attend_dense, geometry_of
+from forerun.executors.torch.geometry import (
+    KEYS,
+    MOST_PARTS,
+    attend_dense,
+    geometry_of,
+    programs_for,
+    split_of,
+)
 from forerun.executors.torch.layers import FLOAT8
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
@@ -171,6 +179,53 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
             np.testing.assert_array_equal(found[others], expected[others])
             assert np.isnan(found[spoilt][:, :2]).all()
             np.testing.assert_array_equal(found[spoilt][:, 2:], expected[spoilt][:, 2:])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 40_000), min_size=1, max_size=100), st.sampled_from([1, 2, 8, 32]))
+def test_prefixes_are_cut_by_length(lengths, groups):
+    """Every part is some program's, and none is much longer than its share."""
+    tiles = len(lengths)
+    programs = programs_for(tiles, groups)
+    split = split_of(np.array(lengths), programs)
+    assert split.shape == (programs, 3) and split.dtype == np.int32
+    longest = 0
+    for tile, length in enumerate(lengths):
+        mine = split[split[:, 0] == tile]
+        assert mine[:, 1].tolist() == list(range(len(mine))) and 1 <= len(mine) <= MOST_PARTS
+        assert set(mine[:, 2]) == {len(mine)}
+        longest = max(longest, ceil(ceil(length / KEYS) / len(mine)) * KEYS)
+    share = sum(lengths) / max(programs - tiles, 1)
+    assert longest <= max(share, max(lengths) / MOST_PARTS) + 2 * KEYS
+
+
+def test_a_long_row_among_short_ones_is_many_programs():
+    """One of 32k among 63 of 1k: 512 turns of one program by rows alone, 47 by length."""
+    lengths = np.array([32_768] + [1024] * 63)
+    split = split_of(lengths, programs_for(64, 8))
+    assert (split[:, 0] == 0).sum() == 11 and (split[:, 0] > 0).sum() == 63
+    assert (split[split[:, 0] > 0, 2] == 1).all()
+
+
+@pytest.mark.parametrize("numbers", [torch.float32, FLOAT8])
+def test_rows_of_any_lengths_in_one_launch(numbers):
+    """Some in one part, some in several, some rows with nothing behind them."""
+    trees = batch(
+        [np.zeros(1, np.int32)] * 4,
+        [as_draft([1, 2, 3], [-1, 0, 0]), *[as_draft([], [])] * 2, as_draft([5], [-1])],
+    )
+    kv_len = [590, 0, 70, 7]
+    pages = Pages(kv_len, trees, 6, 2, 16, 0, *([numbers] if numbers == FLOAT8 else []))
+    whole = geometry(pages)
+    lengths = np.array(kv_len)[whole.tiles[:, 0].numpy()]
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    expected = attend_dense(*inputs, whole).numpy()
+    tiles = len(lengths)
+    for programs in (tiles, tiles + 1, tiles + 9, programs_for(tiles, 2)):
+        split = split_of(lengths, programs)
+        assert programs <= tiles + 1 or (split[:, 2] > 1).any()
+        found = attention.attend(*inputs, replace(whole, split=torch.from_numpy(split)))
+        np.testing.assert_allclose(found.numpy(), expected, atol=3e-6)
 
 
 def test_parts_fill_the_device_and_are_few():

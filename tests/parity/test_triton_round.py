@@ -26,13 +26,14 @@ CPU = torch.device("cpu")
 for name in ("choice", "layers", "draft", "future"):
     load(f"triton_{name}")
 attention = load("triton_attention")
+geometry = load("geometry")
 rounds = load("triton_round")
 
 
 def facts_of(size, trees, decided, seed):
     """A round's facts, of rows with these trees, as the host writes them."""
     random = np.random.default_rng(seed)
-    dims = BufferDims(6, 4, 2, 4300)
+    dims = BufferDims(6, 4, 2, 4300, 2)
     sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
     staging = sized.staging()
     facts = staging.buffers
@@ -125,6 +126,8 @@ def test_kept_numbers_are_moved(dtype, chosen):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
     """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts."""
+    # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
+    monkeypatch.setattr(geometry, "KEYS", 8)
     monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
     monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())

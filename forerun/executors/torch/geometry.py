@@ -24,6 +24,16 @@ LINES = 64
 """Queries of a tile, at most: its nodes times the heads that share a key/value head."""
 
 
+KEYS = 64
+"""Keys that attention looks at in one turn, at most."""
+
+MOST_PARTS = 32
+"""Parts of a prefix, at most."""
+
+PROGRAMS = 264
+"""Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """A step's rows, pages and trees on the device; all int32.
@@ -40,6 +50,8 @@ class Geometry:
                    a row
     asking  [Q]    node of every query; None where every node asks
     begin   the first position that others may see; a node sees itself wherever it is
+    split   [P,3]  tile, part and parts of every program of attention (see split_of), which its
+                   twin does not look at; None: as many parts for every tile
     """
 
     start: Tensor
@@ -53,6 +65,31 @@ class Geometry:
     position: Tensor | None = None
     asking: Tensor | None = None
     begin: int = 0
+    split: Tensor | None = None
+
+
+def programs_for(tiles: int, groups: int) -> int:
+    """Programs for each of `groups` key/value heads over so many tiles: one a tile, as many as fill
+    a device, and enough besides that one tile may be in MOST_PARTS.
+    """
+    spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)
+    return tiles + min(tiles * (MOST_PARTS - 1), spare)
+
+
+def split_of(lengths: AnyArray, programs: int) -> Ints:
+    """int32[programs,3]: tile, part and parts of each program, for tiles whose prefixes are so long
+    [T]: parts of about the same length, whatever the lengths are. Tile -1: nothing to do.
+    """
+    spare = programs - len(lengths)
+    longest = max(-(-int(lengths.sum()) // max(spare, 1)), 1)
+    longest = -(-longest // KEYS) * KEYS
+    parts = np.clip(-(-lengths // longest), 1, MOST_PARTS if spare else 1)
+    found = np.full((programs, 3), (-1, 0, 1), np.int32)
+    count, first = int(parts.sum()), np.cumsum(parts) - parts
+    found[:count, 0] = np.repeat(np.arange(len(lengths)), parts)
+    found[:count, 1] = np.arange(count) - np.repeat(first, parts)
+    found[:count, 2] = np.repeat(parts, parts)
+    return found
 
 
 def tile_nodes(nodes: int, gqa_group: int) -> int:
@@ -80,6 +117,8 @@ def geometry_of(
     bounds = list(pairwise(trees.start.tolist()))
     spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
     tile = tile_nodes(int(np.diff(trees.start).max()), gqa_group)
+    tiles = tiles_of(trees.start, tile)
+    programs = programs_for(len(tiles), cache.groups)
 
     def there(array: AnyArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
@@ -90,10 +129,11 @@ def geometry_of(
         kv_len=there(plan.kv_len),
         table=there(plan.page_table),
         tree_intervals=there(np.concatenate(spans, axis=1)),
-        tiles=there(tiles_of(trees.start, tile)),
+        tiles=there(tiles),
         tile=tile,
         page_size=cache.page_size,
         position=there(positions(trees, plan.kv_len)),
+        split=there(split_of(plan.kv_len[tiles[:, 0]], programs)),
     )
 
 

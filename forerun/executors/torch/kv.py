@@ -123,7 +123,7 @@ class PagedCache:
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.page_size, self._pages = limits.page_size, limits.pages
-        self.scratch_begin = limits.pages * limits.page_size
+        self.scratch_begin, self.groups = limits.pages * limits.page_size, shape.kv_heads
         self.null = self.scratch_begin + limits.max_nodes
         sizes = (shape.layers, 2, shape.kv_heads, self.null + 1, shape.head_size)
         self._kv = torch.zeros(sizes, device=device, dtype=dtype)

@@ -16,6 +16,9 @@ so that a scale costs one product per key and not one per number.
 A sliding window is a number at run time, as is the first position that may be seen: a tile's loop
 begins at the first key that one of its nodes sees. Kernels without window or softcap are compiled
 without a trace of them.
+Parts are by length: each row is cut into as many as it is worth (split_of in geometry.py), so that
+no program reads much longer than the others, and what was one part needs no merging.
+
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
@@ -26,18 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.geometry import Geometry, positions_of
+from forerun.executors.torch.geometry import (
+    KEYS,
+    MOST_PARTS,
+    PROGRAMS,
+    Geometry,
+    positions_of,
+)
 from forerun.executors.torch.kv import CacheTensor, Narrow
 from forerun.models.layer_spec import AttentionSpec
-
-KEYS = 64
-"""Keys of one turn of the loop, at most."""
-
-MOST_PARTS = 32
-"""Parts of a prefix, at most."""
-
-PROGRAMS = 264
-"""Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
 
 VIEWS = (
     "key_scales",
@@ -49,6 +49,7 @@ VIEWS = (
     "tree_intervals",
     "slots",
     "position",
+    "split",
 )
 """Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
 
@@ -105,32 +106,57 @@ def _see(
     return now, total, mixed
 
 
+@triton.jit
+def _give(
+    found, sums, out, mixed, most, total, mine, whole, place, e, where, further,
+    part, parts, most_parts, E: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """What a program has found, see `_attend`. where [LINES]: query and head; further: all such."""
+    if parts == 1:
+        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
+        if most_parts > 1:
+            tl.store(sums + most_parts * further + where, tl.zeros_like(total) - 1, mask=mine)
+    else:
+        if part == 0:
+            for other in range(parts, most_parts):
+                nothing = tl.full([LINES], float("-inf"), tl.float32)
+                tl.store(sums + other * further + where, nothing, mask=mine)
+        to = part * further + where
+        tl.store(found + to.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
+        tl.store(sums + to, most, mask=mine)
+        tl.store(sums + most_parts * further + to, total, mask=mine)
+
+
 @triton.jit(
-    do_not_specialize=["table_stride", "asked", "count", "nodes", "window", "since"],
+    do_not_specialize=[
+        *("table_stride", "asked", "count", "nodes", "window", "since", "most_parts"),
+    ],
     do_not_specialize_on_alignment=VIEWS,
 )
 def _attend(
     queries, keys, values, key_scales, value_scales, out, found, sums,
-    tiles, start, kv_len, table, tree_intervals, slots, position,
-    group_stride, table_stride, asked, count, nodes, window, since, scale, cap,
+    tiles, start, kv_len, table, tree_intervals, slots, position, split,
+    group_stride, table_stride, asked, count, nodes, window, since, most_parts, scale, cap,
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found` [parts,Q,A,E] (float32, not yet divided) and `sums` [2,parts,Q,A], the greatest
-    score and the sum of weights; or, for one part, just `out` [Q,A,E]. asked: Q, count: M, nodes of
-    a tile. The rest as in Geometry.
+    """Fill `found` [P,Q,A,E] (float32, not yet divided) and `sums` [2,P,Q,A], the greatest score
+    and the sum of weights, for P = most_parts; or, of a tile in one part, just `out` [Q,A,E]:
+    then its first sum is -1. asked: Q, count: M, nodes of a tile. The rest as in Geometry.
 
     Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
-    tile, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    parts = tl.num_programs(2)
+    entry, group = split + 3 * tl.program_id(0), tl.program_id(1)
+    tile, part, parts = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    works = tile >= 0
+    tile = tl.maximum(tile, 0)
     heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that do not ask.
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
-    mine = (line < nodes * GQA_GROUP) & (node < end)
+    mine = (line < nodes * GQA_GROUP) & (node < end) & works
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     e = tl.arange(0, WIDE)
     query = node - behind
@@ -144,7 +170,7 @@ def _attend(
     most = tl.full([LINES], float("-inf"), tl.float32)
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
 
-    cached = tl.load(kv_len + row)
+    cached = tl.where(works, tl.load(kv_len + row), 0)
     length = tl.cdiv(tl.cdiv(cached, KEYS), parts) * KEYS
     high = tl.minimum((part + 1) * length, cached)
     low = part * length
@@ -166,7 +192,7 @@ def _attend(
         )  # fmt: skip
 
     # A parent precedes its children, so nobody sees a node that comes after the tile.
-    last = tl.where(part == parts - 1, tl.minimum(first + nodes, end), begin)
+    last = tl.where(works & (part == parts - 1), tl.minimum(first + nodes, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
     for at in range(begin, last, KEYS):
         there = at + key < last
@@ -182,29 +208,30 @@ def _attend(
             E, NARROW, CAPPED,
         )  # fmt: skip
 
-    if parts == 1:
-        tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
-    else:
-        where = (part * asked + query) * heads + head
-        tl.store(found + where.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
-        tl.store(sums + where, most, mask=mine)
-        tl.store(sums + parts * asked * heads + where, total, mask=mine)
+    _give(
+        found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
+        asked * heads, part, parts, most_parts, E, LINES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lines", "parts"])
 def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr):
-    """Fill `out` [M*A,E] from what `parts` parts, PARTS at most, found."""
+    """Fill `out` [M*A,E] from what at most `parts` parts, PARTS at most, found; where one part has
+    filled it, nothing is done.
+    """
     line = tl.program_id(0)
     WIDE: tl.constexpr = triton.next_power_of_2(E)
     part, e = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    real, at = part < parts, part * lines + line
-    level = tl.load(sums + at, mask=real, other=float("-inf"))
-    total = tl.load(sums + parts * lines + at, mask=real, other=0.0)
-    weight = tl.exp2(level - tl.max(level, 0))
-    place = at.to(tl.int64)[:, None] * E + e[None, :]
-    mixed = tl.load(found + place, mask=real[:, None] & (e[None, :] < E), other=0.0)
-    summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
-    tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
+    at = part * lines + line
+    if tl.load(sums + parts * lines + line) >= 0:
+        level = tl.load(sums + at, mask=part < parts, other=float("-inf"))
+        real = level != float("-inf")
+        total = tl.load(sums + parts * lines + at, mask=real, other=0.0)
+        weight = tl.where(real, tl.exp2(level - tl.max(level, 0)), 0.0)
+        place = at.to(tl.int64)[:, None] * E + e[None, :]
+        mixed = tl.load(found + place, mask=real[:, None] & (e[None, :] < E), other=0.0)
+        summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
+        tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
 
 
 def parts_for(programs: int) -> int:
@@ -213,6 +240,19 @@ def parts_for(programs: int) -> int:
     while parts < MOST_PARTS and parts * programs < PROGRAMS:
         parts *= 2
     return parts
+
+
+_uniform: dict[tuple[int, int, torch.device], Tensor] = {}
+
+
+def uniform(tiles: int, parts: int, device: torch.device) -> Tensor:
+    """int32[tiles*parts,3] as Geometry.split: so many parts for every tile. Made once."""
+    key = tiles, parts, device
+    if key not in _uniform:
+        entry = torch.arange(tiles * parts, dtype=torch.int32, device=device)
+        columns = entry // parts, entry % parts, torch.full_like(entry, parts)
+        _uniform[key] = torch.stack(columns, 1).contiguous()
+    return _uniform[key]
 
 
 def lines_for(queries: int) -> int:
@@ -254,22 +294,26 @@ def attend(
     here waits for the device.
 
     spec   how scores are made; None: scaled by 1/sqrt(E), no window
-    parts  a power of two; by default as many as fill the device
+    parts  for every tile, instead of those of the geometry
     """
     count, heads, size = queries.shape
     spec = spec or AttentionSpec(size**-0.5)
     windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
     gqa_group = heads // len(keys)
-    parts = parts or parts_for(len(geometry.tiles) * len(keys))
+    tiles, split = len(geometry.tiles), geometry.split
+    if split is None or parts:
+        parts = parts or parts_for(tiles * len(keys))
+        split = uniform(tiles, parts, queries.device)
+    most = parts or min(MOST_PARTS, len(split) - tiles + 1)
     lines = lines_for(geometry.tile * gqa_group)
     shape = shape_for(lines, queries.itemsize, size)
     queries = queries.contiguous()
     out = torch.empty_like(queries)
-    held = parts if parts > 1 else 0  # One part writes neither.
+    held = most if most > 1 else 0  # One part writes neither.
     found = queries.new_empty((held, count, heads, size), dtype=torch.float32)
     sums = queries.new_empty((2, held, count, heads), dtype=torch.float32)
     numbers, scales = zip(*(_parts_of(cached) for cached in (keys, values)), strict=True)
-    _attend[len(geometry.tiles), len(keys), parts](
+    _attend[len(split), len(keys)](
         queries,
         *numbers,
         *scales,
@@ -283,6 +327,7 @@ def attend(
         geometry.tree_intervals,
         geometry.slots,
         positions_of(geometry) if windowed else geometry.tree_intervals,
+        split,
         numbers[0].stride(0),
         geometry.table.stride(0),
         count,
@@ -290,6 +335,7 @@ def attend(
         geometry.tile,
         NO_WINDOW if spec.window is None else spec.window,
         geometry.begin,
+        most,
         spec.scale * _LOG2E if cap is None else spec.scale / cap,
         (cap or 0.0) * _LOG2E,
         GQA_GROUP=gqa_group,
@@ -303,9 +349,9 @@ def attend(
         num_warps=4,
         num_stages=shape.stages,
     )
-    if parts > 1:
+    if most > 1:
         _merge[(count * heads,)](
-            found, sums, out, count * heads, parts, E=size, PARTS=MOST_PARTS, num_warps=2
+            found, sums, out, count * heads, most, E=size, PARTS=MOST_PARTS, num_warps=2
         )
     return out
 

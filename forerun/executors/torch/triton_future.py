@@ -11,8 +11,8 @@ from forerun.executors.torch.captured.future_map import FutureState
 from forerun.executors.torch.plain_round import Accepted, Facts
 from forerun.speculative.accept import NOTHING
 
-BLOCK = 64
-"""Nodes of a full tree that all others are compared with at once."""
+BLOCK = 16
+"""Nodes of a full tree that all others are compared with at once: with 64, trees 8 wide spill."""
 
 VIEWS = (
     *("where", "counts", "tokens", "parents", "depth", "tree_intervals", "carried", "slots"),
@@ -182,7 +182,7 @@ def resume(future: FutureState, size: Size, given: Facts) -> Facts:
         WIDTH=future.width,
         BLOCK=BLOCK,
         NOTHING=NOTHING,
-        num_warps=1 if future.width <= 1 or nodes == 1 else 4,
+        num_warps=1 if future.width <= 1 or nodes == 1 else 8 if full > 256 else 4,
     )
     taken = zip(names, parts, strict=True)
     found = {name: part.view(given[name].shape) for name, part in taken}

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.geometry import tile_nodes, tiles_of
+from forerun.executors.torch.geometry import programs_for, split_of, tile_nodes, tiles_of
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
-from forerun.types import AnyArray
+from forerun.types import AnyArray, Ints
 
 RULES = (
     *("repetition", "frequency", "presence", "min_p"),
@@ -85,13 +85,18 @@ class Record(NamedTuple):
 
 class BufferDims(NamedTuple):
     """What all sizes have in common: places of a page table's row, slots of sequences, heads that
-    share a key/value head, tokens of the vocabulary.
+    share a key/value head, tokens of the vocabulary, key/value heads.
     """
 
     width: int
     slots: int
     gqa_group: int
     vocab: int
+    groups: int
+
+
+def _tiles(size: Size, dims: BufferDims) -> int:
+    return size.rows * -(-size.nodes // tile_nodes(size.nodes, dims.gqa_group))
 
 
 def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
@@ -106,8 +111,8 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
-    Where it is asked for: RULES of rows; the grammars' masks [R*N,ceil(V/32)], and of nodes which
-    of them is theirs, -1 = none.
+    Of attention: split [P,3] (geometry.py). Where it is asked for: RULES of rows; the grammars'
+    masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
     asked: dict[str, tuple[int, ...]] = {}
@@ -121,6 +126,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
         "tree_intervals": (2, size.total),
         "table": (size.rows, dims.width),
+        "split": (programs_for(_tiles(size, dims), dims.groups), 3),
         **asked,
     }
 
@@ -149,6 +155,7 @@ class Room:
     def __init__(self, rows: int, nodes: int, dims: BufferDims, device: torch.device) -> None:
         largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
         count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
+        count += 3 * programs_for(nodes, dims.groups)  # Other sizes have more tiles.
         self.whole = torch.zeros(count, dtype=torch.int32, device=device)
         self._sides = [Side(count, device.type == "cuda") for _ in range(2)]
 
@@ -170,7 +177,8 @@ class StagingBuffer:
         self.whole = side.whole[: sum(int(np.prod(shape)) for shape in shapes.values())]
         views = _views(self.whole, shapes)
         self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
-        self._nodes, self._slots = size.nodes, dims.slots
+        self._nodes, self._slots, self._tiles = size.nodes, dims.slots, _tiles(size, dims)
+        self._whole = split_of(np.zeros(self._tiles, np.int32), len(self.buffers["split"]))
 
     def begun(self, wait: Callable[[], None]) -> None:
         """The round runs; `wait` returns when it is over."""
@@ -180,15 +188,22 @@ class StagingBuffer:
         """Rows without a node; what stands in their places sees itself alone."""
         buffers, nodes = self.buffers, self._nodes
         for name, values in buffers.items():
-            if name not in ("parents", "draft_slot", "slot", "tree_intervals", "masks"):
+            if name not in ("parents", "draft_slot", "slot", "tree_intervals", "masks", "split"):
                 values[...] = 0
         if "mask_row" in buffers:
             buffers["mask_row"][:] = -1
         buffers["parents"][:] = NOTHING
         buffers["draft_slot"][:] = -1
         buffers["slot"][:] = self._slots
+        buffers["split"][:] = self._whole
         buffers["tree_intervals"][0] = np.tile(np.arange(nodes), len(buffers["count"])) + 2 * nodes
         buffers["tree_intervals"][1] = buffers["tree_intervals"][0] + 1
+
+    def split(self, lengths: Ints) -> None:
+        """Cut the rows' prefixes, at most so long, into attention's parts."""
+        each = np.zeros(self._tiles, np.int32).reshape(len(self.buffers["count"]), -1)
+        each[: len(lengths)] = lengths[:, None]
+        self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
 
 
 class Sized:

@@ -106,6 +106,7 @@ class Drafting:
             tile=forest.tile,
             slots=entries.slots,
             position=entries.position,
+            split=None,  # These are other tiles.
         )
         if model.cache.roots:
             geometry = replace(geometry, kv_len=geometry.kv_len + 1)

@@ -211,6 +211,7 @@ class CapturedExecutor:
         held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
         plain = plain_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
         place, decided = prepare_inputs(staging.buffers, size, plan, trees, plain)
+        staging.split(plan.kv_len)
         first = None
         if size.shaping or size.masked:
             self._shaped.fill(staging.buffers, size, plan.slots, masks, place)
@@ -240,6 +241,7 @@ class CapturedExecutor:
         check_pages_carried(plan, self.limits.page_size)
         staging, choosing = self.runner.staging(size), self._shaped.choosing
         prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
+        staging.split(plan.most_kv)
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
         decided = np.ones(plan.rows, np.bool_)

@@ -74,6 +74,7 @@ class CudaGraphRunner:
             slots=limits.slots,
             gqa_group=decoder.arch.heads // decoder.arch.kv_heads,
             vocab=limits.vocab,
+            groups=cache.groups,
         )
         self._device = cache.device
         factors = [rope.attention_factor for rope in decoder.ropes]
@@ -196,6 +197,7 @@ class CudaGraphRunner:
             tile=sized.tile,
             page_size=cache.page_size,
             position=prepared.position,
+            split=facts["split"],
         )
 
         def attend(layer: int, heads: Heads) -> Tensor:
