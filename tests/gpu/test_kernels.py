@@ -6,10 +6,11 @@ import torch
 
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear
 from forerun.executors.torch.geometry import Geometry, attend_dense, tiles_of
 from forerun.executors.torch.kernels import SLOW_TWINS, kernels_for
 from forerun.executors.torch.kv import Narrow, enter
-from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, Heads
+from forerun.executors.torch.layers import PLAIN, Heads
 from forerun.executors.torch.plain_round import Levels, RoundShape, accept, grow, prepare
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.sampling import Sampling

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +34,7 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.sizes import padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import Elementwise
@@ -365,6 +367,15 @@ BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 FLOPS = 989e12
 """Of both, in bfloat16 without sparsity, by the same sheets."""
 
+MIXES = {
+    "64 of 1k": [1024] * 64,
+    "1 of 32k, 63 of 1k": [32_768] + [1024] * 63,
+    "8 of 1k": [1024] * 8,
+    "1 of 32k, 7 of 1k": [32_768] + [1024] * 7,
+    "1 of 32k": [32_768],
+}
+"""Tokens behind rows of one node each."""
+
 HEAD = f"""# What a round costs at least, by bytes
 
 Written by `python -m tests.parity.launches --table docs/gpu-roofline.md` and checked by
@@ -398,7 +409,37 @@ def table() -> str:
             *(f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
         )
         lines.append("| " + " | ".join(map(str, numbers)) + " |")
-    return HEAD + "\n".join(lines) + "\n\n" + budgets()
+    return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()
+
+
+def splits() -> str:
+    """How attention is cut where lengths differ (geometry.split_of)."""
+    heads = ("rows", "programs", "at work", "turns by rows alone", "turns by length", "keys, GB")
+    lines = [
+        "Turns of 64 keys that the longest program of attention takes in a layer, of 8 key/value",
+        "heads: as many parts for every row, and parts by length.",
+        "",
+        f"| {' | '.join(heads)} |",
+        "| --- " * len(heads) + "|",
+    ]
+    groups = LLAMA.kv_heads
+    for name, behind in MIXES.items():
+        lengths, programs = np.array(behind), programs_for(len(behind), groups)
+        split = split_of(lengths, programs)
+        works = split[split[:, 0] >= 0]
+        alone = parts_for(len(behind) * groups)
+        turns = [
+            int(np.ceil(np.ceil(lengths[which] / KEYS) / parts).max())
+            for which, parts in ((slice(None), alone), (works[:, 0], works[:, 2]))
+        ]
+        read = 2 * sum(behind) * groups * LLAMA.head_size * DTYPE.itemsize * LLAMA.layers
+        numbers = (name, programs * groups, len(works) * groups, *turns, f"{read / 1e9:.2f}")
+        lines.append(f"| {' | '.join(map(str, numbers))} |")
+    return "\n".join(lines) + "\n"
+
+
+def parts_for(programs: int) -> int:
+    return modules()[0].parts_for(programs)
 
 
 AIMS = Budget(layer=10, outside=15, first=25, level=25, moves=0, carried=2)

@@ -10,7 +10,8 @@ from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.layers import FLOAT8, PLAIN, Float8Linear, compiled, float8_rows
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.layers import PLAIN, compiled
 from forerun.models.shapes import shape_named
 from tests.models import tiny
 from tests.parity.driver import limits

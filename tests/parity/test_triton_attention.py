@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch.geometry import (
-    KEYS,
-    MOST_PARTS,
-    attend_dense,
-    geometry_of,
-    programs_for,
-    split_of,
-)
-from forerun.executors.torch.layers import FLOAT8
+from forerun.executors.torch.float8 import FLOAT8
+from forerun.executors.torch.geometry import KEYS, MOST_PARTS, attend_dense, programs_for, split_of
+from forerun.executors.torch.plan_geometry import geometry_of
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
 from forerun.speculative.tree import batch

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from forerun.executors.torch.float8 import FLOAT8
 from forerun.executors.torch.kv import KvShape, PagedCache, enter, read
-from forerun.executors.torch.layers import FLOAT8, PLAIN, Heads
+from forerun.executors.torch.layers import PLAIN, Heads
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
 

@@ -10,8 +10,8 @@ from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
+from forerun.executors.torch.float8 import FLOAT8
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import FLOAT8
 from forerun.executors.torch.plain_round import RoundShape, accept, prepare
 from forerun.speculative.tree import batch
 from tests.models import tiny

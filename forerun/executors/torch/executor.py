@@ -17,19 +17,12 @@ from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
-from forerun.executors.torch.geometry import geometry_of
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import (
-    FLOAT8,
-    PLAIN,
-    Float8Linear,
-    Heads,
-    Linear,
-    compiled,
-    padded_rows,
-)
+from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
 from forerun.executors.torch.level_model import LevelModel
+from forerun.executors.torch.plan_geometry import geometry_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit

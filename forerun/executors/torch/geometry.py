@@ -5,19 +5,15 @@ see forerun.speculative.verify.intervals.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.kv import CacheTensor, PagedCache, read
+from forerun.executors.torch.kv import CacheTensor, read
 from forerun.executors.torch.layers import softcapped
-from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
-from forerun.speculative.tree import TreeBatch
-from forerun.speculative.verify import intervals, positions
 from forerun.types import AnyArray, Ints
 
 LINES = 64
@@ -50,8 +46,7 @@ class Geometry:
                    a row
     asking  [Q]    node of every query; None where every node asks
     begin   the first position that others may see; a node sees itself wherever it is
-    split   [P,3]  tile, part and parts of every program of attention (see split_of), which its
-                   twin does not look at; None: as many parts for every tile
+    split   [P,3]  see split_of; None: as many parts for every tile
     """
 
     start: Tensor
@@ -69,9 +64,7 @@ class Geometry:
 
 
 def programs_for(tiles: int, groups: int) -> int:
-    """Programs for each of `groups` key/value heads over so many tiles: one a tile, as many as fill
-    a device, and enough besides that one tile may be in MOST_PARTS.
-    """
+    """Programs worth having, for each of `groups` key/value heads, over so many tiles."""
     spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)
     return tiles + min(tiles * (MOST_PARTS - 1), spare)
 
@@ -108,33 +101,6 @@ def tiles_of(start: Ints, tile: int) -> Ints:
         for first in range(int(start[row]), int(start[row + 1]), tile)
     ]
     return np.array(found, np.int32).reshape(-1, 3)
-
-
-def geometry_of(
-    plan: Plan, trees: TreeBatch, cache: PagedCache, gqa_group: int, device: torch.device
-) -> Geometry:
-    """The geometry of one step, copied to the device."""
-    bounds = list(pairwise(trees.start.tolist()))
-    spans = [intervals(trees.parents[begin:end] - begin) for begin, end in bounds]
-    tile = tile_nodes(int(np.diff(trees.start).max()), gqa_group)
-    tiles = tiles_of(trees.start, tile)
-    programs = programs_for(len(tiles), cache.groups)
-
-    def there(array: AnyArray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
-
-    return Geometry(
-        start=there(trees.start),
-        slots=there(cache.scratch(np.arange(len(trees.tokens), dtype=np.int32))),
-        kv_len=there(plan.kv_len),
-        table=there(plan.page_table),
-        tree_intervals=there(np.concatenate(spans, axis=1)),
-        tiles=there(tiles),
-        tile=tile,
-        page_size=cache.page_size,
-        position=there(positions(trees, plan.kv_len)),
-        split=there(split_of(plan.kv_len[tiles[:, 0]], programs)),
-    )
 
 
 def positions_of(geometry: Geometry) -> Tensor:

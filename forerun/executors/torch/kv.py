@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.layers import FLOAT8, Heads, float8_rows
+from forerun.executors.torch.float8 import FLOAT8, float8_rows
+from forerun.executors.torch.layers import Heads
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import Ints
 

@@ -14,7 +14,8 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.errors import ModelError
-from forerun.executors.torch.layers import Float8Linear, Linear, Product
+from forerun.executors.torch.float8 import Float8Linear
+from forerun.executors.torch.layers import Linear, Product
 from forerun.models.checkpoint import Checkpoint, Packed, Repeated
 from forerun.types import AnyArray, Ints
 

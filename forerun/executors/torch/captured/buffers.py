@@ -139,10 +139,7 @@ def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tenso
 
 
 class Side:
-    """One of the host's two rooms.
-
-    wait  returns when the round that last used it is over
-    """
+    """One of the host's two rooms; `wait` returns when the round that last used it is over."""
 
     def __init__(self, count: int, pinned: bool) -> None:
         self.whole = torch.zeros(count, dtype=torch.int32, pin_memory=pinned)

@@ -50,7 +50,6 @@ from forerun.interface.executor import ExecutorLimits
 class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
-    kernels     what it launches
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
