@@ -1,5 +1,6 @@
 """Which drafter a configuration asks for, and what a draft adds to the memory plan."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
+
+log = logging.getLogger("forerun.build")
 
 AUTO, NO_DRAFT = "AUTO", "none"
 """The algorithm that is still to be decided, and a draft's path that stands for not even the one
@@ -292,9 +295,15 @@ def model_drafter(
     ModelDrafter.
     """
     shape = config.draft_shape
-    drafter = ModelDrafter(
-        model, limits, TreeShape(shape.topk, min(shape.steps, shape.nodes)), mask
-    )
+    trees = TreeShape(shape.topk, min(shape.steps, shape.nodes), nodes=shape.nodes)
+    drafter = ModelDrafter(model, limits, trees, mask)
+    captured = config.executor == "torch" and config.device != "cpu"
+    if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
+        log.warning(
+            "%s drafts outside of captured rounds, in passes of its own: %d draft tokens are more "
+            "than the square of top-k %d; lower speculative-num-draft-tokens or raise "
+            "speculative-eagle-topk", model.traits.name, shape.nodes, shape.topk,
+        )  # fmt: skip
     return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter
 
 

@@ -70,7 +70,9 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
     from forerun.executors.torch import CapturedExecutor, TorchBlockModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    return TorchBlockModel(executor, checkpoint, draft)
+    model = TorchBlockModel(executor, checkpoint, draft)
+    executor.draft_with(model)
+    return model
 
 
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
@@ -106,5 +108,5 @@ ENTRY = ExecutorEntry(
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },
-    within=frozenset({DraftFile.kind, PredictionLayers.kind, WholeDraft.kind}),
+    within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
 )

@@ -51,16 +51,25 @@ class TreeShape:
     width     children per expanded node, and nodes expanded per level; 1 = chains
     depth     levels at most
     template  instead: a fixed shape, of which `width` is not asked
+    nodes     draft tokens at most; 0 = nobody has said
     """
 
     width: int
     depth: int
     template: Template | None = None
+    nodes: int = 0
 
     @property
     def children(self) -> int:
         """Candidates of a node that may be hung."""
         return self.template.width if self.template else self.width
+
+    def full(self, block: bool) -> bool:
+        """Whether a full tree of this width and depth holds every draft: of a block's paths the
+        best ones may be more than that on one level.
+        """
+        bounded = self.width == 1 or 0 < self.nodes <= self.width**2
+        return self.template is None and (bounded or not block)
 
     def tree(self) -> DraftTree:
         """A tree that begins to grow."""
@@ -97,7 +106,7 @@ class ModelDrafter:
             about.name,
             depth,
             needs_features=self._reads,
-            drafts_on_device=shape.template is None and not about.block_size,
+            drafts_on_device=shape.full(bool(about.block_size)),
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
         self._states: list[DraftState | None] = [None] * limits.slots
@@ -255,8 +264,11 @@ class ModelDrafter:
                     rows.append(row)
                 else:
                     drafts[row] = ready
-        proposed = self._blocks(plan, rows) if self._about.block_size else self._trees(plan, rows)
-        for row, draft in zip(rows, proposed, strict=True):
+        # What a grammar may choose of a block's first tokens has come with the step.
+        grown = [r for r in rows if not self._about.block_size or self._state(plan, r).found]
+        others = [row for row in rows if row not in grown]
+        proposed = self._trees(plan, grown) + self._blocks(plan, others)
+        for row, draft in zip(grown + others, proposed, strict=True):
             drafts[row] = draft
         return drafts
 

@@ -98,9 +98,8 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
         **dict.fromkeys(("slots", "position", "split"), "*i32"),
         "group_stride": "i64",
-        **dict.fromkeys(
-            ("table_stride", "asked", "count", "nodes", "window", "since", "most_parts"), "i32"
-        ),
+        **dict.fromkeys(("table_stride", "asked", "count", "nodes", "reach"), "i32"),
+        **dict.fromkeys(("window", "since", "most_parts"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)

@@ -7,19 +7,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.config import EngineConfig
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch import CapturedExecutor, TorchBlockModel, executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.level_model import LevelModel
+from forerun.models.folder import FolderCheckpoint
 from tests.drafters.test_nextn import with_layers
 from tests.drafters.test_standalone import other_vocabulary
 from tests.models import tiny
+from tests.parity.blocks import random_block
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import twins
 
@@ -29,6 +32,8 @@ METHODS = {
     "STANDALONE": {"speculative_algorithm": "STANDALONE", "draft": "first layers"},
     "STANDALONE, other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
     "STANDALONE, windows": {"speculative_algorithm": "STANDALONE", "draft": "windows"},
+    "DFLASH": {"speculative_algorithm": "DFLASH", "draft": "both ways"},
+    "DFLASH, causal": {"speculative_algorithm": "DFLASH", "draft": "causal"},
 }
 """Draft and model name a folder of `made`."""
 
@@ -90,6 +95,17 @@ def made(tmp_path_factory):
     for layer in windows.model.layers:
         weak(layer)
     tiny.save_folder(windows, root / "windows")
+    arch = FolderCheckpoint(root / "target").architecture
+    random_block(arch, root / "both ways", features=(1, 2))
+    # From the root alone the first draft token is known as well as above.
+    random_block(arch, root / "causal", features=(0, 1), causal=True, anchored=True)
+    file = root / "causal" / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] *= 0.05
+    tensors["norm.weight"] = hf.model.norm.weight.detach().clone()
+    save_file(tensors, file)
     return root
 
 
@@ -197,7 +213,10 @@ def seen(monkeypatch):
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
-    for owner, names in ((LevelModel, ("extend", "expand")),):
+    for owner, names in (
+        (LevelModel, ("extend", "expand")),
+        (TorchBlockModel, ("extend", "block")),
+    ):
         for name in names:
             call = getattr(owner, name)
 
@@ -215,15 +234,24 @@ def noted(seen, run):
 
 
 def same(one, other):
-    """Drafts of the same steps, but for the last bits of their scores."""
+    """Drafts of the same steps, but for the last bits of their scores and the order of nodes."""
     assert one.keys() == other.keys()
     for slot, mine in one.items():
         assert len(mine) == len(other[slot])
         for (length, draft), (there, expected) in zip(mine, other[slot], strict=True):
             assert length == there
-            assert draft.tokens.tolist() == expected.tokens.tolist()
-            assert draft.parents.tolist() == expected.parents.tolist()
-            np.testing.assert_allclose(draft.score, expected.score, rtol=2e-3, atol=1e-6)
+            found, wanted = paths(draft), paths(expected)
+            assert found.keys() == wanted.keys()
+            scores = [[each[path] for path in wanted] for each in (found, wanted)]
+            np.testing.assert_allclose(*scores, rtol=2e-3, atol=1e-6)
+
+
+def paths(draft):
+    """Scores by the tokens from the root on."""
+    above = []
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        above.append((*(above[parent] if parent >= 0 else ()), token))
+    return dict(zip(above, draft.score.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("shape", "page", "temperature"), CELLS)
@@ -238,7 +266,10 @@ def test_drafts_and_texts_are_those_of_single_passes(
     assert tokens(found) == tokens(expected) == plain(eager, requests)
     assert counts(found) == counts(expected)
     same(drafts, others)
-    assert sum(accepted for _, accepted in counts(found)) > 10 and few < many / 2
+    # Only what the position's noise decides does a random drafter know.
+    able = temperature or method != "DFLASH"
+    assert sum(accepted for _, accepted in counts(found)) > (5 if able else -1)
+    assert few < many / 2
 
 
 @pytest.mark.parametrize("method", METHODS)

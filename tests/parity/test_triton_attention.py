@@ -114,6 +114,34 @@ def test_a_window_without_positions_is_refused():
         attend(*inputs, nowhere, AttentionSpec(0.25))
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_block_sees_all_of_itself_over_its_tiles(parts):
+    trees = batch([np.zeros(12, np.int32)] * 2, [as_draft([], [])] * 2)
+    pages = Pages([70, 5], trees, 7, 1, 16, 0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    there = geometry(pages)
+    assert there.tile < 12
+    both_ways = torch.tensor([[0], [1]], dtype=torch.int32).expand(2, 24).contiguous()
+    whole = replace(there, tree_intervals=both_ways, both_ways=True)
+    found = attention.attend(*inputs, whole, parts=parts)
+    np.testing.assert_allclose(found, attend_dense(*inputs, whole), atol=3e-6)
+    assert not np.allclose(found, attend_dense(*inputs, there))
+
+
+@pytest.mark.parametrize("spec", [None, AttentionSpec(0.25, 4)])
+def test_nothing_before_the_first_entry_is_seen_but_oneself(spec):
+    trees = batch([np.zeros(2, np.int32)] * 3, [as_draft([1, 2, 3], [-1, -1, 0])] * 3)
+    pages = Pages([70, 1, 0], trees, 4, 2, 16, 0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    later = replace(geometry(pages), begin=2)
+    found = attention.attend(*inputs, later, spec)
+    np.testing.assert_allclose(found, attend_dense(*inputs, later, spec), atol=3e-6)
+    values = torch.from_numpy(pages.values)
+    # Of the last row, whose nodes stand at 0, 1 and behind, the first two see only themselves.
+    own = values[-5:-3].repeat_interleave(2, 1)
+    np.testing.assert_allclose(found[-5:-3], own, atol=3e-6)
+
+
 @pytest.mark.slow
 def test_a_long_chunk_over_several_tiles_and_turns():
     trees = batch([np.zeros(200, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])

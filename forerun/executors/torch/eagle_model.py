@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.errors import ModelError
 from forerun.executors.torch.draft_cache import DraftCache
@@ -16,7 +16,7 @@ from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.layers import PLAIN, Heads
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.target import TorchTarget
-from forerun.executors.torch.weights import some_rows
+from forerun.executors.torch.weights import some_rows, stacked
 from forerun.interface.draft_model import (
     DraftModelTraits,
     FeatureNeeds,
@@ -60,8 +60,8 @@ class TorchEagleModel(LevelModel):
         module = self._module = _loaded(executor, checkpoint, draft)
         layer = self._layer = module.layer
         attention, mlp = layer.self_attn, layer.mlp
-        self._qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._gate_up = _stacked(mlp.gate_proj, mlp.up_proj)
+        self._qkv = stacked(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up = stacked(mlp.gate_proj, mlp.up_proj)
         executor.request_aux_hidden_states(head.features)
 
     def enter(self, features: Tensor | None) -> Tensor:
@@ -127,16 +127,6 @@ class TorchEagleModel(LevelModel):
             "features": list(self._about.features),
             **{f"{part}_bytes": count for part, count in self._bytes.items()},
         }
-
-
-def _stacked(*linears: nn.Linear) -> Tensor:
-    """Their weights, one above the other, kept once."""
-    whole = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(
-        linears, whole.split([len(each.weight) for each in linears]), strict=True
-    ):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    return whole
 
 
 def _loaded(executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile) -> EagleHead:

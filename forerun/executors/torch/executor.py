@@ -21,7 +21,6 @@ from forerun.executors.torch.float8 import FLOAT8, Float8Linear
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
-from forerun.executors.torch.level_model import LevelModel
 from forerun.executors.torch.plan_geometry import geometry_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
@@ -147,7 +146,7 @@ class TorchExecutor:
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._aux_layers = layers
 
-    def draft_with(self, model: LevelModel) -> None:
+    def draft_with(self, model: object) -> None:
         """No step drafts here: every pass of the model is asked for."""
 
     @torch.inference_mode()

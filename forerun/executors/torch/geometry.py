@@ -47,6 +47,7 @@ class Geometry:
     asking  [Q]    node of every query; None where every node asks
     begin   the first position that others may see; a node sees itself wherever it is
     split   [P,3]  see split_of; None: as many parts for every tile
+    both_ways  nodes may see later ones of their row; else nobody sees who comes after its tile
     """
 
     start: Tensor
@@ -61,6 +62,7 @@ class Geometry:
     asking: Tensor | None = None
     begin: int = 0
     split: Tensor | None = None
+    both_ways: bool = False
 
 
 def programs_for(tiles: int, groups: int) -> int:

@@ -129,14 +129,14 @@ def _give(
 
 @triton.jit(
     do_not_specialize=[
-        *("table_stride", "asked", "count", "nodes", "window", "since", "most_parts"),
+        *("table_stride", "asked", "count", "nodes", "reach", "window", "since", "most_parts"),
     ],
     do_not_specialize_on_alignment=VIEWS,
 )
 def _attend(
     queries, keys, values, key_scales, value_scales, out, found, sums,
     tiles, start, kv_len, table, tree_intervals, slots, position, split,
-    group_stride, table_stride, asked, count, nodes, window, since, most_parts, scale, cap,
+    group_stride, table_stride, asked, count, nodes, reach, window, since, most_parts, scale, cap,
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -191,8 +191,8 @@ def _attend(
             E, NARROW, CAPPED,
         )  # fmt: skip
 
-    # A parent precedes its children, so nobody sees a node that comes after the tile.
-    last = tl.where(works & (part == parts - 1), tl.minimum(first + nodes, end), begin)
+    # A parent precedes its children, so in trees nobody sees a node that comes after the tile.
+    last = tl.where(works & (part == parts - 1), tl.minimum(first + reach, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
     for at in range(begin, last, KEYS):
         there = at + key < last
@@ -333,6 +333,7 @@ def attend(
         count,
         len(geometry.slots),
         geometry.tile,
+        len(geometry.slots) if geometry.both_ways else geometry.tile,
         NO_WINDOW if spec.window is None else spec.window,
         geometry.begin,
         most,

@@ -88,7 +88,7 @@ def follow(
         for each in (noise.seeds, noise.positions, noise.temperatures)
     )
     position = kv_len.new_empty(levels - 1, rows * width)
-    _follow[rows, triton.cdiv(max(sizes), 1024)](
+    _follow[rows, triton.cdiv(max(*sizes, 1), 1024)](
         *(extended.read, extended.hidden, accepted.last, accepted.count),
         *(facts["draft_slot"], facts["kv_len"]),
         *(noise.seeds, noise.positions, noise.temperatures),

@@ -20,8 +20,8 @@ of their parents, so those below any node are neighbours; that makes `enter` and
 (geometry.py) two counts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,12 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.entries import (
+    Decided,
+    before_of,
+    behind_roots,
+    keep_page_ends,
+)
 from forerun.executors.torch.decoder import Attend
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
@@ -38,40 +44,35 @@ from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import Heads, Rotary
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.plain_round import (
-    Accepted,
     Below,
     Extended,
-    Facts,
     Levels,
-    Prepared,
 )
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.draft_tree import full_size
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What a round knows when it has committed: its facts (buffers.py), the geometry of its step,
-    and what plain_round.py says.
-    """
+class Network(Protocol):
+    """What drafting of any kind asks of a draft model: see LevelModel."""
 
-    facts: Facts
-    geometry: Geometry
-    prepared: Prepared
-    accepted: Accepted
+    cache: DraftCache
+    ids: Tensor
+    ropes: list[tuple[Tensor, float]]
+
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd] of any dtype."""
+        ...
 
 
 class Drafting:
-    """The draft model's part of a round. Between rounds it knows nothing of them."""
+    """A draft model's part of a round. Between rounds it knows nothing of them."""
 
-    def __init__(self, model: LevelModel, kernels: Kernels, max_nodes: int) -> None:
-        self._model, self._kernels, self._max_nodes = model, kernels, max_nodes
-        self._forests: dict[Size, _Forest] = {}
+    def __init__(self, model: Network, kernels: Kernels, max_nodes: int) -> None:
+        self._network, self._kernels, self._max_nodes = model, kernels, max_nodes
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the nodes that run, and a child for every place."""
-        run = size.rows * max(size.levels - 1, 0) * size.width
-        return run <= self._max_nodes and size.width <= self._model.traits.vocab
+        raise NotImplementedError
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
@@ -82,6 +83,59 @@ class Drafting:
         grammars hold rows, int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may
         follow the roots.
         """
+        raise NotImplementedError
+
+    def _rotary(self, position: Tensor) -> tuple[Rotary, ...]:
+        rotation, ropes = self._kernels.rotation, self._network.ropes
+        return tuple(rotation(position, *each) for each in ropes)
+
+    def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
+        """Of nodes whose keys and values go into `slots`."""
+        kernels, cache = self._kernels, self._network.cache
+
+        def attend(layer: int, heads: Heads) -> Tensor:
+            held, begin = cache.layers[layer], cache.begins[layer]
+            queries = kernels.enter(heads, held, slots)
+            seen = replace(geometry, begin=begin) if begin else geometry
+            return kernels.attend(queries, *held, seen, cache.attention[layer])
+
+        return attend
+
+    def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
+        for part in self._network.cache.parts:
+            self._kernels.move(part, source, target, kept)
+
+    def _candidates(self, read: Tensor) -> Tensor:
+        """int32[2*R*CANDIDATES]."""
+        model = self._network
+        logits = model.logits(read).float()
+        best, which = logits.topk(min(CANDIDATES, len(model.ids)), -1)
+        missing = (0, CANDIDATES - which.shape[1])
+        ids = F.pad(model.ids[which], missing)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        log_probs = F.pad(log_probs, missing, value=-torch.inf)
+        return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
+
+
+class LevelDrafting(Drafting):
+    """The part of a model that proposes level by level."""
+
+    def __init__(self, model: LevelModel, kernels: Kernels, max_nodes: int) -> None:
+        super().__init__(model, kernels, max_nodes)
+        self._model = model
+        self._forests: dict[Size, _Forest] = {}
+
+    def fits(self, size: Size) -> bool:
+        """Whether there is scratch for the nodes that run, and a child for every place."""
+        run = size.rows * max(size.levels - 1, 0) * size.width
+        return run <= self._max_nodes and size.width <= len(self._model.ids)
+
+    # --- launches only: no shape and no branch depends on a value ---------------------------
+
+    def work(
+        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+    ) -> Tensor | None:
+        """As Drafting says."""
         model = self._model
         if size not in self._forests:
             device = decided.accepted.choices.device
@@ -99,7 +153,9 @@ class Drafting:
         """
         model, kernels, states = self._model, self._kernels, self._model.states
         prepared, accepted, facts = decided.prepared, decided.accepted, decided.facts
-        entries = self._behind_roots(forest, decided) if model.cache.roots else prepared
+        entries, waiting = prepared, model.cache.roots
+        if waiting:
+            entries, forest.roots = behind_roots(model.cache, decided, forest.nodes, self._move)
         geometry = replace(
             decided.geometry,
             tiles=forest.tiles,
@@ -108,9 +164,9 @@ class Drafting:
             position=entries.position,
             split=None,  # These are other tiles.
         )
-        if model.cache.roots:
+        if waiting:
             geometry = replace(geometry, kv_len=geometry.kv_len + 1)
-        before = _nobody if states is None else self._before(forest, decided)
+        before = _nobody if states is None else before_of(model, states, decided)
         nodes = Nodes(
             tokens=accepted.choices.clamp_min(0),
             rotary=self._rotary(entries.position),
@@ -119,60 +175,13 @@ class Drafting:
             before=before,
         )
         read, outputs = model.forward(nodes, model.enter(features))
-        if forest.size.nodes > 1 or model.cache.roots:
+        if forest.size.nodes > 1 or waiting:
             self._move(entries.slots, entries.pages, accepted.kept.flatten())
         extended = Extended(read, outputs, model.outputs, self._max_nodes)
         below = kernels.follow(extended, accepted, prepared, facts, forest.levels)
         if states is not None:
-            # Of entries that are the last of their pages.
-            size = model.cache.page_size
-            full = accepted.kept.flatten() & (prepared.position % size == size - 1)
-            rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
-            model.outputs.index_copy_(0, rows.long(), outputs)
+            keep_page_ends(model, states, decided, outputs)
         return below
-
-    def _behind_roots(self, forest: "_Forest", decided: Decided) -> Prepared:
-        """Where a step's choices stand behind their roots, which go to their pages."""
-        prepared, facts, cache = decided.prepared, decided.facts, self._model.cache
-        rows, nodes = forest.size.rows, forest.size.nodes
-        followed = facts["draft_slot"] >= 0
-        waiting = cache.root_begin + facts["draft_slot"].clamp_min(0)
-        self._move(waiting, prepared.pages.view(rows, nodes)[:, 0].contiguous(), followed)
-        position = prepared.position + 1
-        page = (position // cache.page_size).clamp_max(facts["table"].shape[1] - 1)
-        pages = facts["table"].gather(1, page.view(rows, nodes).long()).flatten()
-        pages = pages * cache.page_size + position % cache.page_size
-        # The last one waits by slot; of a row that is not followed it stays where it is.
-        last = forest.places == decided.accepted.last[:, None]
-        root = torch.where(followed, waiting, forest.nodes[:, 0])
-        kept = torch.where(last & followed[:, None], waiting[:, None], pages.view(rows, nodes))
-        kept = torch.where(last & ~followed[:, None], forest.nodes, kept)
-        forest.roots = root
-        return replace(
-            prepared, position=position, slots=forest.nodes.flatten(), pages=kept.flatten()
-        )
-
-    def _before(self, forest: "_Forest", decided: Decided) -> Callable[[int, Tensor], Tensor]:
-        """Of layers that read each other, see Nodes: the node above, and for a root what was kept
-        of the entry before it (layer_states.py).
-        """
-        facts, states, rows = decided.facts, self._model.states, forest.size.rows
-        assert states is not None
-        length, size = facts["kv_len"], self._model.cache.page_size
-        page = facts["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
-        slot = states.slots + facts["draft_slot"].clamp_min(0)
-        kept = torch.where(length % size == 0, states.pages + page, slot)
-        stored = self._model.outputs.index_select(0, kept)
-        # Roots first, then nodes.
-        parents = facts["parents"].view(rows, -1)
-        above = torch.where(parents < 0, forest.rows, forest.first + parents).flatten()
-
-        def before(layer: int, outputs: Tensor) -> Tensor:
-            width = outputs.shape[1]
-            of_roots = stored[:, layer * width : (layer + 1) * width]
-            return torch.cat([of_roots, outputs]).index_select(0, above)
-
-        return before
 
     def _grow(self, forest: "_Forest", decided: Decided, below: Below, grown: Tensor) -> None:
         """Full trees below the rows' new ends, into grown int32[3,R,K]."""
@@ -212,37 +221,6 @@ class Drafting:
             read, hidden = model.forward(nodes, hidden)
             hang(level, read, chosen)
 
-    def _rotary(self, position: Tensor) -> tuple[Rotary, ...]:
-        rotation, ropes = self._kernels.rotation, self._model.ropes
-        return tuple(rotation(position, *each) for each in ropes)
-
-    def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
-        """Of nodes whose keys and values go into `slots`."""
-        kernels, cache = self._kernels, self._model.cache
-
-        def attend(layer: int, heads: Heads) -> Tensor:
-            held, begin = cache.layers[layer], cache.begins[layer]
-            queries = kernels.enter(heads, held, slots)
-            seen = replace(geometry, begin=begin) if begin else geometry
-            return kernels.attend(queries, *held, seen, cache.attention[layer])
-
-        return attend
-
-    def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
-        for part in self._model.cache.parts:
-            self._kernels.move(part, source, target, kept)
-
-    def _candidates(self, read: Tensor) -> Tensor:
-        """int32[2*R*CANDIDATES]."""
-        model = self._model
-        logits = model.logits(read).float()
-        best, which = logits.topk(min(CANDIDATES, model.traits.vocab), -1)
-        missing = (0, CANDIDATES - which.shape[1])
-        ids = F.pad(model.ids[which], missing)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        log_probs = F.pad(log_probs, missing, value=-torch.inf)
-        return torch.cat([ids.flatten(), log_probs.flatten().view(torch.int32)])
-
 
 def _nobody(layer: int, outputs: Tensor) -> Tensor:
     raise EngineError("no layer reads another here")
@@ -259,8 +237,7 @@ class _Forest:
     The nodes that run are those of all levels but the last, [R, levels - 1, width]; where roots are
     run, each row's stands before them.
 
-    nodes  int32[R,N] scratch slots of the step's nodes; places int32[N], rows and first int32[R,1]
-           are numbers: of a node in its row, of a row, and of its first node behind all rows
+    nodes  int32[R,N] scratch slots of the step's nodes
     roots  int32[R] slots of what is waiting as the next root, where the model runs it
     """
 
@@ -276,8 +253,7 @@ class _Forest:
         self.tile = tile_nodes(size.nodes, gqa_group)
         self.tiles = there(tiles_of(start, self.tile))
         each = np.arange(size.total).reshape(size.rows, size.nodes)
-        self.nodes, self.places = there(cache.scratch_begin + each), there(np.arange(size.nodes))
-        self.rows, self.first = there(each[:, :1] // size.nodes), there(each[:, :1] + size.rows)
+        self.nodes = there(cache.scratch_begin + each)
         self.roots: Tensor | None = None
         # Of each row the root, where there is one, and its run nodes.
         root, run = int(cache.roots), count * width

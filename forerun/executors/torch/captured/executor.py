@@ -24,9 +24,10 @@ from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.host_sampler import HostAccepted
+from forerun.executors.torch.block_model import TorchBlockModel
+from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
 from forerun.executors.torch.captured.declared import declared
-from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.graphs import Recorder, recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.prepare_inputs import (
@@ -108,7 +109,7 @@ class CapturedExecutor:
         self.eager.request_aux_hidden_states(layers)
         self.runner.request_aux_hidden_states(layers, self.dtype)
 
-    def draft_with(self, model: LevelModel) -> None:
+    def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Let rounds that a draft request comes with do this model's work at their end, or say in
         the log why they cannot.
         """
@@ -121,7 +122,8 @@ class CapturedExecutor:
             )
             return
         log.info("%s drafts within captured rounds", name)
-        self.runner.drafting = Drafting(model, self.kernels, self.limits.max_nodes)
+        limits = self.limits
+        self.runner.drafting = drafting_of(model, self.kernels, limits.max_nodes, limits.slots)
 
     def keep_state(self) -> bool:
         """Let rounds carry on from each other."""

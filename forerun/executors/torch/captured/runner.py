@@ -32,7 +32,8 @@ from forerun.executors.torch.captured.buffers import (
     StagingBuffer,
 )
 from forerun.executors.torch.captured.declared import covering
-from forerun.executors.torch.captured.drafting import Decided, Drafting
+from forerun.executors.torch.captured.drafting import Drafting
+from forerun.executors.torch.captured.entries import Decided
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows

@@ -1,0 +1,163 @@
+"""What a block drafter does at the end of a captured round: keep what was accepted of the target's
+features, propose one block below every row's new end, and hang the best paths of its marginals.
+
+    round      ... -> walk -> move pages -> keys and values -> one pass -> level by level -> record
+
+The trees are those of forerun.speculative.draft_tree.block_draft as far as a full tree holds them:
+of a path's children none is worth more than the path, so the best `width` squared nodes of each
+level are enough wherever no more draft tokens than that are verified.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.block_model import TorchBlockModel
+from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting
+from forerun.executors.torch.captured.entries import Decided
+from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.level_model import LevelModel
+from forerun.executors.torch.plain_round import Below, Extended, Levels
+from forerun.speculative.draft_tree import full_size
+
+
+def drafting_of(
+    model: LevelModel | TorchBlockModel, kernels: Kernels, max_nodes: int, slots: int
+) -> Drafting:
+    """What drafts with this model within rounds."""
+    if isinstance(model, TorchBlockModel):
+        return BlockDrafting(model, kernels, max_nodes, slots)
+    return LevelDrafting(model, kernels, max_nodes)
+
+
+class BlockDrafting(Drafting):
+    """The block drafter's part of a round."""
+
+    def __init__(
+        self, model: TorchBlockModel, kernels: Kernels, max_nodes: int, slots: int
+    ) -> None:
+        super().__init__(model, kernels, max_nodes)
+        self._drafter = model
+        # Nothing but keys and values goes from one step to the next.
+        self._nothing = torch.zeros(max_nodes + slots + 1, 0, device=model.ids.device)
+        self._blocks: dict[Size, _Blocks] = {}
+
+    def fits(self, size: Size) -> bool:
+        """Whether there is scratch for the blocks, and a child for every place."""
+        run = size.rows * self._drafter.places(size.levels)
+        return run <= self._max_nodes and size.width <= len(self._drafter.ids)
+
+    # --- launches only: no shape and no branch depends on a value ---------------------------
+
+    def work(
+        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+    ) -> Tensor | None:
+        """As Drafting says."""
+        assert features is not None, "the traits ask for features"
+        if size not in self._blocks:
+            self._blocks[size] = _Blocks(size, self._drafter)
+        blocks = self._blocks[size]
+        below = self._extend(size, decided, features)
+        read = self._propose(blocks, decided, below)
+        self._grow(size, below, read, grown.view(3, size.rows, -1))
+        return self._candidates(read[:, 0]) if size.masked else None
+
+    def _extend(self, size: Size, decided: Decided, features: Tensor) -> Below:
+        """Make keys and values of every node's features, and the accepted ones permanent; also in
+        rows that are not followed (Drafting).
+        """
+        kernels, prepared, accepted = self._kernels, decided.prepared, decided.accepted
+        rotary = self._rotary(prepared.position)[0]
+        for layer, heads in enumerate(self._drafter.context(features, rotary)):
+            kernels.enter(heads, self._drafter.cache.layers[layer], prepared.slots)
+        if size.nodes > 1:
+            self._move(prepared.slots, prepared.pages, accepted.kept.flatten())
+        none = self._nothing[: size.total]
+        extended = Extended(none, none, self._nothing, self._max_nodes)
+        levels = Levels(size.levels, size.width)
+        return kernels.follow(extended, accepted, prepared, decided.facts, levels)
+
+    def _propose(self, blocks: "_Blocks", decided: Decided, below: Below) -> Tensor:
+        """[R,levels,H] what the output head reads."""
+        model, accepted, size = self._drafter, decided.accepted, blocks.size
+        choices = accepted.choices.view(size.rows, -1)
+        roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
+        position = (below.kv_len[:, None] + blocks.places).flatten()
+        attend = self._attend(blocks.slots, blocks.geometry(decided, below))
+        tokens = torch.cat([roots, blocks.masks], 1)
+        read = model.forward(tokens, self._rotary(position)[0], attend)
+        return model.read_at(read, size.levels)
+
+    def _grow(self, size: Size, below: Below, read: Tensor, grown: Tensor) -> None:
+        """Full trees, into grown int32[3,R,K]."""
+        rows, levels, width = size.rows, size.levels, size.width
+        # The best of each depth, whatever stands above them.
+        found = grown.new_empty(3, rows * levels, width)
+        logits = self._drafter.logits(read.flatten(0, 1))
+        noise, places = below.noise[0], torch.arange(levels, device=grown.device)
+        of_depths = NodeNoise(
+            noise.seeds.repeat_interleave(levels),
+            (noise.positions[:, None] + places).flatten().to(noise.positions.dtype),
+            noise.temperatures.repeat_interleave(levels),
+        )
+        self._kernels.grow(logits, self._drafter.ids, of_depths, Levels(1, width), 0, found, None)
+        tokens, worth = found[0].view(rows, levels, width), found[2].view(rows, levels, width)
+        values, whole = worth.view(torch.float32), grown[2].view(torch.float32)
+        grown[0, :, :width] = tokens[:, 0]
+        grown[1, :, :width] = -1
+        whole[:, :width] = values[:, 0]
+        for level in range(1, levels):
+            above, begin = full_size(width, level - 1), full_size(width, level)
+            paths = (whole[:, above:begin, None] + values[:, level, None]).flatten(1)
+            order = paths.sort(dim=1, descending=True, stable=True).indices[:, : width * width]
+            place = slice(begin, begin + width * width)
+            grown[0, :, place] = tokens[:, level].gather(1, order % width)
+            grown[1, :, place] = above + order // width
+            whole[:, place] = paths.gather(1, order)
+
+
+class _Blocks:
+    """The fixed tensors of one size: of R blocks of P places.
+
+    places  int32[P]
+    masks   int32[R,P-1]
+    slots   int32[R*P] scratch
+    """
+
+    def __init__(self, size: Size, model: TorchBlockModel) -> None:
+        device, about, count = model.ids.device, model.about, model.places(size.levels)
+        self.size, self._cache, self._both_ways = size, model.cache, not about.causal
+
+        def there(array: ArrayLike) -> Tensor:
+            return torch.from_numpy(np.array(array, np.int32)).to(device)
+
+        start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(count)
+        place = np.tile(np.arange(count), size.rows)
+        self._start, self._tile = there(start), tile_nodes(count, model.gqa_group)
+        self._tiles = there(tiles_of(start, self._tile))
+        # A causal place sees those before it, any other all of its block.
+        enter = place if about.causal else np.zeros_like(place)
+        self._tree_intervals = there([enter, np.full_like(place, count)])
+        self.places, self.masks = (
+            there(np.arange(count)),
+            there(np.full((size.rows, count - 1), max(about.mask, 0))),
+        )
+        self.slots = there(model.cache.scratch_begin + np.arange(len(place)))
+
+    def geometry(self, decided: Decided, below: Below) -> Geometry:
+        """Behind the rows' new ends."""
+        return Geometry(
+            start=self._start,
+            slots=self.slots,
+            kv_len=below.kv_len,
+            table=decided.facts["table"],
+            tree_intervals=self._tree_intervals,
+            tiles=self._tiles,
+            tile=self._tile,
+            page_size=self._cache.page_size,
+            both_ways=self._both_ways,
+        )

@@ -1,0 +1,88 @@
+"""Where a round's extension stands in the caches of draft models that are no EAGLE heads: behind
+roots that waited by slot, and beside what other layers made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from forerun.executors.layer_states import LayerStates
+from forerun.executors.torch.draft_cache import DraftCache
+from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.level_model import LevelModel
+from forerun.executors.torch.plain_round import Accepted, Facts, Prepared
+
+Move = Callable[[Tensor, Tensor, Tensor], None]
+"""(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a round knows when it has committed: its facts (buffers.py), the geometry of its step,
+    and what plain_round.py says.
+    """
+
+    facts: Facts
+    geometry: Geometry
+    prepared: Prepared
+    accepted: Accepted
+
+
+def behind_roots(
+    cache: DraftCache, decided: Decided, nodes: Tensor, move: Move
+) -> tuple[Prepared, Tensor]:
+    """Where the choices of a step's nodes stand behind their roots, which go to their pages; and
+    int32[R] the slots where the next roots wait. nodes: int32[R,N] their scratch slots.
+    """
+    prepared, facts, last = decided.prepared, decided.facts, decided.accepted.last[:, None]
+    followed = facts["draft_slot"] >= 0
+    waiting = cache.root_begin + facts["draft_slot"].clamp_min(0)
+    move(waiting, prepared.pages.view_as(nodes)[:, 0].contiguous(), followed)
+    position = prepared.position + 1
+    page = (position // cache.page_size).clamp_max(facts["table"].shape[1] - 1)
+    pages = facts["table"].gather(1, page.view_as(nodes).long())
+    pages = pages * cache.page_size + position.view_as(nodes) % cache.page_size
+    # The last one waits by slot; of a row that is not followed it stays where it is.
+    ends = torch.where(followed[:, None], waiting[:, None], nodes)
+    place = torch.arange(nodes.shape[1], device=nodes.device)
+    pages = torch.where(place == last, ends, pages).int()
+    entries = replace(prepared, position=position, slots=nodes.flatten(), pages=pages.flatten())
+    return entries, ends.gather(1, last.long())[:, 0]
+
+
+def before_of(
+    model: LevelModel, states: LayerStates, decided: Decided
+) -> Callable[[int, Tensor], Tensor]:
+    """Of layers that read each other, see Nodes: the node above, and for a root what was kept of
+    the entry before it.
+    """
+    facts, size = decided.facts, model.cache.page_size
+    length, rows = facts["kv_len"], len(facts["kv_len"])
+    page = facts["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
+    slot = states.slots + facts["draft_slot"].clamp_min(0)
+    stored = model.outputs.index_select(
+        0, torch.where(length % size == 0, states.pages + page, slot)
+    )
+    # Roots first, then nodes.
+    parents = facts["parents"].view(rows, -1)
+    row = torch.arange(rows, device=parents.device)[:, None]
+    above = torch.where(parents < 0, row, rows + row * parents.shape[1] + parents).flatten()
+
+    def before(layer: int, outputs: Tensor) -> Tensor:
+        width = outputs.shape[1]
+        of_roots = stored[:, layer * width : (layer + 1) * width]
+        return torch.cat([of_roots, outputs]).index_select(0, above)
+
+    return before
+
+
+def keep_page_ends(
+    model: LevelModel, states: LayerStates, decided: Decided, outputs: Tensor
+) -> None:
+    """Of accepted entries that are the last of their pages, for who goes on behind these."""
+    prepared, size = decided.prepared, model.cache.page_size
+    full = decided.accepted.kept.flatten() & (prepared.position % size == size - 1)
+    rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
+    model.outputs.index_copy_(0, rows.long(), outputs)
