@@ -24,6 +24,7 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.models.folder import FolderCheckpoint
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
+from tests.parity import test_rounds_that_draft as rounds
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import twins
 from tests.parity.test_torch_eagle_model import Target, learn
@@ -154,8 +155,8 @@ def note(record_property):
 
 CHAINS = ("NAIVE", "NGRAM")
 """Methods that shape their drafts themselves."""
-ON_DEVICE = ("EAGLE", "EAGLE3", "EAGLE+NGRAM", "NAIVE")
-"""Methods whose heads a captured round runs: nobody can hint, so the head has learned."""
+FEW = {("DFLASH", 16)}
+"""Method and page of captured rounds that always run."""
 
 
 @NATIVE
@@ -233,11 +234,36 @@ def test_captured_rounds_that_draft(made, learned, emulated, note, method, page,
     proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), shapes[-1:])
 
 
+@pytest.fixture(scope="module")
+def weak(tmp_path_factory):
+    """A target that mostly goes by the last token, and drafts that do the same: nobody can hint in
+    a round.
+    """
+    return rounds.make(tmp_path_factory.mktemp("weak"))
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "page"),
+    [
+        pytest.param(method, page, marks=[] if (method, page) in FEW else pytest.mark.slow)
+        for method in rounds.METHODS
+        for page in (1, 16, 64)
+    ],
+)
+def test_captured_rounds_of_every_draft_model(weak, emulated, note, method, page, overlap):
+    config = replace(rounds.configured(weak, method, page), max_step_nodes=320, overlap=overlap)
+    if (method, page) in FEW and not overlap:  # What the whole suite always runs.
+        proved(config, replace(SHORT, prompts=PROMPTS[:5]), None, note, ("tree",))
+        return
+    plain = replace(SHORT, tokens=16, grammar=None, mixed=False)
+    proved(config, replace(plain, temperatures=(0.8, 1.0)), None, note)
+    proved(config, SHORT, None, lambda shape, runs: note(f"{shape}, grammar", runs), ("tree",))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ON_DEVICE])
-def test_captured_rounds(made, emulated, hints, note, method):
-    shapes = ("chain",) if method in CHAINS else ("chain", "tree")
-    proved(in_torch(made, method, 16), SHORT, hints, note, shapes)
+def test_captured_rounds_of_lookups(made, emulated, hints, note):
+    proved(in_torch(made, "NGRAM", 16), SHORT, hints, note, ("chain",))
 
 
 @NATIVE

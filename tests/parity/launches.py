@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -26,9 +27,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.executors.torch import eagle_model
+from forerun.executors.torch import block_model, decoder_model, eagle_model, prediction_model
+from forerun.executors.torch.block import BlockDrafter
+from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.sizes import padded_size
@@ -38,9 +40,20 @@ from forerun.executors.torch.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import Elementwise
+from forerun.executors.torch.weights import Weights
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.arch import Architecture
+from forerun.models.arch import Architecture, expected_tensors
+from forerun.models.block_config import BlockHead
+from forerun.models.block_folder import BlockFile
+from forerun.models.prediction_layers import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+    PredictionLayers,
+)
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 
 META = torch.device("meta")
 DRAFT_VOCAB = 32_000
@@ -232,12 +245,14 @@ class Nothing(Recorder):
 class Setting:
     """What is counted.
 
+    method   of DRAFTS, where rounds draft
     carries  rounds leave on the device what the next one needs
     pages    of the cache, for the sake of its size
     """
 
     arch: Architecture
     drafts: bool = True
+    method: str = "EAGLE-3"
     carries: bool = False
     pages: int = 16 * 1024
     slots: int = 64
@@ -274,7 +289,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     mode = Launches()
     runner = CudaGraphRunner(decoder(arch), cache, limits, kernels(), Nothing())
     if setting.drafts:
-        attach(runner, limits)
+        attach(runner, limits, setting.method)
     if setting.carries:
         runner.keep_state()
         runner.staging(size)
@@ -306,18 +321,91 @@ class Beside:
         self.runner.request_aux_hidden_states(layers, DTYPE)
 
 
-def attach(runner, limits):
-    """An EAGLE-3 head, whose weights nobody reads."""
-    draft = random_draft(runner._decoder.arch, DRAFT_VOCAB)
+class Unread(Weights):
+    """Of a draft: shapes alone."""
+
+    def _fill(self, out, name):
+        pass
+
+    def _load(self, name):
+        return torch.empty(self._checkpoint.shape(name), device=META)
+
+
+def eagle(beside, arch):
+    draft = random_draft(arch, DRAFT_VOCAB)
     with META:
         module = EagleHead(draft.head).to(DTYPE).requires_grad_(False)
+    with patch.object(eagle_model, "_loaded", lambda *_: module):
+        return eagle_model.TorchEagleModel(beside, RandomCheckpoint(arch), draft)
+
+
+def prediction_layer(beside, arch):
+    one = replace(arch, layer_specs=arch.layer_specs[-1:])
+    shapes = {n: s for n, s in expected_tensors(one).items() if n.startswith("model.layers.")}
+    file = SimpleNamespace(tensors={})
+    draft = PredictionLayers(
+        RandomCheckpoint(arch), {}, False, False, 1, np.arange(arch.vocab, dtype=np.int32)
+    )
+    parts = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM), (arch.hidden,))
+    parts[FUSE] = arch.hidden, 2 * arch.hidden
+    shapes |= {draft.own(0, part): shape for part, shape in parts.items()}
+    file.tensors.update({name: SimpleNamespace(shape=shape) for name, shape in shapes.items()})
+    draft = replace(draft, files={name: (file, name) for name in shapes})
+    with patch.object(prediction_model, "Weights", Unread):
+        return prediction_model.TorchPredictionModel(beside, draft)
+
+
+def smaller(beside, arch):
+    shape = shape_named(SMALLER)
+    vocabulary = equal_vocabulary(arch.vocab, shape.vocab)
+    draft = WholeDraft(SMALLER, RandomCheckpoint(shape), vocabulary)
+    return decoder_model.TorchDecoderModel(beside, draft)
+
+
+def block(beside, arch):
+    head = BlockHead(
+        layers=5,
+        hidden=arch.hidden,
+        heads=arch.heads,
+        kv_heads=arch.kv_heads,
+        head_size=arch.head_size,
+        ffn=12_288,
+        vocab=arch.vocab,
+        target_vocab=arch.vocab,
+        target_hidden=arch.hidden,
+        norm_eps=arch.norm_eps,
+        rope=arch.rope,
+        context=arch.context,
+        features=(1, 9, 16, 23, 30),
+        places=16,
+        mask=0,
+    )
+    with META:
+        module = BlockDrafter(head).to(DTYPE).requires_grad_(False)
+    draft = BlockFile(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
+    with patch.object(block_model, "_loaded", lambda *_: module):
+        return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)
+
+
+SMALLER = "llama-3.2-1b"
+DRAFTS = {
+    "EAGLE-3": eagle,
+    "NEXTN, one layer": prediction_layer,
+    f"STANDALONE, {SMALLER}": smaller,
+    "DFLASH, five layers, blocks of 16": block,
+}
+"""(what it is beside, the target's architecture) -> a draft model whose weights nobody reads."""
+
+
+def attach(runner, limits, method):
+    """A draft model."""
     beside = Beside(limits, runner._decoder, kernels(), runner)
-    with (
-        patch.object(eagle_model, "_loaded", lambda *_: module),
-        patch.object(eagle_model, "check_fits", lambda *_: None),
-    ):
-        model = eagle_model.TorchEagleModel(beside, RandomCheckpoint(runner._decoder.arch), draft)
-    runner.drafting = Drafting(model, kernels(), limits.max_nodes)
+    modules = eagle_model, prediction_model, decoder_model, block_model
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(patch.object(module, "check_fits", lambda *_: None))
+        model = DRAFTS[method](beside, runner._decoder.arch)
+    runner.drafting = drafting_of(model, kernels(), limits.max_nodes, limits.slots)
 
 
 @dataclass(frozen=True)
@@ -470,7 +558,18 @@ def budgets() -> str:
             found.carried,
         )
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *of_drafts()]) + "\n"
+
+
+def of_drafts() -> list[str]:
+    """Launches of the other draft models' part, beside the head's."""
+    size = COUNTED["drafted"]
+    lines = ["| a chain of three below a chain of three | first level | a level more |"]
+    lines.append("| --- | --- | --- |")
+    for method in DRAFTS:
+        found = budget(size, method=method)
+        lines.append(f"| {method} | {found.first} | {found.level} |")
+    return lines
 
 
 def main() -> int:

@@ -39,6 +39,20 @@ def test_budgets_reach_what_is_aimed_at():
     assert missed == {("drafted in trees", "level")}
 
 
+OTHERS = {
+    "NEXTN, one layer": (26, 19),
+    "STANDALONE, llama-3.2-1b": (194, 167),
+    "DFLASH, five layers, blocks of 16": (85, 12),
+}
+"""The first level, with what follows the step, and a level more."""
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_draft_models_launch_what_they_launched(method):
+    found = budget(COUNTED["drafted"], method=method)
+    assert (found.first, found.level) == OTHERS[method]
+
+
 def test_what_is_launched_is_counted():
     """Of torch's own operations, and none that nobody has looked up."""
     x = torch.zeros(4, 4, device="meta")

@@ -37,6 +37,12 @@ METHODS = {
 }
 """Draft and model name a folder of `made`."""
 
+ALWAYS = ("NEXTN, by depth", "STANDALONE", "DFLASH")
+EACH = [
+    method if method in ALWAYS else pytest.param(method, marks=pytest.mark.slow)
+    for method in METHODS
+]
+
 SHAPES = {
     "one": (1, 1, 1),
     "chain": (5, 5, 1),
@@ -76,10 +82,9 @@ def prediction_layer(hf, seed):
     return made, *norms, fuse
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def make(root):
     """Folders by name."""
-    root, hf = tmp_path_factory.mktemp("made"), tiny.model("llama")
+    hf = tiny.model("llama")
     for layer in hf.model.layers:
         weak(layer)
     layers = [prediction_layer(hf, seed) for seed in (5, 6, 7)]
@@ -107,6 +112,11 @@ def made(tmp_path_factory):
     tensors["norm.weight"] = hf.model.norm.weight.detach().clone()
     save_file(tensors, file)
     return root
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +265,7 @@ def paths(draft):
 
 
 @pytest.mark.parametrize(("shape", "page", "temperature"), CELLS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 def test_drafts_and_texts_are_those_of_single_passes(
     targets, seen, method, shape, page, temperature
 ):
@@ -272,7 +282,7 @@ def test_drafts_and_texts_are_those_of_single_passes(
     assert few < many / 2
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 @pytest.mark.parametrize("shape", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, shape):
     """Nothing else is launched, nothing else is read."""
@@ -323,7 +333,7 @@ OVERLAPPED[1:] = [pytest.param(*cell, marks=pytest.mark.slow) for cell in OVERLA
 
 
 @pytest.mark.parametrize(("shape", "page", "temperature"), OVERLAPPED)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EACH)
 def test_with_overlap(targets, method, shape, page, temperature):
     """The next round begins before this one is read, on what it leaves on the device."""
     rounds, eager, tape = targets(method, page)

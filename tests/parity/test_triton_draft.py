@@ -100,7 +100,9 @@ def test_broken_children_are_worth_nothing():
         assert set(grown[0, 3].tolist()) <= set(ids.tolist())
 
 
-def test_the_rows_ends_are_followed():
+@pytest.mark.parametrize("width", [40, 0, 2100])
+def test_the_rows_ends_are_followed(width):
+    """Also where nothing, or more than was read, goes to the next step."""
     random = torch.Generator().manual_seed(0)
     rows, nodes, hidden = 3, 4, 40
     total = rows * nodes
@@ -117,17 +119,18 @@ def test_the_rows_ends_are_followed():
         "draft_slot": torch.tensor([2, -1, 0], dtype=torch.int32),
         "kv_len": torch.tensor([5, 900, 0], dtype=torch.int32),
     }
-    read, passed = torch.randn(2, total, hidden, generator=random).bfloat16()
+    read = torch.randn(total, hidden, generator=random).bfloat16()
+    passed = torch.randn(total, width, generator=random).bfloat16()
     for size in (Levels(1, 1), Levels(3, 1), Levels(3, 4)):
         found = []
         for work in (draft.follow, follow):
-            outputs = torch.zeros(11, hidden).bfloat16()
+            outputs = torch.zeros(11, width).bfloat16()
             extended = Extended(read, passed, outputs, 7)
             made = work(extended, accepted, prepared, facts, size)
             outputs[-1] = 0  # Nobody's.
             found.append((made, outputs))
         (one, its), (other, others) = found
-        assert torch.equal(its, others) and its[9].any() and its[7].any()
+        assert torch.equal(its, others) and its[9].any() == its[7].any() == (width > 0)
         for name in ("read", "hidden", "kv_len", "position"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         assert len(one.noise) == len(other.noise) == size.levels

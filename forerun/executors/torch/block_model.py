@@ -153,7 +153,7 @@ class TorchBlockModel:
             return F.linear(read, self._module.lm_head.weight)
         if self._rows is not None:
             return F.linear(read, self._rows)
-        return self._executor.decoder.read(read, len(read))
+        return self._executor.decoder.narrow(read)
 
     def places(self, depth: int) -> int:
         """Nodes of a block whose first `depth` draft tokens are wanted. Where places see each other

@@ -221,6 +221,11 @@ class Decoder:
             logits = softcapped(logits.float(), cap)
         return logits.float() if out is None else out.copy_(logits)
 
+    def narrow(self, normed: Tensor) -> Tensor:
+        """[n,V] as `read`, but in `logits_dtype`."""
+        shape = len(normed), self.head.shape[0]
+        return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
+
 
 def refusal(specs: Iterable[LayerSpec]) -> str | None:
     """Why a pass through such layers cannot be captured, in one clause; None where it only

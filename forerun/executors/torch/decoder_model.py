@@ -83,7 +83,7 @@ class TorchDecoderModel(LevelModel):
 
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd]."""
-        return self._decoder.logits(read)
+        return self._decoder.narrow(self._decoder.final_norm(read))
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""

@@ -141,7 +141,7 @@ class TorchPredictionModel(LevelModel):
         """[n,Vd]."""
         if self._head is not None:
             return self._head(read)
-        return self._executor.decoder.read(read, len(read))
+        return self._executor.decoder.narrow(read)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
