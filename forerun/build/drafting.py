@@ -16,7 +16,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
-from forerun.drafters.model_drafter import ModelDrafter, TreeShape
+from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
@@ -31,6 +31,7 @@ from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
+from forerun.speculative.draft_tree import TreeShape
 
 log = logging.getLogger("forerun.build")
 

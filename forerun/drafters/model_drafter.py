@@ -29,7 +29,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import Features, KeptFeatures
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
-from forerun.speculative.draft_tree import DraftTree, Template, TemplateTree, block_draft
+from forerun.speculative.draft_tree import DraftTree, TemplateTree, TreeShape, block_draft
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import AnyArray, Ints
 
@@ -42,38 +42,6 @@ is not drafted for any more."""
 
 Masks = Callable[[int], bytes | None]
 """Of a slot: what a grammar allows to follow; None = everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """How trees grow.
-
-    width     children per expanded node, and nodes expanded per level; 1 = chains
-    depth     levels at most
-    template  instead: a fixed shape, of which `width` is not asked
-    nodes     draft tokens at most; 0 = nobody has said
-    """
-
-    width: int
-    depth: int
-    template: Template | None = None
-    nodes: int = 0
-
-    @property
-    def children(self) -> int:
-        """Candidates of a node that may be hung."""
-        return self.template.width if self.template else self.width
-
-    def full(self, block: bool) -> bool:
-        """Whether a full tree of this width and depth holds every draft: of a block's paths the
-        best ones may be more than that on one level.
-        """
-        bounded = self.width == 1 or 0 < self.nodes <= self.width**2
-        return self.template is None and (bounded or not block)
-
-    def tree(self) -> DraftTree:
-        """A tree that begins to grow."""
-        return TemplateTree(self.template) if self.template else DraftTree(self.width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,38 @@ class TemplateTree(DraftTree):
         self._ids += ids
 
 
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """How trees grow.
+
+    width     children per expanded node, and nodes expanded per level; 1 = chains
+    depth     levels at most
+    template  instead: a fixed shape, of which `width` is not asked
+    nodes     draft tokens at most; 0 = nobody has said
+    """
+
+    width: int
+    depth: int
+    template: Template | None = None
+    nodes: int = 0
+
+    @property
+    def children(self) -> int:
+        """Candidates of a node that may be hung."""
+        return self.template.width if self.template else self.width
+
+    def full(self, block: bool) -> bool:
+        """Whether a full tree of this width and depth holds every draft: of a block's paths the
+        best ones may be more than that on one level.
+        """
+        bounded = self.width == 1 or 0 < self.nodes <= self.width**2
+        return self.template is None and (bounded or not block)
+
+    def tree(self) -> DraftTree:
+        """A tree that begins to grow."""
+        return TemplateTree(self.template) if self.template else DraftTree(self.width)
+
+
 def full_size(width: int, levels: int) -> int:
     """Nodes of so many levels of a tree of this width where no child is missing."""
     return width + (levels - 1) * width * width if levels else 0

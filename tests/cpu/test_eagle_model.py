@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.drafters.model_drafter import ModelDrafter, TreeShape
+from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuEagleModel, CpuExecutor
@@ -20,6 +20,7 @@ from forerun.interface.plan import Plan, SlotInit
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.train.export import export_head

@@ -6,11 +6,11 @@ import pytest
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.combined import DEPTHS, PRIOR, Calibration, CombinedDrafter
-from forerun.drafters.model_drafter import TreeShape
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, SlotInit
+from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
 from tests.control.steps import plan_of

@@ -18,7 +18,7 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters import model_drafter
-from forerun.drafters.model_drafter import ModelDrafter, TreeShape
+from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import TorchDecoderModel
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.kv import KvShape
@@ -26,7 +26,7 @@ from forerun.interface.draft_model import BlockCandidates
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
-from forerun.speculative.draft_tree import Template
+from forerun.speculative.draft_tree import Template, TreeShape
 from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
 from tests.models import tiny
 

@@ -8,13 +8,14 @@ import pytest
 from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters import model_drafter
-from forerun.drafters.model_drafter import PATIENCE, ModelDrafter, TreeShape
+from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures
 from forerun.models.cache_layer import CacheLayer
+from forerun.speculative.draft_tree import TreeShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 
