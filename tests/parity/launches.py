@@ -423,9 +423,9 @@ class Budget:
     carried: int
 
 
-def budget(size: Size) -> Budget:
+def budget(size: Size, **setting) -> Budget:
     """By differences: one layer fewer, one level more, state that is kept."""
-    whole = Setting(LLAMA, drafts=size.levels > 0)
+    whole = Setting(LLAMA, drafts=size.levels > 0, **setting)
     fewer = replace(LLAMA, layer_specs=LLAMA.layer_specs[:-1])
 
     def launches(setting, size):
