@@ -74,6 +74,8 @@ def settings(folders, which, executor, **changes):
         "speculative_algorithm": "NEXTN" if draft is None else "STANDALONE",
         "speculative_draft_model_path": str(draft) if draft is not None else None,
         "speculative_num_steps": DEPTH,
+        "speculative_num_draft_tokens": SHAPES["tree"][0],
+        "speculative_eagle_topk": SHAPES["tree"][1],
         "max_sequences": 2,
         "max_step_nodes": 40,
         "context": 96,
@@ -228,4 +230,5 @@ def test_layers_for_several_depths_are_refused_in_words(opened):
     with pytest.raises(ModelError, match=r"2 prediction layers.*drafts with one: use --spec"):
         opened("two layers")
     shape = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    shape["speculative_eagle_topk"] = 1
     assert opened("two layers", **shape).draft_model.describe()["layers"] == 1
