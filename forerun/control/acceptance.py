@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.control.constants import DECAY, FIRST_RATE
+from forerun.control.constants import DECAY, FIRST_RATE, MERGED_PRIOR
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import AnyArray, Ints
 
@@ -32,12 +32,14 @@ class Acceptance:
     Two things are kept of each slot, both decayed. `trust`: draft tokens that were right over
     those that should have been by their scores. `rates`: how often level d of a draft was right
     where level d - 1 was. What all sequences share, and of a level what is known of the one
-    above, counts as one observation.
+    above, counts as one observation; the former as MERGED_PRIOR where scores are calibrated.
 
     levels  D, depth of a draft at most; 0: nobody asks for rates, so none are kept
+    calibrated  scores are believed as they are: the drafter learns by itself what they are worth
     """
 
-    def __init__(self, levels: int) -> None:
+    def __init__(self, levels: int, calibrated: bool = False) -> None:
+        self._calibrated = calibrated
         self._records: dict[int, _Record] = {}
         self._expected = self._hits = 1.0
         self.first_rate, self._levels = FIRST_RATE, levels
@@ -53,7 +55,8 @@ class Acceptance:
         self._tries = np.pad(self._tries, ((0, missing), (0, 0)))
         self._right = np.pad(self._right, ((0, missing), (0, 0)))
         self._tries[slot], self._right[slot] = 0.0, 0.0
-        self._tries[slot, 0], self._right[slot, 0] = 1.0, self.first_rate
+        prior = MERGED_PRIOR if self._calibrated else 1.0
+        self._tries[slot, 0], self._right[slot, 0] = prior, prior * self.first_rate
 
     @property
     def shared_trust(self) -> float:
@@ -62,6 +65,8 @@ class Acceptance:
 
     def trust(self, slot: int) -> float:
         """What the drafter's scores are multiplied with, per level, to be believed; 0 to 1."""
+        if self._calibrated:
+            return 1.0
         record = self._records[slot]
         return min(1.0, record.hits / record.expected)
 

@@ -10,7 +10,6 @@ may be asked for, tokens that a grammar forces or makes likely.
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from forerun.control import reasons
 from forerun.control.acceptance import CERTAIN, Acceptance
 from forerun.control.constants import (
+    DECAY,
     LOOK_EVERY,
     MIN_PROB,
     MIN_REPEATS,
@@ -26,7 +26,7 @@ from forerun.control.constants import (
     SPARING,
 )
 from forerun.control.levels import LevelBudgets
-from forerun.control.policy import Budget, Lookahead, widened
+from forerun.control.policy import Budget, Lookahead, budget_of, widened
 from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.control.step_costs import StepCosts
@@ -34,17 +34,20 @@ from forerun.interface.plan import Plan
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import Ints
 
+FREE_REST = Budget(0, 0, reasons.SELDOM, free_only=True)
+
 
 class AdaptivePolicy:
     """Buys draft tokens while they bring more than their time would bring elsewhere.
 
     A drafter that costs nothing is asked for all it knows, and chosen from afterwards. One that
     costs time is asked for as many levels as should pay, by what came of earlier ones, or for one
-    draft token (levels.py); a level has max_nodes / max_depth draft tokens (one, for chains).
+    draft token (levels.py); a level has max_nodes / max_depth draft tokens (one, for chains). Where
+    both draft one tree, levels of that are bought where they win more than the free one does alone.
 
-    costs      of steps, measured at start-up
-    free       whether proposing costs next to nothing (DrafterTraits.free)
-    lookahead  of grammars; None without structured output
+    costs         of steps, measured at start-up
+    free, merged  see DrafterTraits
+    lookahead     of grammars; None without structured output
     """
 
     def __init__(
@@ -54,16 +57,19 @@ class AdaptivePolicy:
         max_depth: int,
         free: bool = False,
         lookahead: Lookahead | None = None,
+        merged: bool = False,
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.guard = SlowdownGuard(costs)
-        self.acceptance = Acceptance(0 if free else max_depth)
+        self.acceptance = Acceptance(0 if free else max_depth, merged)
         width = max_nodes // max_depth
-        self._levels = LevelBudgets(self.guard, self.acceptance, width, self._worthwhile)
+        self._levels = None if free else LevelBudgets(self.guard, self.acceptance, width)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._width = max_nodes, max_depth, width
-        self._free, self._lookahead = free, lookahead
+        self._merged, self._lookahead = merged, lookahead
+        # What free drafters alone win in a row, in tokens a step, see SlowdownGuard.worthwhile.
+        self._free_won = 0.0
         self._fault: str | None = None
         # Steps so far, and by slot the last one in which it had draft tokens, or wrong ones.
         self._step = 0
@@ -76,11 +82,13 @@ class AdaptivePolicy:
         self._drafted = 0
 
     def open(self, slot: int) -> None:
-        """Start from what other sequences taught, and be asked at once."""
+        """Start from what other sequences taught, and be asked at once; beside free drafters, where
+        there is more to lose, when the slot is due.
+        """
         self.acceptance.open(slot)
-        if not self._free:
+        if self._levels is not None:
             self._levels.open(slot)
-        self._tried[slot] = -np.inf
+        self._tried[slot] = self._tried.get(slot, self._step) if self._merged else -np.inf
 
     def disable(self, reason: str) -> None:
         """Nothing but what grammars know from now on."""
@@ -101,7 +109,7 @@ class AdaptivePolicy:
         price = CERTAIN if paused else self.price(kv_len)
         found = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(found) for _ in scores]
-        bought = self._bought([score for scores in found for score in scores], owners, kv_len)
+        bought, _ = self._bought([score for scores in found for score in scores], owners, kv_len)
         return widened(budgets, np.bincount([owners[i] for i in bought], minlength=len(slots)))
 
     def price(self, kv_len: Ints) -> float:
@@ -133,10 +141,13 @@ class AdaptivePolicy:
             why = reasons.PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
-        if self._free:
+        if self._levels is None:
             return self._choices(slots, kv_len)
-        asked = self._levels.asked(slots, kv_len, self._step, self._tried)
-        return [_budget(each.nodes, each.depth, 0.0, each.text, *each.facts) for each in asked]
+        levels = self._levels.asked(slots, kv_len, self._step, self._tried, self._free_won)
+        if not self._merged or all(budget.nodes for budget in levels):
+            return levels
+        free = self._choices(slots, kv_len)
+        return [a if a.nodes else b for a, b in zip(levels, free, strict=True)]
 
     def _choices(self, slots: Ints, kv_len: Ints) -> list[Budget]:
         """All that a free drafter knows, where something of it may pay."""
@@ -146,9 +157,9 @@ class AdaptivePolicy:
             self._probing = True
             return self._probes(slots)
         if self.guard.speed < 1.0 and self._idle % SPARING:
-            return [Budget(0, 0, reasons.SELDOM)] * len(slots)
+            return [FREE_REST] * len(slots)
         if price >= 1.0:
-            return [_budget(0, 0, 0.0, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
+            return [budget_of(0, 0, 0.0, True, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
         return [self._ask(slot, price) for slot in slots.tolist()]
 
     def _ask(self, slot: int, price: float) -> Budget:
@@ -156,18 +167,19 @@ class AdaptivePolicy:
         trust = self.acceptance.trust(slot)
         if trust > price:
             least = round(price, 2)
-            return _budget(self._nodes, self._depth, least, reasons.ABOUT_ON, 100 * least)
+            return budget_of(self._nodes, self._depth, least, True, reasons.ABOUT_ON, 100 * least)
         if self._step - self._tried[slot] <= LOOK_EVERY:
-            return _budget(0, 0, 0.0, reasons.ABOUT_WRONG, round(100 * trust), round(100 * price))
+            facts = round(100 * trust), round(100 * price)
+            return budget_of(0, 0, 0.0, True, reasons.ABOUT_WRONG, *facts)
         self._tried[slot] = self._step
-        return Budget(1, 1, reasons.LOOKING, price)
+        return Budget(1, 1, reasons.LOOKING, price, free_only=True)
 
     def _probes(self, slots: Ints) -> list[Budget]:
         """One draft token each for a few rows, more often right than not; nothing else."""
         good = [row for row, slot in enumerate(slots.tolist()) if self.acceptance.trust(slot) > 0.5]
-        budgets = [Budget(0, 0, reasons.PAUSED)] * len(slots)
+        budgets = [Budget(0, 0, reasons.PAUSED, free_only=True)] * len(slots)
         for row in good[:PROBE_ROWS]:
-            budgets[row] = Budget(1, 1, reasons.PROBING)
+            budgets[row] = Budget(1, 1, reasons.PROBING, free_only=True)
         return budgets
 
     # --- when drafts are known -----------------------------------------------------------
@@ -176,6 +188,8 @@ class AdaptivePolicy:
         """Scores times the trust in them, level by level. What was proposed is compared with what
         comes, verified or not.
         """
+        if self._merged:
+            self._learn_free(drafts, plan.kv_len)
         return [
             self.acceptance.calibrated(slot, draft) if len(draft) else draft
             for slot, draft in zip(plan.slots.tolist(), drafts, strict=True)
@@ -187,7 +201,7 @@ class AdaptivePolicy:
         kept = drafts
         if owners and not self._probing:
             scores = [score for draft in drafts for score in draft.score.tolist()]
-            bought = set(self._bought(scores, owners, plan.kv_len))
+            bought = set(self._bought(scores, owners, plan.kv_len)[0])
             self._idle = 0 if bought else self._idle
             kept, end = [], 0
             for draft in drafts:
@@ -205,9 +219,20 @@ class AdaptivePolicy:
                 self.reasons[found] += 1
         return kept
 
-    def _bought(self, scores: list[float], owners: list[int], kv_len: Ints) -> list[int]:
-        """Which of the tokens with these chances of being right to verify, by index; owners: the
-        row of each. Ties go to what comes first, so that parents stay with their children.
+    def _learn_free(self, drafts: list[Draft], kv_len: Ints) -> None:
+        """What the draft tokens that free drafters know of would have won alone."""
+        free = [draft if draft.free is None else draft.free for draft in drafts]
+        scores = [score for draft in free for score in draft.score.tolist()]
+        owners = [row for row, draft in enumerate(free) for _ in range(len(draft))]
+        won = self._bought(scores, owners, kv_len)[1] / len(drafts)
+        self._free_won += (1.0 - DECAY) * (won - self._free_won)
+
+    def _bought(
+        self, scores: list[float], owners: list[int], kv_len: Ints
+    ) -> tuple[list[int], float]:
+        """Which of the tokens with these chances of being right to verify, by index, and what they
+        win; owners: the row of each. Ties go to what comes first, so that parents stay with their
+        children.
 
         Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
         """
@@ -223,32 +248,8 @@ class AdaptivePolicy:
                 yield ms, costs.at_most(rows + number, cached, ms)
 
         worth = [scores[index] for index in order]
-        return order[: self._worthwhile(worth, times(), costs.one(rows, seen), rows)[0]]
-
-    def _worthwhile(
-        self, worth: list[float], ms: Iterable[tuple[float, float]], plain: float, rows: int
-    ) -> tuple[int, float]:
-        """How many of the candidates, best first, bring most beyond what their time would bring
-        elsewhere, of those that can be afforded if all that is not certain turns out wrong; and
-        how many tokens that is.
-
-        worth  tokens that each brings
-        ms     of a step of `rows` rows with the first, the first two, ... (`plain`: with none):
-               what is believed, and what it may take if that is wrong
-        """
-        price = rows * max(1.0, self.guard.speed)
-        most_longer, most_new = self.guard.max_loss * plain, self.guard.max_new_loss * plain
-        best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
-        for number, (value, (time, longest)) in enumerate(zip(worth, ms, strict=True), 1):
-            tokens += value
-            if value >= CERTAIN:
-                certain, certain_longest = time, longest
-            if time - certain > most_longer or longest - certain_longest > most_new:
-                break
-            won = tokens - price * (time / plain - 1.0)
-            if won > most:
-                best, most = number, won
-        return best, most
+        count, won = self.guard.worthwhile(worth, times(), costs.one(rows, seen), rows)
+        return order[:count], won
 
     # --- when the step is over -----------------------------------------------------------
 
@@ -256,17 +257,19 @@ class AdaptivePolicy:
         """Learn what the step cost, and of every row what its draft tokens were worth."""
         self.guard.observe(report)
         self._drafted = self._drafted + 1 if any(report.draft_tokens) else 0
-        columns = report.slots, report.tokens, report.draft_tokens, report.allowed
-        for slot, tokens, draft_tokens, allowed in zip(*columns, strict=True):
+        columns = report.slots, report.tokens, report.draft_tokens, report.allowed, report.free_only
+        for slot, tokens, draft_tokens, allowed, free_only in zip(*columns, strict=True):
             if not tokens:
                 continue
             blind = draft_tokens if report.carried else 0
-            right = self.acceptance.learn(slot, tokens, blind, allowed // self._width)
-            if right is not None:
-                # A look that succeeds is repeated at once: easy text must be noticed quickly.
-                self._tried[slot] = -np.inf if right else self._step
-                if not self._free:
-                    self._levels.learn(slot, allowed, right)
+            levels = 0 if free_only else allowed // self._width
+            right = self.acceptance.learn(slot, tokens, blind, levels)
+            if right is None or (free_only and self._merged):
+                continue
+            # A look that succeeds is repeated at once: easy text must be noticed quickly.
+            self._tried[slot] = -np.inf if right else self._step
+            if self._levels is not None:
+                self._levels.learn(slot, allowed, right)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""
@@ -293,11 +296,3 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
     parents = place[draft.parents[keep]]
     return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
-
-
-@lru_cache(maxsize=4096)
-def _budget(nodes: int, depth: int, min_prob: float, text: str, *numbers: float) -> Budget:
-    """A budget with a reason of this text and numbers: text takes long to make, and rows of a
-    step, and steps, mostly say the same.
-    """
-    return Budget(nodes, depth, text.format(*numbers), min_prob)

@@ -7,7 +7,6 @@ every further node costs time in proportion, so there it wins where a level of a
 few a level costs hardly more. Which it is, costs and rates say: no number of rows does.
 """
 
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +15,9 @@ from forerun.control import reasons
 from forerun.control.acceptance import Acceptance
 from forerun.control.constants import DECAY, FIRST_RATE, LOSS_SHARE
 from forerun.control.cost_model import LiveCosts
+from forerun.control.policy import Budget, budget_of
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.types import AnyArray, Ints
-
-Times = Iterable[tuple[float, float]]
-Worthwhile = Callable[[list[float], Times, float, int], tuple[int, float]]
-"""See AdaptivePolicy."""
 
 
 class _Offer(NamedTuple):
@@ -39,15 +35,6 @@ class _Offer(NamedTuple):
     ms: list[float]
 
 
-class Asked(NamedTuple):
-    """Draft tokens of a row, how deep, and why: a text and its numbers."""
-
-    nodes: int
-    depth: int
-    text: str
-    facts: tuple[int, int]
-
-
 class LevelBudgets:
     """Budgets of rows, by what came of earlier ones.
 
@@ -59,11 +46,8 @@ class LevelBudgets:
     believed to be right as often as the level, so that it is tried where that would pay.
     """
 
-    def __init__(
-        self, guard: SlowdownGuard, acceptance: Acceptance, width: int, worthwhile: Worthwhile
-    ) -> None:
+    def __init__(self, guard: SlowdownGuard, acceptance: Acceptance, width: int) -> None:
         self._guard, self._acceptance, self._width = guard, acceptance, width
-        self._worthwhile = worthwhile
         self.single_rate = FIRST_RATE
         # By slot: how often one draft token was tried, and right; what the last step told.
         self._single: dict[int, tuple[float, float]] = {}
@@ -89,51 +73,66 @@ class LevelBudgets:
         seen = [self._single.get(slot, (0.0, 0.0))[0] for slot in slots.tolist()]
         return shrunk(rates, 1.0 + np.array(seen))
 
-    def asked(self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float]) -> list[Asked]:
+    def asked(
+        self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float], free: float
+    ) -> list[Budget]:
         """As much as pays. A row that gets nothing is probed now and then with the least there is,
         so that it notices when its text becomes easy.
 
         step   of how many this is one
         tried  by slot, the last step in which it had draft tokens, or wrong ones
+        free   tokens that a row wins without; levels have to win more
         """
         rows, width = len(slots), self._width
-        rates = self._acceptance.rates(slots)
-        best = least = None
-        if width > 1:
-            single = self._singles(slots)
-            for level, seen in enumerate(self._acceptance.seen(slots).T):
-                rates[:, level] = shrunk(rates[:, level], seen)
-            tried_alone = [self._single.get(slot, (0.0,))[0] > 0.5 for slot in slots.tolist()]
-            rates[:, 0] = np.where(tried_alone, np.maximum(rates[:, 0], single), rates[:, 0])
-            doubt = 1.0 - DECAY**self._since
-            self._since += 1
-            single += doubt * np.maximum(rates[:, 0] - single, 0.0)
-            best = least = self._offer(single[:, None], 1, kv_len)
-        levels = self._offer(rates, width, kv_len)
-        least = least or levels
-        best = levels if best is None or levels.won > best.won else best
+        least, best, rates = self._offers(slots, kv_len)
+        if best.won <= free * np.count_nonzero(best.pieces):
+            best = best._replace(pieces=np.zeros(rows, np.int64))
         # All rows that are off may probe, so each waits `rows` times as long as one alone.
         ms = least.ms
         price = rows * (ms[1] / ms[0] - 1.0)
         useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
+        # A look whose draft token will not be verified costs time and tells little.
+        useful = useful and self._guard.affords(rows + 1, rows, int(kv_len.sum()))
         found = []
         for slot, given, rate in zip(
-            slots.tolist(), best.pieces.tolist(), rates[:, 0], strict=True
+            slots.tolist(), best.pieces.tolist(), rates.tolist(), strict=True
         ):
             tried[slot] = step if given else tried[slot]
             if not given and slot in self._single:  # What was seen long ago must not forbid it.
                 tries, right = self._single[slot]
                 self._single[slot] = DECAY * tries, DECAY * right
-            facts = round(100 * float(rate)), round(100 * price * max(1.0, self._guard.speed))
-            probe = not given and useful and step - tried[slot] > price / LOSS_SHARE
+            facts = round(100 * rate), round(100 * price * max(1.0, self._guard.speed))
+            # One that is right is followed by another at once (AdaptivePolicy.observe).
+            wait = (price + free) / LOSS_SHARE / (1.0 - min(rate, 0.9) if free else 1.0)
+            probe = not given and useful and step - tried[slot] > wait
             text = reasons.ON_LEVELS.format(best.size * given) if given else reasons.WRONG
             if best.size < width and given:
                 text = reasons.ON_SINGLE
             text = reasons.LOOKING if probe else text
             depth, size = (1, least.size) if probe else (given, best.size)
             text += reasons.ABOUT_LEVEL
-            found.append(Asked(size * depth, depth, text, facts))
+            found.append(budget_of(size * depth, depth, 0.0, False, text, *facts))
         return found
+
+    def _offers(self, slots: Ints, kv_len: Ints) -> tuple[_Offer, _Offer, AnyArray]:
+        """The offer of the smallest pieces, the best, and float64[B] how often the first level of
+        a row is right.
+        """
+        rates = self._acceptance.rates(slots)
+        if self._width == 1:
+            levels = self._offer(rates, 1, kv_len)
+            return levels, levels, rates[:, 0]
+        single = self._singles(slots)
+        for level, seen in enumerate(self._acceptance.seen(slots).T):
+            rates[:, level] = shrunk(rates[:, level], seen)
+        tried_alone = [self._single.get(slot, (0.0,))[0] > 0.5 for slot in slots.tolist()]
+        rates[:, 0] = np.where(tried_alone, np.maximum(rates[:, 0], single), rates[:, 0])
+        doubt = 1.0 - DECAY**self._since
+        self._since += 1
+        single += doubt * np.maximum(rates[:, 0] - single, 0.0)
+        least = self._offer(single[:, None], 1, kv_len)
+        levels = self._offer(rates, self._width, kv_len)
+        return least, levels if levels.won > least.won else least, rates[:, 0]
 
     def _offer(self, rates: AnyArray, size: int, kv_len: Ints) -> _Offer:
         """What is bought of pieces of `size` draft tokens; rates float64[B,D] of each piece of a
@@ -146,7 +145,7 @@ class LevelBudgets:
         owners = ranked // rates.shape[1]
         ms, at_most = levels_ms(self._guard.costs, kv_len, owners, size)
         times = list(zip(ms[1:], at_most[1:], strict=True))
-        count, won = self._worthwhile(gains[ranked].tolist(), times, ms[0], rows)
+        count, won = self._guard.worthwhile(gains[ranked].tolist(), times, ms[0], rows)
         return _Offer(size, won, np.bincount(owners[:count], minlength=rows), ms)
 
     def learn(self, slot: int, allowed: int, right: bool) -> None:

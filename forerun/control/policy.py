@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from forerun.control.constants import FIXED_MIN_PROB
@@ -25,12 +26,24 @@ class Budget:
     nodes   draft tokens at most
     depth   longest path of draft tokens
     min_prob  draft tokens less likely than this would not be verified
+    free_only  only drafters that cost nothing are asked
     """
 
     nodes: int
     depth: int
     reason: str
     min_prob: float = 0.0
+    free_only: bool = False
+
+
+@lru_cache(maxsize=4096)
+def budget_of(
+    nodes: int, depth: int, min_prob: float, free_only: bool, text: str, *numbers: float
+) -> Budget:
+    """A budget with a reason of this text and numbers: text takes long to make, and rows of a
+    step, and steps, mostly say the same.
+    """
+    return Budget(nodes, depth, text.format(*numbers), min_prob, free_only)
 
 
 class Lookahead(Protocol):

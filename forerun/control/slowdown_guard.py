@@ -7,6 +7,9 @@ when it is used up, speculation is disabled until there is CREDIT again. Over n 
 therefore lose CREDIT + LOSS_SHARE * n plain steps at most, and of what it won before MAX_CREDIT.
 """
 
+from collections.abc import Iterable
+
+from forerun.control.acceptance import CERTAIN
 from forerun.control.constants import (
     CREDIT,
     DECAY,
@@ -53,8 +56,43 @@ class SlowdownGuard:
 
     @property
     def max_new_loss(self) -> float:
-        """The same of a step larger than those seen, if it takes as long as it may."""
-        return max(NEW_SHARE * self._credit, self.max_loss)
+        """The same of a step larger than those seen, if it takes as long as it may. Twice as
+        large a one can be tried with any credit: looking must not cost what trying takes.
+        """
+        return NEW_SHARE * max(self._credit, CREDIT)
+
+    def affords(self, nodes: int, rows: int, cached: int) -> bool:
+        """Whether a step of so many nodes may be tried, if it takes as long as it may; the rows
+        alone see so many cached tokens.
+        """
+        plain, seen = self.costs.one(rows, cached), cached * nodes // rows
+        longest = self.costs.at_most(nodes, seen, self.costs.one(nodes, seen))
+        return longest - plain <= self.max_new_loss * plain
+
+    def worthwhile(
+        self, worth: list[float], ms: Iterable[tuple[float, float]], plain: float, rows: int
+    ) -> tuple[int, float]:
+        """How many of the candidates, best first, bring most beyond what their time would bring
+        elsewhere, of those that can be afforded if all that is not certain turns out wrong; and
+        how many tokens that is.
+
+        worth  tokens that each brings
+        ms     of a step of `rows` rows with the first, the first two, ... (`plain`: with none):
+               what is believed, and what it may take if that is wrong
+        """
+        price = rows * max(1.0, self.speed)
+        most_longer, most_new = self.max_loss * plain, self.max_new_loss * plain
+        best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
+        for number, (value, (time, longest)) in enumerate(zip(worth, ms, strict=True), 1):
+            tokens += value
+            if value >= CERTAIN:
+                certain, certain_longest = time, longest
+            if time - certain > most_longer or longest - certain_longest > most_new:
+                break
+            won = tokens - price * (time / plain - 1.0)
+            if won > most:
+                best, most = number, won
+        return best, most
 
     def observe(self, report: StepReport) -> None:
         """Learn from a step. One with a prefill says nothing of decoding.
@@ -78,13 +116,14 @@ class SlowdownGuard:
             weight = max(1.0 - DECAY, 1.0 / self._looks)
             self._brought += weight * (brought - self._brought)
             self._paid += weight * (paid - self._paid)
-        self._settle(brought - paid)
+        self._settle(brought - paid, any(report.allowed))
 
-    def _settle(self, gain: float) -> None:
-        """`gain` plain steps were won (< 0: lost) in the last step."""
+    def _settle(self, gain: float, asked: bool) -> None:
+        """`gain` plain steps were won (< 0: lost) in the last step; whether a drafter was asked."""
         self.saved += gain
-        # What a disabled drafter still costs is no reason to stay disabled for longer.
-        self._credit = min(self._credit + LOSS_SHARE + (0.0 if self.disabled else gain), MAX_CREDIT)
+        # What a drafter costs that is not asked is no reason to ask it less.
+        counted = gain if asked and not self.disabled else 0.0
+        self._credit = min(self._credit + LOSS_SHARE + counted, MAX_CREDIT)
         if self._credit < 0.0 and not self.disabled:
             self.disabled, self.times_disabled = True, self.times_disabled + 1
         elif self._credit >= CREDIT:

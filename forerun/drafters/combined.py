@@ -3,10 +3,14 @@
 A node is a path of tokens below the root, whoever proposed it. What a drafter says of it, given
 the one above, is its *claim*; how often claims like this came true lately, from the same drafter
 and at the same depth, is what the node is worth (`Calibration`). The best nodes are kept.
+
+Where only the drafters that cost nothing are asked (Plan.free_only), the draft model, which comes
+last, is not run. Nobody knows then what it would have said, so such trees are calibrated apart;
+they are made in other steps too, to tell what they would have been worth (Draft.free).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,13 +33,16 @@ MOST = 1024.0
 
 
 class Calibration:
-    """How often claims came true: by who made them (a bit for each drafter), depth and size.
+    """How often claims came true: by who made them (a bit for each drafter, and one more where only
+    free ones were asked), depth and size.
 
-    tries, hits  float64[2**sources,DEPTHS,BINS]: claims below a node that was right, and true ones
+    tries, hits  float64[2**(sources+1),DEPTHS,BINS]: claims below a node that was right, and true
+                 ones
     """
 
     def __init__(self, sources: int) -> None:
-        self.tries = np.zeros((1 << sources, DEPTHS, BINS))
+        self.free_only = 1 << sources
+        self.tries = np.zeros((2 * self.free_only, DEPTHS, BINS))
         self.hits = np.zeros_like(self.tries)
 
     def chance(self, who: int, depth: int, claim: float) -> float:
@@ -54,7 +61,11 @@ class Calibration:
             self.hits[place] /= 2.0
 
     def share(self, who: int) -> dict[str, float]:
-        """Of all depths: how many nodes below right ones, and how many of these were right."""
+        """Of all depths: how many nodes below right ones, and how many of these were right.
+
+        Of free ones alone: of what they say in every step, whoever else says it too.
+        """
+        who |= self.free_only * (who < self.free_only >> 1)
         tries, hits = float(self.tries[who].sum()), float(self.hits[who].sum())
         return {"proposed": round(tries), "right": round(hits)}
 
@@ -67,11 +78,13 @@ def _place(who: int, depth: int, claim: float) -> tuple[int, int, int]:
 class _Merged:
     """Nodes, parents before children: all that was proposed for a row.
 
+    asked        the bits that every node's `who` begins with
     who, claims  of the node's drafters, a bit each, and the greatest that one says of it given the
                  node above
     below        by node, -1 = the root: its children by token
     """
 
+    asked: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
@@ -99,7 +112,7 @@ class _Merged:
             self.tokens.append(token)
             self.parents.append(parent)
             self.depth.append(self.depth[parent] + 1 if parent >= 0 else 1)
-            self.who.append(0)
+            self.who.append(self.asked)
             self.claims.append(-1.0)
             self.sources.append(int(DraftSource.UNKNOWN))
         return children[token]
@@ -112,6 +125,8 @@ class _Merged:
 
     def draft(self, calibration: Calibration, nodes: int) -> Draft:
         """The best nodes."""
+        if not self.tokens:
+            return NO_DRAFT
         scores: list[float] = []
         rows = zip(self.parents, self.who, self.depth, self.claims, strict=True)
         for parent, who, depth, claim in rows:
@@ -132,22 +147,31 @@ class _Merged:
             node = self.below.get(node, {}).get(token, len(self.tokens))
 
 
+def _merged(drafts: Sequence[Draft], asked: int) -> _Merged:
+    merged = _Merged(asked)
+    for number, draft in enumerate(drafts):
+        merged.add(draft, 1 << number)
+    return merged
+
+
 class CombinedDrafter:
     """The Drafter contract around several others, which all propose for every row.
 
-    drafters  the last may draft in the target's step; its limits are those of all
+    drafters  all but the last are free; the last may draft in the target's step, and its limits are
+              those of all
     """
 
     def __init__(self, *drafters: Drafter) -> None:
         self._drafters, self._head = drafters, drafters[-1]
         self.calibration = Calibration(len(drafters))
         # By slot, until it is known what came.
-        self._proposed: dict[int, _Merged] = {}
+        self._proposed: dict[int, list[_Merged]] = {}
         names = [drafter.traits.name for drafter in reversed(drafters)]
         self.traits = DrafterTraits(
             name="+".join(names),
             max_depth=self._head.traits.max_depth,
             needs_features=any(drafter.traits.needs_features for drafter in drafters),
+            merged=True,
         )
 
     def begin(self, slot_init: SlotInit) -> None:
@@ -157,22 +181,26 @@ class CombinedDrafter:
 
     def propose(self, plan: Plan) -> list[Draft]:
         """The best of what all propose."""
-        proposals = [drafter.propose(plan) for drafter in self._drafters]
+        proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
+        model = plan.for_model
+        proposed = self._head.propose(model)
         drafts = []
         for row, (slot, nodes) in enumerate(
             zip(plan.slots.tolist(), plan.max_nodes.tolist(), strict=True)
         ):
-            merged = _Merged()
-            for number, proposed in enumerate(proposals):
-                merged.add(proposed[row], 1 << number)
-            if merged.tokens:
-                self._proposed[slot] = merged
-            drafts.append(merged.draft(self.calibration, nodes) if merged.tokens else NO_DRAFT)
+            free = [each[row] for each in proposals]
+            alone = _merged(free, self.calibration.free_only)
+            self._proposed[slot] = trees = [alone]
+            draft = alone.draft(self.calibration, nodes)
+            if model.max_nodes[row]:
+                trees.append(_merged([*free, proposed[row]], 0))
+                draft = replace(trees[-1].draft(self.calibration, nodes), free=draft)
+            drafts.append(draft)
         return drafts
 
     def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
         """The head's."""
-        return self._head.draft_request(plan)
+        return self._head.draft_request(plan.for_model if isinstance(plan, Plan) else plan)
 
     def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Lookup needs the text, and a head that is not asked the features of every step."""
@@ -181,11 +209,11 @@ class CombinedDrafter:
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Compare what came with what was proposed, verified or not; pass on to all."""
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            merged = self._proposed.pop(slot, None)
-            if merged is not None:
+            for merged in self._proposed.pop(slot, ()):
                 merged.learn(self.calibration, tokens)
-        for drafter in self._drafters:
+        for drafter in self._drafters[:-1]:
             drafter.observe(plan, trees, outcome)
+        self._head.observe(plan.for_model, trees, outcome)
 
     def end(self, slot: int) -> None:
         """Pass on to all."""

@@ -310,11 +310,12 @@ class Scheduler:
                 row.budget.depth,
                 row.known == row.sequence.pending,
                 row.sequence.request.grammar is not None,
+                row.budget.free_only,
             )
             for row in rows
         ]
-        columns = np.array(facts, np.int32).reshape(-1, 6).T.copy()
-        slots, kv_len, nodes, depth, samples, constrained = columns
+        columns = np.array(facts, np.int32).reshape(-1, 7).T.copy()
+        slots, kv_len, nodes, depth, samples, constrained, free_only = columns
         return Plan(
             slots=slots,
             kv_len=kv_len,
@@ -325,6 +326,7 @@ class Scheduler:
             page_table=page_rows(sequences),
             constrained=constrained.astype(np.bool_),
             min_prob=min((row.budget.min_prob for row in rows if row.budget.nodes), default=0.0),
+            free_only=free_only.astype(np.bool_),
         )
 
     def load(self, entering: int) -> Load:

@@ -22,6 +22,8 @@ class DrafterTraits:
                       shared only where that token is the same too (EAGLE family)
     free              proposing takes microseconds and every draft token has an honest score: it is
                       asked for all it knows, and chosen from afterwards
+    merged            free drafters and one that costs time, in one tree, whose scores are how often
+                      such nodes were right; the free ones can be asked alone (Plan.free_only)
     drafts_on_device  its draft tokens for the next step can come of the running one, on the device
     """
 
@@ -29,6 +31,7 @@ class DrafterTraits:
     max_depth: int
     needs_features: bool = False
     free: bool = False
+    merged: bool = False
     drafts_on_device: bool = False
 
 

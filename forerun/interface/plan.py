@@ -1,6 +1,6 @@
 """What crosses between the engine and an executor: small NumPy ints in, one packed copy out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -43,6 +43,7 @@ class Plan:
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
+    free_only   bool[B]     only drafters that cost nothing draft for the row; None = all do for all
     """
 
     slots: Ints
@@ -54,11 +55,22 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
+    free_only: Bools | None = None
 
     @property
     def rows(self) -> int:
         """Number of rows B."""
         return len(self.slots)
+
+    @property
+    def for_model(self) -> "Plan":
+        """The plan as a draft model shall see it: no draft tokens in rows that are `free_only`."""
+        if self.free_only is None or not self.free_only.any():
+            return self
+        nodes, depth = (
+            np.where(self.free_only, np.int32(0), each) for each in (self.max_nodes, self.max_depth)
+        )
+        return replace(self, max_nodes=nodes, max_depth=depth)
 
     @property
     def some_constrained(self) -> bool:

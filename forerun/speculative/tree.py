@@ -51,12 +51,15 @@ class Draft:
     score    float32[K] the drafter's estimate that the whole path to the node is right,
                         in (0, 1]; 0 where the drafter has no opinion
     source   int32[K]   a DraftSource for each, or one for all
+    free     what the drafters that cost nothing would have proposed alone, where others were asked
+             too; None = nobody knows
     """
 
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
     parents: Ints = field(default_factory=lambda: _NO_TOKENS)
     score: Floats = field(default_factory=lambda: _NO_SCORE)
     source: Ints | DraftSource = DraftSource.UNKNOWN
+    free: "Draft | None" = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -1,5 +1,7 @@
 """Several drafters and one tree: the text stays, and who is right more often gets the nodes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -163,3 +165,27 @@ def test_paths_that_two_propose_are_one_node():
     assert draft.tokens.tolist() == [3, 4, 5, 6] and draft.parents.tolist() == [-1, 0, 1, 2]
     assert set(draft.sources()) == {BAD}, "whoever is surer of it"
     assert (np.diff(draft.score) <= 0).all()
+
+
+def test_where_only_free_drafters_are_asked_the_head_is_not():
+    good, bad = Said("good", 1.0, 0.9, GOOD), Said("bad", 1.0, 0.5, BAD)
+    drafter = CombinedDrafter(bad, good)
+    good.truth = bad.truth = [3, 4, 5, 6]
+    for slot in (0, 1):
+        drafter.begin(SlotInit(slot, np.zeros(1, np.int32), 1, Sampling()))
+    seen = []
+    propose, observe = good.propose, good.observe
+    good.propose = lambda plan: seen.append(plan.max_nodes.tolist()) or propose(plan)
+    good.observe = lambda plan, *rest: seen.append(plan.max_depth.tolist()) or observe(plan, *rest)
+    plan = replace(plan_of(2, [6, 6]), free_only=np.array([True, False]))
+    alone, merged = drafter.propose(plan)
+    assert set(alone.sources()) == {BAD} and set(merged.sources()) == {GOOD}
+    assert merged.free.tokens.tolist() == alone.tokens.tolist() and alone.free is None
+    assert merged.score[0] > alone.score[0]
+    tokens = np.array([[3, 4, 9], [3, 9, -1]], np.int32)
+    counts, drafted = np.array([3, 2], np.int32), np.array([4, 4], np.int32)
+    drafter.observe(plan, None, Outcome(counts, tokens, drafted, np.ones(2, np.bool_)))
+    assert seen == [[0, 6], [0, 6]]
+    shares = drafter.describe()["sources"]
+    assert shares["bad"] == {"proposed": 5, "right": 3}
+    assert shares["bad+good"] == {"proposed": 2, "right": 1} and not shares["good"]["proposed"]

@@ -1,0 +1,205 @@
+"""Free n-grams and a head that costs time in one tree: both, the n-grams alone, or none of them, by
+what steps cost and what each brings. No clock: a step takes what its table says.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.step_costs import StepCosts
+from forerun.drafters.combined import CombinedDrafter
+from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Outcome, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
+from tests.control.steps import plan_of, report_of, slots_of
+
+NODES, DEPTH = 3, 3
+
+CORE = StepCosts(
+    (1, 2, 4, 8, 16, 64), (2.9, 3.1, 3.4, 5.8, 11.5, 44.0), draft_ms=0.6, follow_ms=0.6
+)
+"""A small model on a CPU: a head's token costs a fifth of a step."""
+DEVICE = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), draft_ms=0.2, follow_ms=0.2)
+"""Nodes are nearly free, and so is a head."""
+
+
+class Source:
+    """Chains that are found at so many places, and right at each depth with chance `right`, which
+    is what is claimed.
+    """
+
+    def __init__(self, truths, source, found, right, free):
+        name = source.name.lower()
+        self.traits = DrafterTraits(name, 8, free=free)
+        self.truths, self.source, self.found, self.right = truths, source, found, right
+        self.random = np.random.default_rng(int(source))
+        self.asked = 0
+
+    def begin(self, slot_init):
+        pass
+
+    def propose(self, plan):
+        drafts = []
+        for slot, depth in zip(plan.slots.tolist(), plan.max_depth.tolist(), strict=True):
+            self.asked += depth
+            chances = self.random.random(1 + depth)
+            if not depth or chances[0] >= self.found:
+                drafts.append(NO_DRAFT)
+                continue
+            right = chances[1:] < self.right
+            truth = np.array(self.truths[slot][:depth])
+            tokens = np.where(right, truth, 10_000 * int(self.source) + truth)
+            scores = self.right ** np.arange(1, depth + 1)
+            parents = np.arange(-1, depth - 1, dtype=np.int32)
+            drafts.append(
+                Draft(tokens.astype(np.int32), parents, scores.astype(np.float32), self.source)
+            )
+        return drafts
+
+    def observe(self, plan, trees, outcome):
+        pass
+
+    def end(self, slot):
+        pass
+
+
+class World:
+    """Rows of text; `ngrams` and `head` are (how often something is found, how often it is right),
+    the head None where there is none.
+    """
+
+    def __init__(self, costs, rows, ngrams, head, believed=None):
+        self.costs, self.rows = costs, rows
+        self.truths: dict[int, list[int]] = {}
+        lookup = Source(self.truths, DraftSource.NGRAM, *ngrams, free=True)
+        self.drafter, self.head = lookup, None
+        if head is not None:
+            self.head = Source(self.truths, DraftSource.DRAFT_MODEL, *head, free=False)
+            self.drafter = CombinedDrafter(lookup, self.head)
+        traits = self.drafter.traits
+        self.policy = AdaptivePolicy(
+            believed or costs, NODES, DEPTH, traits.free, merged=traits.merged
+        )
+        self.random = np.random.default_rng(7)
+
+    def run(self, steps, length=100):
+        """(speed over plain, share of rows' steps that asked the head, draft tokens a row) of the
+        last three quarters.
+        """
+        tokens = ms = asked = verified = 0.0
+        for step in range(steps):
+            for slot in range(self.rows):
+                if step == 0 or (step + 7 * slot) % length == 0:
+                    self.drafter.begin(SlotInit(slot, np.zeros(1, np.int32), 1, Sampling()))
+                    self.policy.open(slot)
+            done = self.step()
+            if step >= steps // 4:
+                tokens, ms, asked, verified = np.add((tokens, ms, asked, verified), done)
+        plain = self.rows / float(self.costs.verify(np.array(self.rows)))
+        counted = self.rows * (steps - steps // 4)
+        return tokens / ms / plain, asked / counted, verified / counted
+
+    def step(self):
+        for slot in range(self.rows):
+            self.truths[slot] = self.random.integers(1, 9_000, DEPTH + 1).tolist()
+        budgets = self.policy.budgets(slots_of(self.rows), np.full(self.rows, 64, np.int32))
+        free_only = np.array([budget.free_only for budget in budgets])
+        nodes, depth = (
+            np.array([getattr(budget, name) for budget in budgets], np.int32)
+            for name in ("nodes", "depth")
+        )
+        plan = replace(plan_of(self.rows, nodes), max_depth=depth, free_only=free_only)
+        drafts = [NO_DRAFT] * self.rows
+        if nodes.any():
+            drafts = self.policy.calibrate(plan, self.drafter.propose(plan))
+            drafts = self.policy.select(plan, drafts)
+        said = [self.accepted(slot, draft) for slot, draft in enumerate(drafts)]
+        sizes = np.array(list(map(len, drafts)), np.int32)
+        counts = np.array(list(map(len, said)), np.int32)
+        emitted = np.full((self.rows, counts.max()), -1, np.int32)
+        for row, each in enumerate(said):
+            emitted[row, : len(each)] = each
+        self.drafter.observe(plan, None, Outcome(counts, emitted, sizes, np.ones(self.rows, bool)))
+        modelled = 0 if self.head is None else int(depth[~free_only].sum())
+        taken = float(self.costs.verify(np.array(self.rows + sizes.sum())))
+        drafting = (self.costs.follow_ms + self.costs.draft_ms * modelled) * (modelled > 0)
+        told = {"draft_ms": drafting, "allowed": nodes.tolist(), "free": free_only.tolist()}
+        self.policy.observe(report_of(said, sizes.tolist(), taken, **told))
+        asked = 0 if self.head is None else int((depth[~free_only] > 0).sum())
+        return counts.sum(), taken + drafting, asked, sizes.sum()
+
+    def accepted(self, slot, draft):
+        """What comes: the longest right path, and one token more."""
+        node, path = -1, []
+        for token in self.truths[slot]:
+            below = [
+                n for n in range(len(draft))
+                if draft.parents[n] == node and draft.tokens[n] == token
+            ]  # fmt: skip
+            path.append(token)
+            if not below:
+                return path
+            node = below[0]
+        return path
+
+
+SOME, NONE = (0.4, 0.75), (0.4, 0.0)
+"""N-grams that pay where they are found, and some that are always wrong."""
+
+POOR, GOOD = (1.0, 0.3), (1.0, 0.85)
+"""A head that is too seldom right for its price, and one that is right mostly."""
+STEPS = {1: 1200, 4: 800, 16: 600, 64: 300}
+
+
+def ran(costs, rows, ngrams, head):
+    return World(costs, rows, ngrams, head).run(STEPS[rows])
+
+
+@pytest.mark.parametrize(
+    ("costs", "rows"), [(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 1), (DEVICE, 16), (DEVICE, 64)]
+)
+def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs, rows):
+    head = (1.0, 0.05) if costs is DEVICE else POOR
+    alone, _, drafted = ran(costs, rows, SOME, None)
+    merged, asked, verified = ran(costs, rows, SOME, head)
+    assert merged > 0.98 * alone
+    assert asked < 0.1 and verified == pytest.approx(drafted, abs=0.15)
+    assert alone > 1.3 or (costs is CORE and rows > 1), "n-grams pay, but beside many rows"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
+    alone, _, _ = ran(DEVICE, rows, SOME, None)
+    head, _, _ = ran(DEVICE, rows, (0.0, 0.0), GOOD)
+    merged, asked, _ = ran(DEVICE, rows, SOME, GOOD)
+    assert asked > 0.9
+    assert merged > 1.3 * alone and merged > 0.98 * head
+
+
+@pytest.mark.parametrize(("costs", "rows"), [(CORE, 1), (DEVICE, 4), (DEVICE, 16)])
+def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
+    merged, asked, _ = ran(costs, rows, NONE, GOOD)
+    assert asked > 0.7 and merged > 1.45
+
+
+@pytest.mark.parametrize(
+    ("costs", "rows"), [(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)]
+)
+def test_where_neither_pays_it_is_plain(costs, rows):
+    merged, asked, verified = ran(costs, rows, NONE, (1.0, 0.05))
+    assert verified < 0.1 and asked < 0.1 and merged > 0.975
+
+
+def test_a_text_whose_ngrams_stop_paying_gets_the_head_and_back():
+    world = World(DEVICE, 1, SOME, POOR)
+    world.run(400)
+    lookup, head = world.drafter._drafters
+    lookup.right, head.right = 0.0, 0.85
+    _, asked, _ = world.run(1200)
+    assert asked > 0.7
+    lookup.right, head.right = 0.9, 0.05
+    _, asked, verified = world.run(1200)
+    assert asked < 0.2 and verified > 0.8
