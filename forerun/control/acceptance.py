@@ -51,9 +51,8 @@ class Acceptance:
         self._records[slot] = _Record(1.0, self.shared_trust)
         if not self._levels:
             return
-        missing = max(slot + 1 - len(self._tries), 0)
-        self._tries = np.pad(self._tries, ((0, missing), (0, 0)))
-        self._right = np.pad(self._right, ((0, missing), (0, 0)))
+        more = (0, max(slot + 1 - len(self._tries), 0)), (0, 0)
+        self._tries, self._right = np.pad(self._tries, more), np.pad(self._right, more)
         self._tries[slot], self._right[slot] = 0.0, 0.0
         prior = MERGED_PRIOR if self._calibrated else 1.0
         self._tries[slot, 0], self._right[slot, 0] = prior, prior * self.first_rate
@@ -65,10 +64,8 @@ class Acceptance:
 
     def trust(self, slot: int) -> float:
         """What the drafter's scores are multiplied with, per level, to be believed; 0 to 1."""
-        if self._calibrated:
-            return 1.0
         record = self._records[slot]
-        return min(1.0, record.hits / record.expected)
+        return 1.0 if self._calibrated else min(1.0, record.hits / record.expected)
 
     def rates(self, slots: Ints) -> AnyArray:
         """float64[B,D]: chance of each level given the one above; unseen: as above."""

@@ -10,6 +10,7 @@ may be asked for, tokens that a grammar forces or makes likely.
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import numpy as np
 from forerun.control import reasons
 from forerun.control.acceptance import CERTAIN, Acceptance
 from forerun.control.constants import (
-    DECAY,
     LOOK_EVERY,
     MIN_PROB,
     MIN_REPEATS,
@@ -26,15 +26,13 @@ from forerun.control.constants import (
     SPARING,
 )
 from forerun.control.levels import LevelBudgets
-from forerun.control.policy import Budget, Lookahead, budget_of, widened
+from forerun.control.policy import Budget, Lookahead, widened
 from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.control.step_costs import StepCosts
 from forerun.interface.plan import Plan
-from forerun.speculative.tree import NO_DRAFT, Draft
+from forerun.speculative.tree import Draft
 from forerun.types import Ints
-
-FREE_REST = Budget(0, 0, reasons.SELDOM, free_only=True)
 
 
 class AdaptivePolicy:
@@ -68,23 +66,17 @@ class AdaptivePolicy:
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._width = max_nodes, max_depth, width
         self._merged, self._lookahead = merged, lookahead
-        # What free drafters alone win in a row, in tokens a step, see SlowdownGuard.worthwhile.
-        self._free_won = 0.0
         self._fault: str | None = None
         # Steps so far, and by slot the last one in which it had draft tokens, or wrong ones.
         self._step = 0
         self._tried: dict[int, float] = {}
         # The price of a draft token, for how many rows, and how many steps ago it was worked out.
         self._price, self._priced, self._age = 0.0, 0, 0
-        # Steps since a draft token was verified.
-        self._idle, self._probing = 0, False
-        # Steps since one was plain.
-        self._drafted = 0
+        # Steps since a draft token was verified, and since one was plain.
+        self._idle, self._drafted, self._probing = 0, 0, False
 
     def open(self, slot: int) -> None:
-        """Start from what other sequences taught, and be asked at once; beside free drafters, where
-        there is more to lose, when the slot is due.
-        """
+        """Start from what others taught; be asked at once, beside free drafters when due."""
         self.acceptance.open(slot)
         if self._levels is not None:
             self._levels.open(slot)
@@ -143,10 +135,9 @@ class AdaptivePolicy:
             return [Budget(0, 0, why)] * len(slots)
         if self._levels is None:
             return self._choices(slots, kv_len)
-        levels = self._levels.asked(slots, kv_len, self._step, self._tried, self._free_won)
-        if not self._merged or all(budget.nodes for budget in levels):
-            return levels
-        free = self._choices(slots, kv_len)
+        asked = self._levels.asked(slots, kv_len, self._step, self._tried)
+        levels = [_budget(a.nodes, a.depth, 0.0, False, a.text, *a.facts) for a in asked]
+        free = self._choices(slots, kv_len) if self._merged else levels
         return [a if a.nodes else b for a, b in zip(levels, free, strict=True)]
 
     def _choices(self, slots: Ints, kv_len: Ints) -> list[Budget]:
@@ -157,9 +148,9 @@ class AdaptivePolicy:
             self._probing = True
             return self._probes(slots)
         if self.guard.speed < 1.0 and self._idle % SPARING:
-            return [FREE_REST] * len(slots)
+            return [Budget(0, 0, reasons.SELDOM, free_only=True)] * len(slots)
         if price >= 1.0:
-            return [budget_of(0, 0, 0.0, True, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
+            return [_budget(0, 0, 0.0, True, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
         return [self._ask(slot, price) for slot in slots.tolist()]
 
     def _ask(self, slot: int, price: float) -> Budget:
@@ -167,10 +158,10 @@ class AdaptivePolicy:
         trust = self.acceptance.trust(slot)
         if trust > price:
             least = round(price, 2)
-            return budget_of(self._nodes, self._depth, least, True, reasons.ABOUT_ON, 100 * least)
+            return _budget(self._nodes, self._depth, least, True, reasons.ABOUT_ON, 100 * least)
         if self._step - self._tried[slot] <= LOOK_EVERY:
             facts = round(100 * trust), round(100 * price)
-            return budget_of(0, 0, 0.0, True, reasons.ABOUT_WRONG, *facts)
+            return _budget(0, 0, 0.0, True, reasons.ABOUT_WRONG, *facts)
         self._tried[slot] = self._step
         return Budget(1, 1, reasons.LOOKING, price, free_only=True)
 
@@ -185,11 +176,9 @@ class AdaptivePolicy:
     # --- when drafts are known -----------------------------------------------------------
 
     def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """Scores times the trust in them, level by level. What was proposed is compared with what
-        comes, verified or not.
-        """
-        if self._merged:
-            self._learn_free(drafts, plan.kv_len)
+        """Scores times the trust in them, level by level; they are compared with what comes."""
+        if self._merged and self._levels is not None:
+            self._levels.learn_free(drafts, partial(self._bought, kv_len=plan.kv_len))
         return [
             self.acceptance.calibrated(slot, draft) if len(draft) else draft
             for slot, draft in zip(plan.slots.tolist(), drafts, strict=True)
@@ -209,30 +198,15 @@ class AdaptivePolicy:
                 kept.append(cut(draft, [index in bought for index in range(begin, end)]))
         for allowed, before, after in zip(plan.max_nodes.tolist(), drafts, kept, strict=True):
             if allowed:
-                found = (
-                    reasons.VERIFIED
-                    if len(after)
-                    else reasons.NOT_WORTH
-                    if len(before)
-                    else reasons.NOTHING_FOUND
-                )
-                self.reasons[found] += 1
+                found = reasons.NOT_WORTH if len(before) else reasons.NOTHING_FOUND
+                self.reasons[reasons.VERIFIED if len(after) else found] += 1
         return kept
-
-    def _learn_free(self, drafts: list[Draft], kv_len: Ints) -> None:
-        """What the draft tokens that free drafters know of would have won alone."""
-        free = [draft if draft.free is None else draft.free for draft in drafts]
-        scores = [score for draft in free for score in draft.score.tolist()]
-        owners = [row for row, draft in enumerate(free) for _ in range(len(draft))]
-        won = self._bought(scores, owners, kv_len)[1] / len(drafts)
-        self._free_won += (1.0 - DECAY) * (won - self._free_won)
 
     def _bought(
         self, scores: list[float], owners: list[int], kv_len: Ints
     ) -> tuple[list[int], float]:
         """Which of the tokens with these chances of being right to verify, by index, and what they
-        win; owners: the row of each. Ties go to what comes first, so that parents stay with their
-        children.
+        win; owners: the row of each. Of equals the first, so that parents stay with children.
 
         Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
         """
@@ -262,8 +236,8 @@ class AdaptivePolicy:
             if not tokens:
                 continue
             blind = draft_tokens if report.carried else 0
-            levels = 0 if free_only else allowed // self._width
-            right = self.acceptance.learn(slot, tokens, blind, levels)
+            given = (not free_only) * (allowed // self._width)
+            right = self.acceptance.learn(slot, tokens, blind, given)
             if right is None or (free_only and self._merged):
                 continue
             # A look that succeeds is repeated at once: easy text must be noticed quickly.
@@ -285,8 +259,6 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     """The draft tokens that are kept; every one's parent is."""
     if all(kept):
         return draft
-    if not any(kept):
-        return NO_DRAFT
     count = sum(kept)
     if all(kept[:count]):  # Mostly: draft tokens come best first.
         source = draft.source_of(slice(count))
@@ -296,3 +268,13 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
     parents = place[draft.parents[keep]]
     return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
+
+
+@lru_cache(maxsize=4096)
+def _budget(
+    nodes: int, depth: int, min_prob: float, free_only: bool, text: str, *numbers: float
+) -> Budget:
+    """A budget with a reason of this text and numbers: text takes long to make, and rows of a
+    step, and steps, mostly say the same.
+    """
+    return Budget(nodes, depth, text.format(*numbers), min_prob, free_only)

@@ -7,6 +7,7 @@ every further node costs time in proportion, so there it wins where a level of a
 few a level costs hardly more. Which it is, costs and rates say: no number of rows does.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ from forerun.control import reasons
 from forerun.control.acceptance import Acceptance
 from forerun.control.constants import DECAY, FIRST_RATE, LOSS_SHARE
 from forerun.control.cost_model import LiveCosts
-from forerun.control.policy import Budget, budget_of
 from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.speculative.tree import Draft
 from forerun.types import AnyArray, Ints
 
 
@@ -35,6 +36,15 @@ class _Offer(NamedTuple):
     ms: list[float]
 
 
+class Asked(NamedTuple):
+    """Draft tokens of a row, how deep, and why: a text and its numbers."""
+
+    nodes: int
+    depth: int
+    text: str
+    facts: tuple[int, int]
+
+
 class LevelBudgets:
     """Budgets of rows, by what came of earlier ones.
 
@@ -49,6 +59,8 @@ class LevelBudgets:
     def __init__(self, guard: SlowdownGuard, acceptance: Acceptance, width: int) -> None:
         self._guard, self._acceptance, self._width = guard, acceptance, width
         self.single_rate = FIRST_RATE
+        # What free drafters alone win in a row, in tokens a step, see SlowdownGuard.worthwhile.
+        self._free_won = 0.0
         # By slot: how often one draft token was tried, and right; what the last step told.
         self._single: dict[int, tuple[float, float]] = {}
         self._told: list[float] = []
@@ -73,17 +85,26 @@ class LevelBudgets:
         seen = [self._single.get(slot, (0.0, 0.0))[0] for slot in slots.tolist()]
         return shrunk(rates, 1.0 + np.array(seen))
 
-    def asked(
-        self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float], free: float
-    ) -> list[Budget]:
-        """As much as pays. A row that gets nothing is probed now and then with the least there is,
-        so that it notices when its text becomes easy.
+    def learn_free(
+        self, drafts: list[Draft], bought: Callable[..., tuple[Sequence[int], float]]
+    ) -> None:
+        """What the draft tokens that free drafters know of would have won alone; bought: see
+        AdaptivePolicy.
+        """
+        free = [draft if draft.free is None else draft.free for draft in drafts]
+        scores = [score for draft in free for score in draft.score.tolist()]
+        owners = [row for row, draft in enumerate(free) for _ in range(len(draft))]
+        won = bought(scores, owners)[1] / len(drafts)
+        self._free_won += (1.0 - DECAY) * (won - self._free_won)
+
+    def asked(self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float]) -> list[Asked]:
+        """As much as pays, beyond what free drafters win alone. A row that gets nothing is probed
+        now and then with the least there is, so that it notices when its text becomes easy.
 
         step   of how many this is one
         tried  by slot, the last step in which it had draft tokens, or wrong ones
-        free   tokens that a row wins without; levels have to win more
         """
-        rows, width = len(slots), self._width
+        rows, width, free = len(slots), self._width, self._free_won
         least, best, rates = self._offers(slots, kv_len)
         if best.won <= free * np.count_nonzero(best.pieces):
             best = best._replace(pieces=np.zeros(rows, np.int64))
@@ -92,7 +113,7 @@ class LevelBudgets:
         price = rows * (ms[1] / ms[0] - 1.0)
         useful = any(time < (1.0 + added / rows) * ms[0] for added, time in enumerate(ms))
         # A look whose draft token will not be verified costs time and tells little.
-        useful = useful and self._guard.affords(rows + 1, rows, int(kv_len.sum()))
+        useful = useful and self._affords(rows, int(kv_len.sum()))
         found = []
         for slot, given, rate in zip(
             slots.tolist(), best.pieces.tolist(), rates.tolist(), strict=True
@@ -111,7 +132,7 @@ class LevelBudgets:
             text = reasons.LOOKING if probe else text
             depth, size = (1, least.size) if probe else (given, best.size)
             text += reasons.ABOUT_LEVEL
-            found.append(budget_of(size * depth, depth, 0.0, False, text, *facts))
+            found.append(Asked(size * depth, depth, text, facts))
         return found
 
     def _offers(self, slots: Ints, kv_len: Ints) -> tuple[_Offer, _Offer, AnyArray]:
@@ -147,6 +168,13 @@ class LevelBudgets:
         times = list(zip(ms[1:], at_most[1:], strict=True))
         count, won = self._guard.worthwhile(gains[ranked].tolist(), times, ms[0], rows)
         return _Offer(size, won, np.bincount(owners[:count], minlength=rows), ms)
+
+    def _affords(self, rows: int, cached: int) -> bool:
+        """Whether one draft token may be tried beside rows that see so many cached tokens."""
+        costs, nodes = self._guard.costs, rows + 1
+        plain, seen = costs.one(rows, cached), cached * nodes // rows
+        longest = costs.at_most(nodes, seen, costs.one(nodes, seen))
+        return longest - plain <= self._guard.max_new_loss * plain
 
     def learn(self, slot: int, allowed: int, right: bool) -> None:
         """Whether a draft token was right in a step that allowed so many."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 from forerun.control.constants import FIXED_MIN_PROB
@@ -34,16 +33,6 @@ class Budget:
     reason: str
     min_prob: float = 0.0
     free_only: bool = False
-
-
-@lru_cache(maxsize=4096)
-def budget_of(
-    nodes: int, depth: int, min_prob: float, free_only: bool, text: str, *numbers: float
-) -> Budget:
-    """A budget with a reason of this text and numbers: text takes long to make, and rows of a
-    step, and steps, mostly say the same.
-    """
-    return Budget(nodes, depth, text.format(*numbers), min_prob, free_only)
 
 
 class Lookahead(Protocol):

@@ -56,18 +56,8 @@ class SlowdownGuard:
 
     @property
     def max_new_loss(self) -> float:
-        """The same of a step larger than those seen, if it takes as long as it may. Twice as
-        large a one can be tried with any credit: looking must not cost what trying takes.
-        """
+        """The same of a step larger than those seen; twice as large can always be tried."""
         return NEW_SHARE * max(self._credit, CREDIT)
-
-    def affords(self, nodes: int, rows: int, cached: int) -> bool:
-        """Whether a step of so many nodes may be tried, if it takes as long as it may; the rows
-        alone see so many cached tokens.
-        """
-        plain, seen = self.costs.one(rows, cached), cached * nodes // rows
-        longest = self.costs.at_most(nodes, seen, self.costs.one(nodes, seen))
-        return longest - plain <= self.max_new_loss * plain
 
     def worthwhile(
         self, worth: list[float], ms: Iterable[tuple[float, float]], plain: float, rows: int
@@ -122,8 +112,8 @@ class SlowdownGuard:
         """`gain` plain steps were won (< 0: lost) in the last step; whether a drafter was asked."""
         self.saved += gain
         # What a drafter costs that is not asked is no reason to ask it less.
-        counted = gain if asked and not self.disabled else 0.0
-        self._credit = min(self._credit + LOSS_SHARE + counted, MAX_CREDIT)
+        gain *= asked and not self.disabled
+        self._credit = min(self._credit + LOSS_SHARE + gain, MAX_CREDIT)
         if self._credit < 0.0 and not self.disabled:
             self.disabled, self.times_disabled = True, self.times_disabled + 1
         elif self._credit >= CREDIT:

@@ -154,6 +154,16 @@ def _merged(drafts: Sequence[Draft], asked: int) -> _Merged:
     return merged
 
 
+def _for_model(plan: Plan) -> Plan:
+    """The plan as a draft model shall see it: no draft tokens in rows that are `free_only`."""
+    if plan.free_only is None or not plan.free_only.any():
+        return plan
+    nodes, depth = (
+        np.where(plan.free_only, np.int32(0), each) for each in (plan.max_nodes, plan.max_depth)
+    )
+    return replace(plan, max_nodes=nodes, max_depth=depth)
+
+
 class CombinedDrafter:
     """The Drafter contract around several others, which all propose for every row.
 
@@ -182,7 +192,7 @@ class CombinedDrafter:
     def propose(self, plan: Plan) -> list[Draft]:
         """The best of what all propose."""
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
-        model = plan.for_model
+        model = _for_model(plan)
         proposed = self._head.propose(model)
         drafts = []
         for row, (slot, nodes) in enumerate(
@@ -200,7 +210,7 @@ class CombinedDrafter:
 
     def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
         """The head's."""
-        return self._head.draft_request(plan.for_model if isinstance(plan, Plan) else plan)
+        return self._head.draft_request(_for_model(plan) if isinstance(plan, Plan) else plan)
 
     def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
         """Lookup needs the text, and a head that is not asked the features of every step."""
@@ -213,7 +223,7 @@ class CombinedDrafter:
                 merged.learn(self.calibration, tokens)
         for drafter in self._drafters[:-1]:
             drafter.observe(plan, trees, outcome)
-        self._head.observe(plan.for_model, trees, outcome)
+        self._head.observe(_for_model(plan), trees, outcome)
 
     def end(self, slot: int) -> None:
         """Pass on to all."""

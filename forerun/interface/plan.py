@@ -1,6 +1,6 @@
 """What crosses between the engine and an executor: small NumPy ints in, one packed copy out."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -61,16 +61,6 @@ class Plan:
     def rows(self) -> int:
         """Number of rows B."""
         return len(self.slots)
-
-    @property
-    def for_model(self) -> "Plan":
-        """The plan as a draft model shall see it: no draft tokens in rows that are `free_only`."""
-        if self.free_only is None or not self.free_only.any():
-            return self
-        nodes, depth = (
-            np.where(self.free_only, np.int32(0), each) for each in (self.max_nodes, self.max_depth)
-        )
-        return replace(self, max_nodes=nodes, max_depth=depth)
 
     @property
     def some_constrained(self) -> bool:
