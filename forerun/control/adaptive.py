@@ -1,11 +1,9 @@
 """How many draft tokens each row gets in this step, zero included: the one place that decides.
 
-A draft token brings tokens if it is accepted and costs time whether it is or not. So draft tokens
-are bought while they bring more tokens than the time they take would bring elsewhere, at the speed
-that steps reach on average. (Of a ratio of means, tokens over time, that is the maximum: the
-fastest mixture of steps is not made of steps that are each as fast as they can be. Dinkelbach
-1967.) It is the same for whatever may be drafted: a drafter's proposals, levels that a draft model
-may be asked for, tokens that a grammar forces or makes likely.
+Draft tokens are bought while they bring more tokens than the time they take would bring elsewhere,
+at the speed that steps reach on average. (Of a ratio of means, tokens over time, that is the
+maximum: Dinkelbach 1967.) It is the same for whatever may be drafted: proposals, levels that a
+draft model may be asked for, tokens that a grammar forces or makes likely.
 """
 
 from collections import Counter
@@ -86,8 +84,6 @@ class AdaptivePolicy:
         """Nothing but what grammars know from now on."""
         self._fault = reason
 
-    # --- before anything is drafted ------------------------------------------------------
-
     def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
         """See the class; and room for what a grammar knows, as far as that pays."""
         if len(slots) == 0:
@@ -96,7 +92,6 @@ class AdaptivePolicy:
         self.reasons.update(budget.reason.partition(" (")[0] for budget in budgets)
         if self._lookahead is None or not constrained:
             return budgets
-        # While speculation is disabled or pauses, nothing is looked for but what is certain.
         paused = self.guard.disabled or budgets[0].reason == reasons.PLAIN
         price = CERTAIN if paused else self.price(kv_len)
         found = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
@@ -173,8 +168,6 @@ class AdaptivePolicy:
             budgets[row] = Budget(1, 1, reasons.PROBING, free_only=True)
         return budgets
 
-    # --- when drafts are known -----------------------------------------------------------
-
     def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
         """Scores times the trust in them, level by level; they are compared with what comes."""
         if self._merged and self._levels is not None:
@@ -225,8 +218,6 @@ class AdaptivePolicy:
         count, won = self.guard.worthwhile(worth, times(), costs.one(rows, seen), rows)
         return order[:count], won
 
-    # --- when the step is over -----------------------------------------------------------
-
     def observe(self, report: StepReport) -> None:
         """Learn what the step cost, and of every row what its draft tokens were worth."""
         self.guard.observe(report)
@@ -240,7 +231,6 @@ class AdaptivePolicy:
             right = self.acceptance.learn(slot, tokens, blind, given)
             if right is None or (free_only and self._merged):
                 continue
-            # A look that succeeds is repeated at once: easy text must be noticed quickly.
             self._tried[slot] = -np.inf if right else self._step
             if self._levels is not None:
                 self._levels.learn(slot, allowed, right)
@@ -259,12 +249,7 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     """The draft tokens that are kept; every one's parent is."""
     if all(kept):
         return draft
-    count = sum(kept)
-    if all(kept[:count]):  # Mostly: draft tokens come best first.
-        source = draft.source_of(slice(count))
-        return Draft(draft.tokens[:count], draft.parents[:count], draft.score[:count], source)
     keep = np.array(kept)
-    # Where each kept draft token stands now; one more at the end, so that -1 stays the root.
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
     parents = place[draft.parents[keep]]
     return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))
