@@ -13,6 +13,7 @@ import torch
 from forerun.build import drafting
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
+from forerun.constrain.grammar import Grammar
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
@@ -168,6 +169,37 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     ]
     assert reports[0] == reports[1] == tokens(found)[8]
     assert stats.carried > 0.15 * stats.steps
+
+
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
+
+
+@pytest.mark.parametrize("shape", [OFF, NGRAM, SHAPES[2]])
+def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
+    """Draft tokens from the text and grammars, which only the host knows, beside penalties, cuts
+    and reports, which the device does (docs/decisions/0022).
+    """
+    grammar = eager.compile(Grammar.regex("[ -~]{60,}"))
+    kinds = [
+        {"grammar": grammar},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"top_p": 0.8, "min_p": 0.01},
+        {"logprobs": 2, "presence_penalty": 0.5},
+    ]
+    requests = [
+        make_request(
+            learned[1][n][:12], max_tokens=10 + 7 * n, ignore_eos=True, seed=n,
+            temperature=0.8 * (n < 3), **kind,
+        )
+        for n, kind in enumerate(kinds)
+    ]  # fmt: skip
+    expected, _ = answered(eager, requests, False, **OFF)
+    found, stats = answered(slow[0], requests, True, **shape)
+    assert tokens(found) == tokens(expected)
+    # From the grammar's end on; no step that has draft tokens from the text.
+    assert (stats.carried > 5) == (shape is not NGRAM)
+    if shape is SHAPES[2]:
+        assert sum(heard[-1].stats.accepted for heard in found) > 0
 
 
 @pytest.mark.parametrize("width", [1, 2])
