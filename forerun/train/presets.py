@@ -70,8 +70,8 @@ class TrainConfig:
     train_device: str = option("cpu", "torch device that trains")
     train_bfloat16: bool = option(
         False,
-        "matrix products of training in bfloat16, as always on a GPU: several times as fast on "
-        "CPUs with AVX-512 BF16 or AMX",
+        "matrix products of training in bfloat16, as always on a GPU: faster on CPUs with "
+        "AVX-512 BF16 or AMX, slower on others",
     )
     seed: int = option(0, "seed of prompts, noise and shuffling", low=0)
 
