@@ -88,7 +88,7 @@ class Kernel:
         }
 
 
-def attention(dtype, gqa_group, size, lines, pages=None, special=False):
+def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False):
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -102,13 +102,13 @@ def attention(dtype, gqa_group, size, lines, pages=None, special=False):
         **dict.fromkeys(("window", "since", "most_parts"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
-    shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size)
+    shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size, arch // 10)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
         **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
         "KEYS": shape.keys,
     }
-    return Kernel(triton_attention._attend, signature, constants, 4, shape.stages)
+    return Kernel(triton_attention._attend, signature, constants, shape.warps, shape.stages)
 
 
 def attention_lines(gqa_group):
@@ -246,10 +246,10 @@ def enter(size, dtype, pages=None, normed=False):
     return kernel(triton_layers._enter, (*kinds, ("i32", 4), "fp32"), constants, 1)
 
 
-def model(name, dtype, hidden, group, size, pages=None):
+def model(name, arch, dtype, hidden, group, size, pages=None):
     """Every binary that a model's rounds need, by name."""
     cases = {
-        f"attend {name}, {lines} lines": attention(dtype, group, size, lines, pages)
+        f"attend {name}, {lines} lines": attention(dtype, group, size, lines, arch, pages)
         for lines in attention_lines(group)
     }
     wide = triton.next_power_of_2(hidden)
@@ -266,23 +266,24 @@ def model(name, dtype, hidden, group, size, pages=None):
     }
 
 
-def matrix():
-    """All binaries, by name: an 8B shape (its draft head has the same), the default model, float32,
-    float8 pages, windows with a softcap, Gemma's wide heads; and what the choice needs.
+def matrix(arch):
+    """All binaries for an architecture, by name: an 8B shape (its draft head has the same), the
+    default model, float32, float8 pages, windows with a softcap, Gemma's wide heads; and what the
+    choice needs.
     """
     return {
-        **model("8b", "bf16", 4096, 4, 128),
-        **model("8b float8 pages", "bf16", 4096, 4, 128, "fp8e4nv"),
-        **model("135m", "bf16", 576, 3, 64),
-        **model("135m float32", "fp32", 576, 3, 64),
+        **model("8b", arch, "bf16", 4096, 4, 128),
+        **model("8b float8 pages", arch, "bf16", 4096, 4, 128, "fp8e4nv"),
+        **model("135m", arch, "bf16", 576, 3, 64),
+        **model("135m float32", arch, "fp32", 576, 3, 64),
         **{
             f"attend 8b with window and cap, {lines} lines": attention(
-                "bf16", 4, 128, lines, special=True
+                "bf16", 4, 128, lines, arch, special=True
             )
             for lines in attention_lines(4)
         },
         **{
-            f"attend gemma, {lines} lines": attention("bf16", 4, 256, lines, special=True)
+            f"attend gemma, {lines} lines": attention("bf16", 4, 256, lines, arch, special=True)
             for lines in attention_lines(4)
         },
         "gelu gate": gate("bf16", gelu=True),
@@ -328,9 +329,10 @@ def table():
     lines = ["| " + " | ".join(heads) + " |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     total = dict.fromkeys(ARCHS, 0.0)
-    for name, kernel in matrix().items():
+    cases = {arch: matrix(arch) for arch in ARCHS}
+    for name in cases[ARCHS[0]]:
         for arch in archs_of(name, ARCHS):
-            found = kernel.compiled(arch)
+            found = cases[arch][name].compiled(arch)
             total[arch] += found["seconds"]
             numbers = (
                 *(found["REG"], found["STACK"] + found["LOCAL"], f"{found['shared'] / 1024:.1f}"),
@@ -356,10 +358,10 @@ def main():
     if arguments.table:
         arguments.table.write_text(table())
         return
-    cases, archs = matrix(), [int(arch) for arch in arguments.arch.split(",")]
-    for name in arguments.names or list(cases):
-        for arch in archs_of(name, archs):
-            found = {"kernel": name, "arch": arch} | cases[name].compiled(arch)
+    cases = {arch: matrix(arch) for arch in map(int, arguments.arch.split(","))}
+    for name in arguments.names or list(next(iter(cases.values()))):
+        for arch in archs_of(name, cases):
+            found = {"kernel": name, "arch": arch} | cases[arch][name].compiled(arch)
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
 

@@ -12,15 +12,13 @@ ROOT = Path(__file__).parents[2]
 ARCHS = [80, 90, 100]
 
 TURNS = ("rotation", *(f"prepare {nodes} nodes" for nodes in (1, 8, 64)))
-PARKED = {
-    ("attend 8b with window and cap, 64 lines", 100): 8,
-    **{(name, arch): 32 for name in TURNS for arch in ARCHS},
-}
-"""Bytes on the stack. In attention one value is stored before the loops and read once after them,
-whatever the registers: with half as many keys a turn 168 of 255 are taken, and it is there too.
-What turns positions has the table of libdevice's cosine for angles above 105,615, a few of a
-context's first frequencies; 22 to 31 registers are taken, so nothing is spilt.
+PARKED = {(name, arch): 32 for name in TURNS for arch in ARCHS}
+"""Bytes on the stack. What turns positions has the table of libdevice's cosine for angles above
+105,615, a few of a context's first frequencies; 22 to 31 registers are taken, so nothing is spilt.
 """
+
+ALONE = {("attend 135m float32, 64 lines", 100)}
+"""One program of eight warps, not two of four: those spilt 40 bytes each, with any keys a turn."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -72,6 +70,7 @@ def test_attention_fetches_ahead_and_multiplies_on_tensor_cores(usage):
     found = {name: line for name, line in usage.items() if name.startswith("attend")}
     assert len(found) >= 12
     for name, line in found.items():
-        assert line["tensor_cores"] and line["programs"] >= 2, name
+        least = 1 if (name, line["arch"]) in ALONE else 2
+        assert line["tensor_cores"] and line["programs"] >= least, name
         few_keys = "float32" in name or "gemma" in name
         assert line["async_copies"] >= (20 if few_keys else 70), name

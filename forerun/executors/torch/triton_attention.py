@@ -22,6 +22,7 @@ no program reads much longer than the others, and what was one part needs no mer
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -262,22 +263,34 @@ def lines_for(queries: int) -> int:
 
 
 class Shape(NamedTuple):
-    """How a program is laid out: keys of a turn, and turns whose keys are fetched ahead."""
+    """How a program is laid out: keys of a turn, turns whose keys are fetched ahead, and warps."""
 
     keys: int
     stages: int
+    warps: int = 4
 
 
-def shape_for(lines: int, itemsize: int, size: int) -> Shape:
-    """Chosen so that no register is spilt and two programs fit on a multiprocessor, on compute
+def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
+    """Chosen so that no register is spilt and eight warps fit on a multiprocessor, on compute
     capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number, of which a
-    head has `size`.
+    head has `size`; major: the first number of the compute capability. With 10, products are
+    summed in the tensor cores' own memory, whose contents pass through registers at every turn.
     """
+    full, tensor_memory = lines == 64, major == 10
     if size > 128:
-        return Shape(KEYS // 4 if itemsize == 4 or lines == 64 else KEYS // 2, 2)
+        keys = KEYS // 4 if itemsize == 4 or full else KEYS // 2
+        return Shape(keys, 3 if full and not tensor_memory else 2)
     if itemsize == 4:
-        return Shape(KEYS // 4 if lines == 64 else KEYS // 2, 2)
-    return Shape(KEYS, 2 if lines == 64 else 3)
+        return Shape(KEYS // 4 if full else KEYS // 2, 2, 8 if full and tensor_memory else 4)
+    if full and tensor_memory and size > 64:
+        return Shape(KEYS // 2, 2, 8)
+    return Shape(KEYS, 2 if full else 3)
+
+
+@cache
+def major_of(device: torch.device) -> int:
+    """First number of the compute capability. 9 for the CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def attend(
@@ -306,7 +319,7 @@ def attend(
         split = uniform(tiles, parts, queries.device)
     most = parts or min(MOST_PARTS, len(split) - tiles + 1)
     lines = lines_for(geometry.tile * gqa_group)
-    shape = shape_for(lines, queries.itemsize, size)
+    shape = shape_for(lines, queries.itemsize, size, major_of(queries.device))
     queries = queries.contiguous()
     out = torch.empty_like(queries)
     held = most if most > 1 else 0  # One part writes neither.
@@ -347,7 +360,7 @@ def attend(
         NARROW=isinstance(keys, Narrow),
         WINDOWED=windowed,
         CAPPED=cap is not None,
-        num_warps=4,
+        num_warps=shape.warps,
         num_stages=shape.stages,
     )
     if most > 1:
