@@ -18,7 +18,7 @@ PARKED = {(name, arch): 32 for name in TURNS for arch in ARCHS}
 """
 
 ALONE = {("attend 135m float32, 64 lines", 100)}
-"""One program of eight warps, not two of four: those spilt 40 bytes each, with any keys a turn."""
+"""One program of eight warps, not two of four: those spill 40 bytes, with more keys a turn more."""
 
 pytestmark = [
     pytest.mark.slow,

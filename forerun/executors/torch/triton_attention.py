@@ -289,7 +289,7 @@ def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
 
 @cache
 def major_of(device: torch.device) -> int:
-    """First number of the compute capability. 9 for the CPU, where kernels are interpreted."""
+    """First number of the compute capability; 9 where kernels are interpreted, not compiled."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
