@@ -191,7 +191,9 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(opened, seen, which, shape
     (mine, drafts), (others, expected) = found
     assert texts(mine) == texts(others)
     assert acceptance(mine) == acceptance(others)
-    assert sum(item.stats.accepted for item in mine) > 0
+    # Without the noise that it shares with its target a random layer is never right.
+    by_chance = which == "random layer" and temperature == 0
+    assert by_chance or sum(item.stats.accepted for item in mine) > 0
     same(drafts, expected)
 
 

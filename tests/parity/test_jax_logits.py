@@ -54,9 +54,9 @@ def test_every_family_equals_transformers(checkpoint, compiled, random, family, 
     assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, stacked):
-    found = checkpoint("llama", attention_bias=True, mlp_bias=True)
+@pytest.mark.parametrize(("layers", "stacked"), [(2, False), (2, True), (1, True)])
+def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, layers, stacked):
+    found = checkpoint("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=layers)
     tokens = random.integers(0, tiny.VOCAB, 40)
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]

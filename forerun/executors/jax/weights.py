@@ -47,14 +47,14 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
     params: Params = {
-        "embed": reader.made("embed", ["model.embed_tokens.weight"]),
-        "norm": reader.made("norm", ["model.norm.weight"]),
+        "embed": reader.made("embed", "model.embed_tokens.weight"),
+        "norm": reader.made("norm", "model.norm.weight"),
         "frequencies": tuple(
             jax.device_put(rope.frequencies(arch.head_size), sharding.whole) for rope in ropes(arch)
         ),
     }
     if not arch.tied_head:
-        params["head"] = reader.made("head", ["lm_head.weight"])
+        params["head"] = reader.made("head", "lm_head.weight")
     prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
     grouped = [_grouped(checkpoint, prefix) for prefix in prefixes]
     if stacked:
@@ -110,11 +110,9 @@ class _Reader:
 
     def made(self, short: str, names: Any) -> Array:
         """One parameter from one name or a (nested) list of names, an axis in front per level. A
-        callback per device reads only its part. One name in a list counts as that name.
+        callback per device reads only its part.
         """
         experts = short.startswith("experts.")
-        if isinstance(names, list) and len(names) == 1 and not experts:
-            names = names[0]
         shape, axes = _shape(names, self._checkpoint.shape)
         own = self._sharding.weight(short, len(shape) - axes + experts)
         lead = axes - experts
