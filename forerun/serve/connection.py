@@ -34,6 +34,9 @@ def connections(patience: float) -> type[H11Protocol]:
             """See asyncio.Protocol."""
             self._arrived()
             super().connection_lost(exc)
+            # Uvicorn leaves the timer of keep-alive running where the client reset the connection,
+            # and with it all that belongs to the connection.
+            self._unset_keepalive_if_required()
 
         def _wait(self) -> None:
             self._waiting = self.loop.call_later(patience, self.transport.abort)

@@ -1,0 +1,51 @@
+"""One connection, from its beginning until nothing of it is kept."""
+
+import asyncio
+import gc
+import socket
+import struct
+import weakref
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from forerun.serve.connection import connections
+
+
+async def app(scope, receive, send):
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+@pytest.mark.parametrize("reset", [True, False], ids=["reset", "closed"])
+def test_nothing_of_a_lost_connection_is_kept(reset):
+    """The timer of keep-alive, 1,000 s here, would keep it."""
+    kind, state, made = connections(1000.0), ServerState(), []
+    config = uvicorn.Config(app, http=kind, log_config=None, timeout_keep_alive=1000)
+    config.load()
+
+    def connection():
+        protocol = kind(config=config, server_state=state, app_state={})
+        made.append(weakref.ref(protocol))
+        return protocol
+
+    async def one():
+        server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200")
+            assert state.connections
+            if reset:
+                client = writer.get_extra_info("socket")
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.close()
+            while state.connections:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # The transport lets go of it in what called connection_lost.
+            gc.collect()
+            return [kept() for kept in made]
+
+    assert asyncio.run(one()) == [None]
