@@ -77,6 +77,12 @@ Simulate = Callable[[Sequence[tuple[Ints, Ints]], int], float]
 """(prompts and their answers, depth of a chain) -> the trainer's tokens per step."""
 
 
+def alone(config: EngineConfig) -> EngineConfig:
+    """Drafting without the lookup's help: that is what the trainer of a draft model promised."""
+    name = config.algorithm.name.removesuffix("+NGRAM")
+    return replace(config, speculative_algorithm=name) if config.algorithm.model else config
+
+
 def ask(
     target: Target,
     config: EngineConfig,
@@ -87,13 +93,8 @@ def ask(
 ) -> list[Finding]:
     """Serve the prompts plainly and under each shape. Raises what `prove` raises.
 
-    A draft model is measured without the lookup's help: that is what its trainer promised.
-
     simulate  asked of greedy chains: the trainer's view of text that is not greedy says little
     """
-    if config.algorithm.model:
-        alone = config.algorithm.name.removesuffix("+NGRAM")
-        config = replace(config, speculative_algorithm=alone)
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     found = []
     for shape in shapes:

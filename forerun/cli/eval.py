@@ -14,6 +14,7 @@ from forerun.bench.acceptance import (
     Question,
     Shape,
     Simulate,
+    alone,
     ask,
     default_draft,
 )
@@ -50,13 +51,15 @@ def main(arguments: argparse.Namespace) -> int:
         if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")
         simulate = _simulation(target) if arguments.simulate else None
+        named = config.speculative_algorithm.upper() != "AUTO"
+        measured = target.config if named else alone(target.config)
         with bars() as progress:
             for name, prompts in chosen.items():
                 for temperature in arguments.temperatures:
                     question = Question(
                         name, prompts, temperature, arguments.tokens, arguments.group
                     )
-                    found += ask(target, target.config, question, shapes, progress, simulate)
+                    found += ask(target, measured, question, shapes, progress, simulate)
     finally:
         target.close()
     promised = _promised(target.config.speculative_draft_model_path)

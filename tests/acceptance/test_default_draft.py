@@ -6,7 +6,7 @@ aims of a draft trained on a CPU, which this one exceeds (docs/draft-smollm2-135
 
 import pytest
 
-from forerun.bench.acceptance import CHAIN, TREE, Question, ask
+from forerun.bench.acceptance import CHAIN, TREE, Question, alone, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
 from forerun.config import EngineConfig
@@ -45,7 +45,7 @@ def test_the_default_model_comes_with_a_draft(target):
 )
 def test_acceptance_length(target, shape, temperature):
     question = Question("built-in", tuple(spread(read_prompts(), 16)), temperature, 64, 8)
-    (found,) = ask(target, target.config, question, [shape], lambda *_: None)
+    (found,) = ask(target, alone(target.config), question, [shape], lambda *_: None)
     assert found.length >= AT_LEAST[shape.name, temperature]
     # A draft token that follows a right one is about as good: the head's cache holds true features.
     assert found.agreement[1] > 0.6 * found.agreement[0]

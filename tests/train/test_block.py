@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench.acceptance import CHAIN, Question, ask
+from forerun.bench.acceptance import CHAIN, Question, alone, ask
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
@@ -175,7 +175,7 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         print(lengths)
         assert lengths[0] > least and lengths[1] >= lengths[0], lengths
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
-        (judged,) = ask(target, target.config, question, [CHAIN], lambda *_: None)
+        (judged,) = ask(target, alone(target.config), question, [CHAIN], lambda *_: None)
         assert judged.same == judged.answers == 8 and judged.length > least
     finally:
         target.close()
