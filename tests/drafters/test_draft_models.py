@@ -243,7 +243,7 @@ def test_a_template_is_grown_and_nothing_else(target, models, plain, monkeypatch
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
     shape = TreeShape(1, 2, template)
-    monkeypatch.setattr(drafting, "TreeShape", lambda *_: shape)
+    monkeypatch.setattr(drafting, "TreeShape", lambda *_, **__: shape)
     for name in ("self", "small", "block"):
         seen.clear()
         done, _ = served(target, models[name], nodes=4, depth=2, width=2)
@@ -319,9 +319,9 @@ def test_layers_of_any_number_and_shape_are_counted():
     plan = plan_memory(config, with_model, 10**8)
     assert plan.cache == plan.limits.pages * 8 * with_model.per_token
     cache = DraftCache(layers, plan.limits, CPU, torch.float32)
-    shapes = [cache.of_layer(layer)[0].shape for layer in range(3)]
+    shapes = [cache.layers[layer][0].shape for layer in range(3)]
     assert [(shape[0], shape[2]) for shape in shapes] == [(2, 16), (1, 8), (2, 16)]
-    places = {cache.of_layer(layer)[0].data_ptr() for layer in range(3)}
+    places = {cache.layers[layer][0].data_ptr() for layer in range(3)}
     assert len(places) == 3
     held = sum(2 * 4 * shape.numel() for shape in shapes)
     assert DraftCache.bytes(layers, plan.limits, torch.float32) == held

@@ -425,7 +425,7 @@ def test_server_info(server):
         ({"max_depth": 1}, {"nodes": 8, "depth": 1, "reason": BOUND}),
     ):
         server.complete(max_tokens=9, speculative=draft_request, stop="e")
-        assert server.load()["granted"] == [{"min_prob": 0.0} | allowed]
+        assert server.load()["granted"] == [{"min_prob": 0.0, "free_only": False} | allowed]
 
 
 def test_tokenize_and_detokenize(server):
