@@ -107,7 +107,9 @@ def test_who_is_carried(target, learned, kind, carried):  # noqa: F811
 
 
 def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monkeypatch):  # noqa: F811
-    """In all but the first and the last; and each is still one dispatch."""
+    """In all but the first and the last; and each is still one dispatch. A last one that may have
+    no draft token is begun when the one before is read, which could end the answer.
+    """
     made, shape = target
     events = []
     for name in ("verify", "carry", "accept"):
@@ -122,6 +124,8 @@ def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monke
     answered(made, asked(learned[1], 0.8)[:1], True, **shape)
     names = [name for name, _ in events]
     first = names.index("carry")
-    assert names[first:-1] == ["carry", "accept"] * ((len(names) - first) // 2)
-    counts = np.array([count for name, count in events[first:-1] if name == "carry"])
+    last = len(names) - (3 if names[-2] == "verify" else 1)
+    assert names[first:last] == ["carry", "accept"] * ((last - first) // 2)
+    assert names[last:] in (["accept"], ["accept", "verify", "accept"])
+    counts = np.array([count for name, count in events[first:last] if name == "carry"])
     assert (np.diff(counts) == 1).all() and len(counts) > 3
