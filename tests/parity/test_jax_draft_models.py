@@ -202,8 +202,9 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(opened, seen, which, shape
 def test_a_drafting_step_is_one_dispatch_and_one_copy(opened, which, monkeypatch):
     target = opened(which)
     steps = stepped(target, monkeypatch, [{"temperature": 0.0}, {"temperature": 0.0}])
-    assert all((count, len(sizes)) == (1, 1) for count, sizes in steps[3:]), steps
-    assert len(steps) < 16
+    drafting = steps[3:-1]  # The last may have room for no draft token.
+    assert all((count, len(sizes)) == (1, 1) for count, sizes in drafting), steps
+    assert 5 < len(steps) < 16
 
 
 @pytest.mark.slow
