@@ -268,6 +268,8 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=0, help="files of each reader, 0 = no limit")
     parser.add_argument("--replay", type=Path, help="read this file once")
     asked = parser.parse_args()
+    if asked.replay and not asked.reader:
+        parser.error(f"--replay needs the reader that {asked.replay} is for")
     if asked.replay:
         with tempfile.TemporaryDirectory() as folder:
             attempt(READERS[asked.reader], Path(folder), asked.replay.read_bytes())
