@@ -46,8 +46,6 @@ def main(arguments: argparse.Namespace) -> int:
         executor=arguments.executor,
         max_sequences=config.width,
     )
-    if config.start_from and config.method != "eagle3":
-        raise ConfigError(f"--method {config.method} goes on from no head; leave --start-from out")
     if config.start_from and changes["draft_vocab"]:
         raise ConfigError("--start-from brings its own vocabulary; leave --draft-vocab out")
     if engine.toy:

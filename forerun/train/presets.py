@@ -1,8 +1,10 @@
 """What `forerun train` can be told, and the presets. No torch here: `--help` reads this file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from forerun.errors import ConfigError
+from forerun.flags import own_option
 from forerun.options import option, validate
 
 
@@ -80,6 +82,18 @@ class TrainConfig:
         validate(self)
 
 
+TRAINED, UNROLLED = ("eagle3", "mtp", "block"), ("eagle3", "mtp")
+METHODS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("draft_vocab", "epochs", "batch_tokens", "steps", "decay", "ema"), TRAINED),
+    **dict.fromkeys(("rate", "train_minutes", "check_every", "train_bfloat16"), TRAINED),
+    "thin": UNROLLED,
+    "start_from": ("eagle3",),
+    **dict.fromkeys(
+        ("block_layers", "block_features", "block_anchors", "block_causal"), ("block",)
+    ),
+}
+"""The methods that an option is for; all, where it is not named here."""
+
 PRESETS: dict[str, tuple[str, TrainConfig]] = {
     "smoke": (
         "seconds; proves that everything works, the draft is useless",
@@ -148,6 +162,20 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
-    """The preset's values with whatever was said explicitly (not None) in their place."""
+    """The preset's values with whatever was said explicitly (not None) in their place.
+
+    Raises ConfigError, also for an option of other methods.
+    """
     given = {name: value for name, value in changes.items() if value is not None}
-    return replace(PRESETS[preset][1], **given)
+    config = replace(PRESETS[preset][1], **given)
+    for item in fields(TrainConfig):
+        methods = METHODS.get(item.name, (config.method,))
+        if item.name in given and config.method not in methods:
+            flag = own_option(item).flag
+            if given[item.name] is False:
+                flag = f"--no-{flag[2:]}"
+            raise ConfigError(
+                f"{flag} belongs to --method {' or '.join(methods)}, not to {config.method}; "
+                "leave it out"
+            )
+    return config

@@ -162,7 +162,7 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (
             ["train", "--out", "/o", "--preset", "table", "--start-from", "/d"],
             2,
-            "--method table goes on from no head",
+            "--start-from belongs to --method eagle3, not to table",
         ),
         (["eval", *TOY, "--probe"], 2, "nothing to probe"),
         (["run", "Hi", "--probe", "--draft-reading", "theta=1"], 2, "leave --probe out"),

@@ -75,7 +75,7 @@ def test_what_cannot_be_trained_is_refused_before_the_work(untrained, tmp_path, 
     assert main(line) == 3
     assert "use --method eagle3" in capsys.readouterr().err and not out.exists()
     assert main([*line, "--start-from", str(out)]) == 2
-    assert "goes on from no head" in capsys.readouterr().err
+    assert "--start-from belongs to --method eagle3, not to mtp" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,0 +1,50 @@
+"""`forerun train` refuses what another method would do with an option."""
+
+from dataclasses import fields
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.train.presets import METHODS, TrainConfig, resolve
+
+OPTIONS = {item.name: item for item in fields(TrainConfig)}
+KINDS = OPTIONS["method"].metadata["choices"]
+
+
+def said(name):
+    """(flag, value as text, value) of an option that is said: never its default where it matters
+    how it is spelt.
+    """
+    item, flag = OPTIONS[name], f"--{name.replace('_', '-')}"
+    if item.type is bool:
+        value = not item.default
+        return flag if value else f"--no-{flag[2:]}", (), value
+    value = "folder" if item.default is None else item.default
+    return flag, (str(value),), value
+
+
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_an_option_of_other_methods_is_refused(method, name, tmp_path, capsys):
+    flag, text, value = said(name)
+    if method in METHODS[name]:
+        config = resolve("cpu", {"method": method, name: value})
+        assert getattr(config, name) == value
+        return
+    out = tmp_path / "out"
+    assert main(["train", "--out", str(out), "--method", method, flag, *text]) == 2
+    owners = " or ".join(METHODS[name])
+    assert f"{flag} belongs to --method {owners}, not to {method}" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_what_a_preset_says_is_refused_to_nobody():
+    assert resolve("cpu", {"method": "block"}).thin == 0.5
+    assert resolve("table", {}).method == "table"
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in METHODS])
+@pytest.mark.parametrize("method", KINDS)
+def test_all_other_options_are_for_every_method(method, name):
+    value = method if name == "method" else OPTIONS[name].default
+    assert getattr(resolve("cpu", {"method": method, name: value}), name) == value
