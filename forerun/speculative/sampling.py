@@ -197,7 +197,7 @@ def _nucleus(logits: Floats, top_p: float) -> int:
 def largest(logits: Floats, count: int) -> AnyArray:
     """Ids of the `count` largest logits, best first, ties by lowest id.
 
-    Fewer where fewer are possible: excluded tokens, -inf, are never among them.
+    Fewer where fewer are possible: excluded tokens, -inf, and NaN are never among them.
     """
     kept = logits.copy()
     _keep_largest(kept, count)

@@ -3,9 +3,10 @@
     python -m tests.chaos.mutants [--minutes 60] [--out FILE] [FILE ...]
 
 Every file is changed in one place at a time (cosmic-ray's operators), and the tests named here for
-it run against the change in a process forked for it; nothing on disk is touched. A change that no
-test notices survives: it is killed by a new test, or it has its reason in REASONS below. A change
-whose tests take four times the processor time of the unchanged file counts as noticed.
+it run against the change in a process forked for it, the cheapest first, until one fails; nothing
+on disk is touched. A change that no test notices survives: it is killed by a new test, or it has
+its reason in REASONS below. Reasons for what is noticed all the same are printed. A change whose
+tests take four times the processor time of the unchanged file counts as noticed.
 
 Ends with code 1 where a change survives that has no reason, and with 2 where the tests fail without
 any change.
@@ -17,6 +18,7 @@ import importlib.abc
 import importlib.util
 import io
 import json
+import math
 import os
 import random
 import resource
@@ -27,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cosmic_ray.plugins
+import hypothesis
+import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
@@ -42,7 +46,11 @@ TESTS = {
     ],
     S + "verify.py": ["speculative/test_verify.py"],
     S + "noise.py": ["speculative/test_noise.py", "speculative/test_accept.py"],
-    S + "sampling.py": ["speculative/test_sampling.py", "speculative/test_accept.py"],
+    S + "sampling.py": [
+        "speculative/test_sampling.py",
+        "speculative/test_accept.py",
+        "speculative/test_thresholds.py",
+    ],
     S + "thresholds.py": ["speculative/test_thresholds.py"],
     S + "draft_tree.py": ["speculative/test_draft_tree.py"],
     C + "pages.py": ["engine/test_cache.py", "fuzz/test_pages_machine.py"],
@@ -132,8 +140,30 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.code, self.path, "exec"), module.__dict__)
 
 
-def run(path: str, code: str, seconds: float) -> tuple[bool, float]:
-    """Whether the tests pass with this code, and their processor time. Bounded by `seconds`."""
+class CheapestFirst:
+    """A plugin of pytest that runs tests in the order of their costs.
+
+    costs  seconds by test; those not in it run last, and what each takes is added
+    """
+
+    def __init__(self, costs: dict[str, float]):
+        self.known, self.costs = dict(costs), costs
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Called by pytest before the first test."""
+        items.sort(key=lambda item: self.known.get(item.nodeid, math.inf))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called by pytest after each part of a test."""
+        self.costs[report.nodeid] = self.costs.get(report.nodeid, 0.0) + report.duration
+
+
+def run(path: str, code: str, seconds: float, costs: dict[str, float]) -> tuple[bool, float]:
+    """Whether the tests pass with this code, and their processor time. Bounded by `seconds`.
+
+    costs  of the tests, by an earlier run; where it is empty, this run fills it
+    """
+    told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
@@ -144,9 +174,17 @@ def run(path: str, code: str, seconds: float) -> tuple[bool, float]:
         tests = [str(ROOT / "tests" / name) for name in TESTS[path]]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=900"]
         options += ["-m", "not slow"]
+        order = CheapestFirst(costs)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            os._exit(int(pytest.main([*options, *tests])))
+            failed = int(pytest.main([*options, *tests], plugins=[order]))
+        with os.fdopen(tell, "w") as pipe:
+            json.dump({} if costs else order.costs, pipe)
+        os._exit(failed)
+    os.close(tell)
+    with os.fdopen(told) as pipe:
+        text = pipe.read()
     _, status, usage = os.wait4(child, 0)
+    costs.update(json.loads(text or "{}"))
     return status == 0, usage.ru_utime + usage.ru_stime
 
 
@@ -159,19 +197,24 @@ def main() -> None:
     until = time.monotonic() + 60 * given.minutes
     survived, report = [], {}
     for path in given.files:
-        passes, baseline = run(path, (ROOT / path).read_text(), 600)
+        costs: dict[str, float] = {}
+        passes, baseline = run(path, (ROOT / path).read_text(), 600, costs)
         if not passes:
             print(f"{path}: its tests fail without any change")
             sys.exit(2)
         tried, alive = 0, []
+        needless = {key for key in REASONS if key.startswith(f"{path}: ")}
         for mutant in mutants(path):
             if time.monotonic() > until:
                 print(f"{path}: time is up after {tried}")
+                needless = set()
                 break
             tried += 1
-            if run(path, mutant.code, 4 * baseline + 5)[0]:
+            if run(path, mutant.code, 4 * baseline + 5, costs)[0]:
                 alive.append(mutant.key)
                 print(f"survives, line {mutant.line}: {mutant.key}", flush=True)
+        for key in needless - set(alive):
+            print(f"needs no reason: {key}")
         reasoned = [key for key in alive if key in REASONS]
         survived += [key for key in alive if key not in REASONS]
         report[path] = {"tried": tried, "survived": alive, "with a reason": len(reasoned)}
@@ -189,8 +232,13 @@ if __name__ == "__main__":
     import hypothesis.stateful
     import hypothesis.strategies
     import numpy as np
-    import pytest
     import scipy.stats
 
-    assert np and hypothesis and scipy
+    assert np and hypothesis.stateful and hypothesis.strategies and scipy
+    # A change that an example shows is noticed: the smallest such example is not looked for.
+    looking = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile(
+        "mutants", hypothesis.settings.get_profile("ci"), phases=looking
+    )
+    hypothesis.settings.load_profile("mutants")
     main()

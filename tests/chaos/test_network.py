@@ -104,19 +104,16 @@ async def one(address, names, number, luck, server):
 def test_connections_of_which_a_fifth_leave(server):
     luck = random.Random(7)
 
-    async def everybody(count):
+    async def everybody():
         room = asyncio.Semaphore(AT_ONCE)
 
         async def guarded(number):
             async with room:
                 return await one(server.address, NAMES, number, luck, server)
 
-        return await asyncio.gather(*map(guarded, range(count)))
+        return await asyncio.gather(*map(guarded, range(CONNECTIONS)))
 
-    asyncio.run(everybody(CONNECTIONS))  # What these take once, it may keep.
-    assert wait_for(lambda: not server.held())
-    server.warm = server.in_use()
-    ends = asyncio.run(everybody(CONNECTIONS))
+    ends = asyncio.run(everybody())
     assert 0.15 * CONNECTIONS < ends.count("left") < 0.25 * CONNECTIONS
     assert ends.count("answered") > 0.7 * CONNECTIONS
 

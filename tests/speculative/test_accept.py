@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from forerun.speculative.accept import NOTHING, accept_row, choose
+from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among
 from forerun.speculative.noise import gumbel
-from forerun.speculative.sampling import Sampling
+from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, batch
 from tests.speculative.test_sampling import parameters
 from tests.speculative.worlds import (
@@ -23,6 +23,7 @@ from tests.speculative.worlds import (
     TABLE,
     V,
     as_draft,
+    bits,
     decode,
     drafts,
     full_draft,
@@ -190,6 +191,18 @@ def test_a_guess_without_a_choice_is_not_entered():
 
 def test_ties_go_to_the_lowest_id():
     assert choose(np.array([0, 2, 2, 1], np.float32), Sampling(temperature=0.0), 0) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("allowed", [[], [5], [2, 5], [0, 3, 4, 7], list(range(V))])
+def test_a_choice_among_some_is_the_choice_under_their_mask(allowed, temperature):
+    history = History(np.zeros(1, np.int32), 1)
+    for seed in range(200):
+        logits = TABLE[seed % V, seed // V % V]
+        sampling = Sampling(temperature, seed=seed)
+        expected = choose(process(logits, sampling, history, (), bits(allowed)), sampling, seed)
+        found = choose_among(logits, np.array(allowed, np.int32), sampling, seed)
+        assert found == expected and (found == NOTHING or found in allowed)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -60,7 +60,7 @@ parameters = st.builds(
     top_k=st.integers(-1, V + 2),
     top_p=st.sampled_from([1e-9, 0.3, 0.75, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 1.5]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
     frequency_penalty=st.sampled_from([0.0, -0.5, 0.75]),
     presence_penalty=st.sampled_from([0.0, -1.0, 1.5]),
     logit_bias=st.lists(
@@ -139,10 +139,18 @@ def test_plain_knows_every_parameter(asked):
     assert not Sampling(**asked).plain
 
 
-def test_greedy_without_parameters_copies_nothing():
+def test_what_is_not_asked_is_off():
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "min_tokens": 0}
+    penalties = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert Sampling() == Sampling(temperature=1.0, **off, **penalties)
+    assert Sampling(temperature=1.0).temperature == 1.0
+    assert Sampling(top_k=-1).plain
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0, top_k=3)])
+def test_without_parameters_nothing_is_copied(sampling):
     logits = np.zeros(V, np.float32)
-    history = History(np.zeros(1, np.int32), 1)
-    assert process(logits, Sampling(temperature=0.0, top_k=3), history) is logits
+    assert process(logits, sampling, History(np.zeros(1, np.int32), 1)) is logits
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy():
@@ -169,7 +177,23 @@ def test_grammar_outranks_min_tokens():
 def test_a_mask_that_allows_nothing_leaves_nothing():
     history = History(np.zeros(1, np.int32), 1)
     for sampling in (Sampling(), Sampling(top_p=0.5, top_k=2, min_p=0.1), Sampling(temperature=0)):
-        assert process(np.zeros(V, np.float32), sampling, history, (), bits([])).max() == -INF
+        with np.errstate(all="raise"):
+            nothing = process(np.zeros(V, np.float32), sampling, history, (), bits([]))
+        assert nothing.max() == -INF
+
+
+def test_a_cut_off_that_is_off_keeps_the_most_unlikely():
+    """Nor is its logarithm taken."""
+    logits, history = np.array([0, -100], np.float32), History(np.zeros(1, np.int32), 1)
+    with np.errstate(divide="raise"):
+        assert process(logits, Sampling(top_k=2), history).tolist() == [0, -100]
+
+
+def test_top_p_of_two_tokens():
+    logits, history = np.log(np.array([0.25, 0.75], np.float32)), History(np.zeros(1, np.int32), 1)
+    for top_p, kept in ((0.7, [1]), (0.8, [0, 1])):
+        result = process(logits, Sampling(top_p=top_p), history)
+        assert np.flatnonzero(result > -INF).tolist() == kept
 
 
 @pytest.mark.parametrize("vocab", [1, 8, 31, 32, 33, 100])
@@ -205,6 +229,10 @@ def test_largest_is_a_stable_sort_cut_short(values, count):
     possible = [t for t in range(len(values)) if values[t] > -INF]
     expected = sorted(possible, key=lambda t: (-values[t], t))[:count]
     assert largest(logits, count).tolist() == expected
+
+
+def test_what_is_no_number_is_not_among_the_largest():
+    assert largest(np.array([math.nan, 0, 1, -INF], np.float32), 4).tolist() == [2, 1]
 
 
 def test_log_normaliser_is_stable():

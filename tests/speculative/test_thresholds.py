@@ -8,7 +8,7 @@ from forerun.executors.host_choice import HostChoice
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.noise import coin, gumbel
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.thresholds import relaxed
+from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import batch
 from tests.speculative.worlds import as_draft
 
@@ -72,6 +72,20 @@ def test_with_thresholds_of_one_it_is_the_choice():
         drafted = random.permutation(9)[: 1 + seed % 9].tolist()
         assert relaxed(logits, lossy(seed=seed), seed, drafted, chosen) == chosen
     assert not lossy().lossy and lossy().plain and Sampling().accept_thresholds == (1.0, 1.0)
+
+
+def test_with_thresholds_of_one_even_the_most_unlikely_choice_stands():
+    """All else has the probability 1, as float64 has it."""
+    assert relaxed(np.array([0, -50], np.float32), lossy(), 0, [0], 1) == 1
+
+
+def test_children_are_those_right_below_a_node_in_their_order():
+    one = np.array([1], np.int32)
+    bush = as_draft([4, 5, 4, 6, 7, 5, 8], [-1, -1, 0, 0, 1, -1, 3])
+    trees = batch([one, one, one], [as_draft([2], [-1]), bush, as_draft([3], [-1])])
+    root = trees.root(1)
+    below = [list(children(trees, 1, node)) for node in range(root, root + 1 + len(bush))]
+    assert below == [[4, 5, 5], [4, 6], [7], [], [8], [], [], []]
 
 
 def test_what_is_impossible_never_passes():
