@@ -4,6 +4,7 @@ Every one serves the OpenAI chat API on a free port of this machine and is start
 number of streams, so that it gets the configuration its own documentation gives for that number.
 """
 
+import os
 import shlex
 import shutil
 import socket
@@ -126,7 +127,7 @@ def llama_server() -> Path:
             flags += [f"-DCMAKE_C_FLAGS={without}", f"-DCMAKE_CXX_FLAGS={without}"]
         build = str(source / "build")
         subprocess.run(["cmake", "-S", str(source), "-B", build, *flags], check=True)
-        target = ["--target", "llama-server", "--parallel"]
+        target = ["--target", "llama-server", "--parallel", str(os.cpu_count() or 1)]
         subprocess.run(["cmake", "--build", build, *target], check=True)
     return binary
 
