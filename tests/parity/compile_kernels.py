@@ -26,6 +26,7 @@ from forerun.executors.torch import (
     triton_draft,
     triton_future,
     triton_layers,
+    triton_merge,
     triton_round,
 )
 from forerun.executors.torch.captured.sizes import NODES
@@ -117,13 +118,17 @@ def attention_lines(gqa_group):
     return sorted({triton_attention.lines_for(tile * gqa_group) for tile in tiles})
 
 
-def merge(dtype, size):
+def merge(dtype, size, heads=0):
+    """heads: of a row that is wanted in float8; 0: of none."""
     signature = {
         **{"found": "*fp32", "sums": "*fp32", "out": f"*{dtype}"},
-        **{"lines": "i32", "parts": "i32"},
+        **{"numbers": "*fp8e4nv" if heads else f"*{dtype}"},
+        **{"scales": "*fp32" if heads else f"*{dtype}"},
+        **dict.fromkeys(("lines", "parts", "heads"), "i32"),
     }
-    constants = {"E": size, "PARTS": triton_attention.MOST_PARTS}
-    return Kernel(triton_attention._merge, signature, constants, 2)
+    row = triton.next_power_of_2(heads * size) if heads else 0
+    constants = {"E": size, "PARTS": triton_attention.MOST_PARTS, "ROW": row}
+    return Kernel(triton_merge._merge, signature, constants, 4 if heads else 2)
 
 
 def kernel(function, kinds, constants, warps):
@@ -209,22 +214,37 @@ def left(nodes, width, levels):
 
 
 def layer(kernel, pointers, numbers, constants, warps, dtype="bf16"):
+    """With NARROW the kernel's `out` is in float8."""
     signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(numbers, "i32")
+    if constants.get("NARROW"):
+        signature |= {"out": "*fp8e4nv", "scales": "*fp32"}
     fp32 = {name: "*fp32" for name in ("weight", "cos", "sin") if name in signature}
     fp32 |= {"eps": "fp32"} if "eps" in signature else {}
     return Kernel(kernel, signature | fp32, constants, warps)
 
 
-def norm(wide, warps, dtype):
+def of_rows(wide, narrow=False):
+    """Constants and warps of what has a whole row."""
+    return {"WIDE": wide, "NARROW": narrow}, triton_layers.warps_for(wide)
+
+
+def norm(wide, dtype, narrow=False):
     numbers = ("row_stride", "head_stride", "width", "eps")
-    pointers = ("x", "weight", "out")
-    return layer(triton_layers._norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
+    pointers = ("x", "weight", "out", "scales")
+    return layer(triton_layers._norm, pointers, numbers, *of_rows(wide, narrow), dtype)
 
 
-def gate(dtype, gelu=False):
-    numbers = ("gate_stride", "up_stride", "width")
-    pointers, constants = ("gate", "up", "out"), {"BLOCK": 1024, "GELU": gelu}
-    return layer(triton_layers._gate, pointers, numbers, constants, 4, dtype)
+def gate(dtype, gelu=False, wide=0):
+    """wide: of a row that is wanted in float8; 0: of none."""
+    numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out", "scales")
+    constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
+    warps = triton_layers.warps_for(wide) if wide else 4
+    return layer(triton_layers._gate, pointers, numbers, constants, warps, dtype)
+
+
+def quantised(wide, dtype):
+    kinds = f"*{dtype}", "*fp8e4nv", "*fp32", ("i32", 2)
+    return kernel(triton_layers._rows, kinds, {"WIDE": wide}, triton_layers.warps_for(wide))
 
 
 def rotate(half, dtype):
@@ -232,10 +252,10 @@ def rotate(half, dtype):
     return layer(triton_layers._rotate, pointers, numbers, {"HALF": half}, 1, dtype)
 
 
-def add_norm(wide, warps, dtype):
-    pointers = ("x", "more", "weight", "added", "normed")
+def add_norm(wide, dtype, narrow=False):
+    pointers = ("x", "more", "weight", "added", "out", "scales")
     numbers = ("x_stride", "more_stride", "width", "eps")
-    return layer(triton_layers._add_norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
+    return layer(triton_layers._add_norm, pointers, numbers, *of_rows(wide, narrow), dtype)
 
 
 def enter(size, dtype, pages=None, normed=False):
@@ -255,14 +275,27 @@ def model(name, arch, dtype, hidden, group, size, pages=None):
     wide = triton.next_power_of_2(hidden)
     return cases | {
         f"merge {name}": merge(dtype, size),
-        f"norm {name}": norm(wide, 8 if wide >= 4096 else 4, dtype),
-        f"norm of heads {name}": norm(size, 1, dtype),
+        f"norm {name}": norm(wide, dtype),
+        f"norm of heads {name}": norm(size, dtype),
         f"gate {name}": gate(dtype),
-        f"add and norm {name}": add_norm(wide, 8 if wide >= 4096 else 4, dtype),
+        f"add and norm {name}": add_norm(wide, dtype),
         f"rotate {name}": rotate(size // 2, dtype),
         f"enter {name}": enter(size, dtype, pages),
         f"enter with norms {name}": enter(size, dtype, pages, normed=True),
         f"move {name}": moved(dtype, size, pages is not None),
+    }
+
+
+def in_float8(name, hidden, ffn, heads, size):
+    """What products in float8 add to a model in bfloat16, by name; Gemma's gate too."""
+    wide, fed = triton.next_power_of_2(hidden), triton.next_power_of_2(ffn)
+    return {
+        f"norm to float8 {name}": norm(wide, "bf16", narrow=True),
+        f"add and norm to float8 {name}": add_norm(wide, "bf16", narrow=True),
+        f"gate to float8 {name}": gate("bf16", wide=fed),
+        f"gelu gate to float8 {name}": gate("bf16", gelu=True, wide=fed),
+        f"merge to float8 {name}": merge("bf16", size, heads),
+        f"rows to float8 {name}": quantised(triton.next_power_of_2(heads * size), "bf16"),
     }
 
 
@@ -274,6 +307,8 @@ def matrix(arch):
     return {
         **model("8b", arch, "bf16", 4096, 4, 128),
         **model("8b float8 pages", arch, "bf16", 4096, 4, 128, "fp8e4nv"),
+        **in_float8("8b", 4096, 14_336, 32, 128),
+        **in_float8("135m", 576, 1536, 9, 64),
         **model("135m", arch, "bf16", 576, 3, 64),
         **model("135m float32", arch, "fp32", 576, 3, 64),
         **{

@@ -36,10 +36,11 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.sizes import padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.float8 import Float8Linear, Float8Parts
 from forerun.executors.torch.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import Elementwise
+from forerun.executors.torch.layers import Elementwise, Linear, Product
 from forerun.executors.torch.weights import Weights
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture, expected_tensors
@@ -100,7 +101,19 @@ VIEWS = {
 """No launch."""
 
 ONE = {
-    *("mm", "addmm", "bmm", "embedding", "cat", "stack", "copy_", "clone", "_to_copy", "zero_"),
+    *(
+        "mm",
+        "addmm",
+        "bmm",
+        "_scaled_mm",
+        "embedding",
+        "cat",
+        "stack",
+        "copy_",
+        "clone",
+        "_to_copy",
+        "zero_",
+    ),
     *("arange", "full", "full_like", "new_full", "zeros", "new_zeros", "zeros_like", "ones_like"),
     *("add", "add_", "sub", "mul", "div", "neg", "abs", "where", "clamp", "clamp_min", "fill_"),
     *("clamp_max", "maximum", "minimum", "floor_divide", "remainder", "exp", "log", "cos", "sin"),
@@ -154,14 +167,15 @@ class Launches(TorchDispatchMode):
             if name in FEW_BYTES:
                 given = made = bytes_of(args[3] if name == "index_copy_" else out)
             self.traffic += given + (0 if name.endswith("_") else made)
-            if name == "mm":
+            if name in ("mm", "_scaled_mm"):
                 self.floor += bytes_of(args[1])
         return out
 
     def launched(self, name, args, behind):
         """One of our kernels; behind: positions of keys and values that the rows have, in all."""
         self.found[name] += 1
-        moved = sum(bytes_of(each) for each in args if isinstance(each, torch.Tensor))
+        # What stands for a tensor that a kernel does not read is one of the others.
+        moved = sum(map(bytes_of, {id(each): each for each in tensors(args)}.values()))
         if name in CACHES:
             given = [args[place] for place in CACHES[name]]
             moved -= sum(map(bytes_of, given))
@@ -203,12 +217,12 @@ def counted_kernels(told):
 
 
 def modules():
-    names = "attention", "choice", "layers", "round", "draft", "future"
+    names = "attention", "choice", "layers", "round", "draft", "future", "merge"
     return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers, around, draft, future = modules()
+    attention, choice, layers, around, draft, future, _merge = modules()
     compiling = import_module("forerun.executors.torch.compile_ahead")
     return Kernels(
         attend=attention.attend,
@@ -229,6 +243,13 @@ def kernels():
             gate=layers.gate,
             rotate=layers.rotate,
             gelu_gate=layers.gelu_gate,
+            float8=Float8Parts(
+                rows=layers.float8_rows,
+                norm=layers.float8_norm,
+                add_norm=layers.float8_add_norm,
+                gate=layers.float8_gate,
+                gelu_gate=layers.float8_gelu_gate,
+            ),
         ),
         ahead=compiling.compile_ahead,
     )
@@ -246,6 +267,7 @@ class Setting:
     """What is counted.
 
     method   of DRAFTS, where rounds draft
+    products of the layers
     carries  rounds leave on the device what the next one needs
     pages    of the cache, for the sake of its size
     """
@@ -253,6 +275,7 @@ class Setting:
     arch: Architecture
     drafts: bool = True
     method: str = "EAGLE-3"
+    products: type[Product] = Linear
     carries: bool = False
     pages: int = 16 * 1024
     slots: int = 64
@@ -277,8 +300,8 @@ BEHIND = 1024
 
 
 @cache
-def decoder(arch):
-    return Decoder(RandomCheckpoint(arch), META, DTYPE, parts=kernels().parts)
+def decoder(arch, products):
+    return Decoder(RandomCheckpoint(arch), META, DTYPE, products, kernels().parts)
 
 
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
@@ -287,7 +310,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     shape = KvShape(arch.layers, arch.kv_heads, arch.head_size)
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
-    runner = CudaGraphRunner(decoder(arch), cache, limits, kernels(), Nothing())
+    runner = CudaGraphRunner(decoder(arch, setting.products), cache, limits, kernels(), Nothing())
     if setting.drafts:
         attach(runner, limits, setting.method)
     if setting.carries:
@@ -536,8 +559,16 @@ COUNTED = {
     "verified": Size(64, 2),
     "drafted": Size(1, 4, 3, 1),
     "drafted in trees": Size(1, 16, 3, 4),
+    "plain, float8": Size(1, 1),
+    "verified, float8": Size(64, 2),
 }
 """What budgets are kept of."""
+
+
+def budget_of(kind: str) -> Budget:
+    """Of one of COUNTED."""
+    products = Float8Linear if kind.endswith("float8") else Linear
+    return budget(COUNTED[kind], products=products)
 
 
 def budgets() -> str:
@@ -552,7 +583,7 @@ def budgets() -> str:
         "carried",
     )
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    for name, found in {"aim": AIMS, **{n: budget(s) for n, s in COUNTED.items()}}.items():
+    for name, found in {"aim": AIMS, **{n: budget_of(n) for n in COUNTED}}.items():
         numbers = (
             *(found.layer, found.outside, found.first, found.level, found.moves),
             found.carried,

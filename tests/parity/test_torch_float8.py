@@ -10,8 +10,8 @@ from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
-from forerun.executors.torch.layers import PLAIN, compiled
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
+from forerun.executors.torch.layers import PLAIN, Linear, compiled
 from forerun.models.shapes import shape_named
 from tests.models import tiny
 from tests.parity.driver import limits
@@ -88,7 +88,17 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
-    assert seen == [True] * 5
+    narrow, expected = parts.float8, PLAIN.float8
+    for found, wanted in (
+        (narrow.rows(x), expected.rows(x)),
+        (narrow.norm(x, weight, 1e-5), expected.norm(x, weight, 1e-5)),
+        (narrow.add_norm(x, x, weight, 1e-5)[1], expected.add_norm(x, x, weight, 1e-5)[1]),
+        (narrow.gate(x, x), expected.gate(x, x)),
+        (narrow.gelu_gate(x, x), expected.gelu_gate(x, x)),
+    ):
+        assert torch.equal(found.numbers.float(), wanted.numbers.float())
+        assert torch.equal(found.scale, wanted.scale)
+    assert seen == [True] * 10
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):
@@ -106,6 +116,54 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     # The same bits in other chunks: what a chunk's own tokens see is rounded too.
     again = forward(narrow, tokens, [7, 33, 20])
     assert torch.equal(found, again)
+
+
+def test_a_product_reads_rows_that_are_quantised_already():
+    weight, x = torch.randn(48, 96), torch.randn(9, 96)
+    made = Float8Linear(weight)
+    assert torch.equal(made(float8_rows(x)), made(x))
+    with pytest.raises(TypeError, match="not in float8"):
+        Linear(weight)(float8_rows(x))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
+def test_what_stands_before_a_product_quantises_for_it(checkpoint, monkeypatch, family):
+    """Products are given rows in float8, but for the first of experts, whose rows are chosen after
+    the norm; the context may come in either form.
+    """
+    made = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="float8")
+    given, call = [], Float8Linear.__call__
+
+    def told(self, x):
+        given.append(isinstance(x, Float8Rows))
+        return call(self, x)
+
+    monkeypatch.setattr(Float8Linear, "__call__", told)
+    tokens, found = torch.arange(9), []
+    for narrow in (True, False):
+
+        def context(layer, heads, narrow=narrow):
+            assert heads.float8
+            wide = heads.turned()[0]
+            return float8_rows(wide.flatten(1)) if narrow else wide
+
+        given.clear()
+        found.append(made.decoder.forward(tokens, made.decoder.rotary(tokens), context)[0])
+        layers = made.decoder.arch.layers
+        if family == "qwen2_moe":
+            assert any(given)
+        else:
+            assert given == [True, narrow, True, True] * layers
+    assert torch.equal(*found)
+
+
+def test_rounds_in_float8_run(checkpoint, monkeypatch):
+    monkeypatch.setattr(executor, "kernels_for", twins)
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
+    made = with_captures(TorchExecutor(checkpoint(), small, dtype="float8"))
+    first, second = (texts(made, no_draft)[0] for _ in range(2))
+    assert first == second and made.describe()["rounds"] > 20
 
 
 @pytest.mark.parametrize("taped", [False, True])

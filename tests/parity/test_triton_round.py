@@ -23,7 +23,7 @@ from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 
 CPU = torch.device("cpu")
-for name in ("choice", "layers", "draft", "future"):
+for name in ("choice", "layers", "merge", "draft", "future"):
     load(f"triton_{name}")
 attention = load("triton_attention")
 geometry = load("geometry")

@@ -19,6 +19,7 @@ from forerun.executors.torch.decoder import Attend, apart
 from forerun.executors.torch.draft_cache import DraftCache, check_block, check_extension
 from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
+from forerun.executors.torch.float8 import plain
 from forerun.executors.torch.layers import PLAIN, Heads, Rotary, rotation
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows, stacked
@@ -134,7 +135,7 @@ class TorchBlockModel:
         normed = parts.norm(x, self._layers[0].before, eps)
         for number, layer in enumerate(self._layers):
             heads = self._heads(F.linear(normed, layer.qkv), layer, rotary)
-            mixed = F.linear(attend(number, heads).flatten(1), layer.out)
+            mixed = F.linear(plain(attend(number, heads)).flatten(1), layer.out)
             x, normed = parts.add_norm(x, mixed, layer.after, eps)
             opened, up = F.linear(normed, layer.gate_up).chunk(2, -1)
             fed = F.linear(parts.gate(opened, up), layer.down)

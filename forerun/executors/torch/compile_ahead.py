@@ -16,11 +16,15 @@ from forerun.executors.torch import (
     triton_draft,
     triton_future,
     triton_layers,
+    triton_merge,
     triton_round,
 )
 from forerun.machine import cores
 
-MODULES = triton_attention, triton_choice, triton_draft, triton_future, triton_layers, triton_round
+MODULES = (
+    *(triton_attention, triton_choice, triton_draft, triton_future, triton_layers, triton_merge),
+    triton_round,
+)
 
 
 class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]

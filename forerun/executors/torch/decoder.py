@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.experts import Mixture
+from forerun.executors.torch.float8 import Float8Linear, Float8Rows, Rows
 from forerun.executors.torch.layers import (
     PLAIN,
     Elementwise,
@@ -31,8 +32,8 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Attend = Callable[[int, Heads], Tensor]
-"""(layer, its heads) -> context [M,A,E]."""
+Attend = Callable[[int, Heads], Rows]
+"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]."""
 
 AttendApart = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
@@ -64,7 +65,8 @@ class Block:
         self._k_norm = norm("self_attn.k_norm" if spec.qk_norm else None)
         self._qkv = weights.block_linear(*(f"{attention}.{part}_proj" for part in "qkv"))
         self._out = weights.block_linear(f"{attention}.o_proj")
-        gate = parts.gate if spec.activation == "silu" else parts.gelu_gate
+        self._float8 = isinstance(self._out, Float8Linear)
+        gate = parts.gate_for(spec.activation, self._float8)
         self._feed_forward = (
             FeedForward(*weights.feed_forward(f"{prefix}.mlp"), gate)
             if isinstance(spec.feed_forward, Dense)
@@ -76,16 +78,14 @@ class Block:
         """Its matrix products."""
         return self._qkv, self._out, *self._feed_forward.linears
 
-    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Rows]:
         """The residual stream [M,H] entering this layer, which is x + more, and what its attention
         reads.
         """
-        if more is None:
-            return x, self._normed(x, self._before_attention)
-        return self._joined(x, more, self._before_attention)
+        return self._joined(x, more, self._before_attention, self._float8)
 
     def __call__(
-        self, x: Tensor, normed: Tensor, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]
+        self, x: Tensor, normed: Rows, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
         """Two parts [M,H] of the residual stream after this layer, from what `enter` gave. They are
         added where the next one enters, together with its norm.
@@ -93,24 +93,33 @@ class Block:
         sizes  row counts that experts' products may be run at; empty = any
         """
         attended = self._normed(self._attention(normed, rotary, attend), self._after_attention)
-        x, normed = self._joined(x, attended, self._before_feed_forward)
+        # A mixture's router is never in float8.
+        float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
+        x, normed = self._joined(x, attended, self._before_feed_forward, float8)
         fed = self._feed_forward(normed, sizes)
         return x, self._normed(fed, self._after_feed_forward)
 
-    def _attention(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        arch = self._arch
-        qkv = self._qkv(x).view(len(x), -1, arch.head_size)
+    def _attention(self, x: Rows, rotary: Rotary, attend: Attend) -> Tensor:
+        arch, norms = self._arch, (self._q_norm, self._k_norm)
+        qkv = self._qkv(x)
         heads = Heads(
-            *(qkv, arch.kv_heads, self._q_norm, self._k_norm, arch.norm_eps, rotary, self._parts)
+            *(qkv.view(len(qkv), -1, arch.head_size), arch.kv_heads, *norms, arch.norm_eps),
+            *(rotary, self._parts, self._float8),
         )
-        return self._out(attend(self._layer, heads).flatten(1))
+        context = attend(self._layer, heads)
+        return self._out(context if isinstance(context, Float8Rows) else context.flatten(1))
 
-    def _joined(self, x: Tensor, more: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum, and that normed, if there is a weight."""
+    def _joined(
+        self, x: Tensor, more: Tensor | None, weight: Tensor | None, float8: bool
+    ) -> tuple[Tensor, Rows]:
+        """The sum, and that normed, if there is a weight; with `float8` as float8 rows."""
+        parts, eps = self._parts.float8 if float8 else self._parts, self._arch.norm_eps
         if weight is None:
-            x = x + more
-            return x, x
-        return self._parts.add_norm(x, more, weight, self._arch.norm_eps)
+            x = x if more is None else x + more
+            return x, self._parts.float8.rows(x) if float8 else x
+        if more is None:
+            return x, parts.norm(x, weight, eps)
+        return parts.add_norm(x, more, weight, eps)
 
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)

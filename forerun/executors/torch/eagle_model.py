@@ -13,6 +13,7 @@ from forerun.errors import ModelError
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.executor import check_fits
+from forerun.executors.torch.float8 import plain
 from forerun.executors.torch.layers import PLAIN, Heads
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.target import TorchTarget
@@ -91,7 +92,7 @@ class TorchEagleModel(LevelModel):
             residual = normed if about.normed_residual else hidden
         qkv = F.linear(x, self._qkv).view(len(x), -1, about.head_size)
         heads = Heads(qkv, about.kv_heads, None, None, eps, nodes.rotary[0], parts)
-        mixed = layer.self_attn.o_proj(nodes.attend(0, heads).flatten(1))
+        mixed = layer.self_attn.o_proj(plain(nodes.attend(0, heads)).flatten(1))
         after = layer.post_attention_layernorm.weight
         residual, normed = parts.add_norm(residual, mixed, after, eps)
         opened, up = F.linear(normed, self._gate_up).chunk(2, -1)

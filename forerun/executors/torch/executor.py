@@ -17,7 +17,7 @@ from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
-from forerun.executors.torch.float8 import FLOAT8, Float8Linear
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
@@ -188,10 +188,10 @@ class TorchExecutor:
             gqa_group = arch.heads // arch.kv_heads
             geometry = geometry_of(plan, trees, cache, gqa_group, self.device)
 
-            def launched(layer: int, heads: Heads) -> Tensor:
+            def launched(layer: int, heads: Heads) -> Rows:
                 held = cache.of_layer(layer)
                 queries = kernels.enter(heads, held, geometry.slots)
-                return kernels.attend(queries, *held, geometry, specs[layer])
+                return kernels.attend(queries, *held, geometry, specs[layer], float8=heads.float8)
 
             return launched
         windows = dict.fromkeys(spec.window for spec in specs)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.float8 import Rows, plain
 from forerun.executors.torch.layers import FeedForward, Gate, Product, padded_rows
 from forerun.executors.torch.weights import Weights
 from forerun.models.layer_spec import Experts
@@ -38,8 +39,11 @@ class Mixture:
         parts = [*self._experts, *([self._shared] if self._shared else [])]
         return self._router, *(linear for part in parts for linear in part.linears)
 
-    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H]. `sizes`: row counts that products may be run at; empty = any."""
+    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
+        """[M,H] -> [M,H], not from float8. `sizes`: row counts that products may be run at; empty
+        = any.
+        """
+        x = plain(x)
         weights, chosen = self._routes(x)
         found = self._outputs(x, chosen, sizes)
         # One after the other: a sum over an axis may add in an order that depends on its shape.

@@ -1,5 +1,9 @@
 """Products in float8, and rows that are kept in it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,38 +11,73 @@ FLOAT8 = torch.float8_e4m3fn
 _FLOAT8_MOST = torch.finfo(FLOAT8).max
 
 
+class Float8Rows(NamedTuple):
+    """What a product in float8 multiplies by: numbers float8[M,K], each row with its scale in
+    float32[M,1]; their product is nearly the row that was meant.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+
+
+Rows = Tensor | Float8Rows
+"""What a matrix product reads: [M,K] in the activations' dtype or in float8."""
+
+
+def plain(x: Rows) -> Tensor:
+    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
+    if isinstance(x, Float8Rows):
+        raise TypeError("float8 rows reached a product that is not in float8")
+    return x
+
+
 class Float8Linear:
     """y = x W^T + b with both factors in float8 (E4M3), "W8A8 dynamic".
 
     A scale per row of W, made once, and per row of x, made at every call: each row's greatest
-    absolute value becomes float8's. On CUDA one call of the library; elsewhere its slow twin.
-    Takes and returns the dtype of the weight it was made of.
+    absolute value becomes float8's. On CUDA one call of the library; on the CPU its slow twin.
+    Returns the dtype of the weight it was made of, and takes that or rows already in float8.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
-        self._bias = bias
-        self._narrow, self._scale = float8_rows(weight)
+        self._bias, self._dtype = bias, weight.dtype
+        self._weight = float8_rows(weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """[M,K] -> [M,N]."""
-        narrow, scale = float8_rows(x)
-        if x.device.type != "cuda":
-            y = (narrow.float() @ self._narrow.float().T) * scale * self._scale.T
+        rows = x if isinstance(x, Float8Rows) else float8_rows(x)
+        numbers, scale = self._weight
+        if numbers.device.type == "cpu":
+            y = (rows.numbers.float() @ numbers.float().T) * rows.scale * scale.T
             y = y if self._bias is None else y + self._bias
-            return y.to(x.dtype)
+            return y.to(self._dtype)
         return torch._scaled_mm(
-            narrow,
-            self._narrow.t(),
-            scale_a=scale,
-            scale_b=self._scale.t(),
+            rows.numbers,
+            numbers.t(),
+            scale_a=rows.scale,
+            scale_b=scale.t(),
             bias=self._bias,
-            out_dtype=x.dtype,
+            out_dtype=self._dtype,
         )
 
 
-def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Float8 [M,K] and scales float32[M,1] whose product is nearly x [M,K]. NaN stays NaN."""
+def float8_rows(x: Tensor) -> Float8Rows:
+    """[M,K] in float8, a scale for each row. NaN stays NaN."""
     wide = x.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / _FLOAT8_MOST
-    return (wide / scale).clamp(-_FLOAT8_MOST, _FLOAT8_MOST).to(FLOAT8), scale
+    numbers = (wide / scale).clamp(-_FLOAT8_MOST, _FLOAT8_MOST).to(FLOAT8)
+    return Float8Rows(numbers, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Parts:
+    """What stands between products in float8: `float8_rows` of what layers.Elementwise says, which
+    is first rounded to the activations' dtype; or what computes the same.
+    """
+
+    rows: Callable[[Tensor], Float8Rows]
+    norm: Callable[[Tensor, Tensor, float], Float8Rows]
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Float8Rows]]
+    gate: Callable[[Tensor, Tensor], Float8Rows]
+    gelu_gate: Callable[[Tensor, Tensor], Float8Rows]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.torch.float8 import Rows, float8_rows
 from forerun.executors.torch.kv import CacheTensor, read
 from forerun.executors.torch.layers import softcapped
 from forerun.models.layer_spec import AttentionSpec
@@ -118,13 +119,15 @@ def attend_dense(
     values: CacheTensor,
     geometry: Geometry,
     spec: AttentionSpec | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Rows:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
 
-    spec  how scores are made; None: scaled by 1/sqrt(E), no window
+    spec    how scores are made; None: scaled by 1/sqrt(E), no window
+    float8  give the context as float8 rows [Q,A*E] instead
     """
     size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
     nodes = torch.arange(count, device=queries.device)
@@ -157,4 +160,5 @@ def attend_dense(
     scores = torch.einsum("gmae,gmte->gmat", grouped, key) * spec.scale
     scores = softcapped(scores, spec.softcap)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-    return torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
+    context = torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
+    return float8_rows(context.flatten(1)) if float8 else context

@@ -11,6 +11,7 @@ from torch import Tensor
 from forerun.executors.torch.accept import NodeNoise, choose
 from forerun.executors.torch.captured.buffers import Record, Size
 from forerun.executors.torch.captured.future_map import FutureState, leave, resume
+from forerun.executors.torch.float8 import Float8Parts, Rows
 from forerun.executors.torch.geometry import Geometry, attend_dense
 from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter
 from forerun.executors.torch.layers import PLAIN, Elementwise, Heads, Rotary, rotation
@@ -41,9 +42,11 @@ class Attend(Protocol):
         values: CacheTensor,
         geometry: Geometry,
         spec: AttentionSpec | None = None,
-    ) -> Tensor:
+        *,
+        float8: bool = False,
+    ) -> Rows:
         """Context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, whose scores are
-        made as `spec` says; None: scaled by 1/sqrt(E), no window.
+        made as `spec` says; None: scaled by 1/sqrt(E), no window. float8: as float8 rows [Q,A*E].
         """
         ...
 
@@ -186,6 +189,13 @@ def kernels_for(device: torch.device) -> Kernels | None:
             gate=guarded(device, triton_layers.gate),
             gelu_gate=guarded(device, triton_layers.gelu_gate),
             rotate=guarded(device, triton_layers.rotate),
+            float8=Float8Parts(
+                rows=guarded(device, triton_layers.float8_rows),
+                norm=guarded(device, triton_layers.float8_norm),
+                add_norm=guarded(device, triton_layers.float8_add_norm),
+                gate=guarded(device, triton_layers.float8_gate),
+                gelu_gate=guarded(device, triton_layers.float8_gelu_gate),
+            ),
         ),
         ahead=compile_ahead.compile_ahead,
     )

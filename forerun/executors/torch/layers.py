@@ -7,14 +7,21 @@ the bits it gets in the largest (docs/decisions/0006).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.float8 import Float8Linear
+from forerun.executors.torch.float8 import (
+    Float8Linear,
+    Float8Parts,
+    Float8Rows,
+    Rows,
+    float8_rows,
+    plain,
+)
 
 MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
@@ -40,8 +47,9 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._weight: Tensor = weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
+    def __call__(self, x: Rows) -> Tensor:
+        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
+        x = plain(x)
         if not self._on_cpu or len(x) <= MOST_ROWS:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
@@ -71,17 +79,17 @@ class WholeLinear:
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[M,K] -> [M,N]."""
-        return F.linear(x, self.weight, self._bias)
+    def __call__(self, x: Rows) -> Tensor:
+        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
+        return F.linear(plain(x), self.weight, self._bias)
 
 
 Product = Linear | WholeLinear | Float8Linear
 """A matrix product with its weight: [M,K] -> [M,N]."""
 
 
-Gate = Callable[[Tensor, Tensor], Tensor]
-"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""
+Gate = Callable[[Tensor, Tensor], Rows]
+"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like; in float8 if `down` reads that."""
 
 
 class FeedForward:
@@ -91,7 +99,7 @@ class FeedForward:
         self.linears: tuple[Product, ...] = (gate_up, down)
         self._gate_up, self._down, self._gate = gate_up, down, gate
 
-    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
         """[M,H] -> [M,H]. `sizes`, for experts only: M is already one of them."""
         return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
 
@@ -99,7 +107,7 @@ class FeedForward:
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, or what computes the same.
+    `geglu`, or what computes the same; `float8`: where the next product is in float8.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -107,6 +115,12 @@ class Elementwise:
     gate: Callable[[Tensor, Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
+    float8: Float8Parts
+
+    def gate_for(self, activation: str, float8: bool) -> Gate:
+        """Of "silu" or another activation, which is GELU."""
+        parts = self.float8 if float8 else self
+        return parts.gate if activation == "silu" else parts.gelu_gate
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -122,6 +136,7 @@ class Heads:
     q_norm, k_norm  float32[E] of every query or key head; None = not normed
     eps             of those norms
     rotary          of the positions of the M nodes
+    float8          the context may be given as float8 rows [M,A*E], which is what reads it
     """
 
     qkv: Tensor
@@ -131,6 +146,7 @@ class Heads:
     eps: float
     rotary: Rotary
     parts: Elementwise
+    float8: bool = False
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
@@ -145,9 +161,17 @@ class Heads:
 
 def compiled(parts: Elementwise) -> Elementwise:
     """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
-    functions = (parts.norm, parts.add_norm, parts.gate, parts.rotate, parts.gelu_gate)
-    made: list[Any] = [torch.compile(each, dynamic=True) for each in functions]
-    return Elementwise(*made)
+
+    def each(functions: Any) -> Any:
+        made = {
+            field.name: torch.compile(getattr(functions, field.name), dynamic=True)
+            for field in fields(functions)
+            if field.name != "float8"
+        }
+        return replace(functions, **made)
+
+    whole: Elementwise = replace(each(parts), float8=each(parts.float8))
+    return whole
 
 
 def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
@@ -243,4 +267,26 @@ def rotation(
     return angles.cos() * factor, angles.sin() * factor
 
 
-PLAIN = Elementwise(rms_norm, add_norm, swiglu, turned, geglu)
+def _float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
+    return float8_rows(rms_norm(x, weight, eps))
+
+
+def _float8_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Float8Rows]:
+    added, normed = add_norm(x, more, weight, eps)
+    return added, float8_rows(normed)
+
+
+def _float8_swiglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(swiglu(gate, up))
+
+
+def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(geglu(gate, up))
+
+
+PLAIN = Elementwise(
+    *(rms_norm, add_norm, swiglu, turned, geglu),
+    Float8Parts(float8_rows, _float8_norm, _float8_add_norm, _float8_swiglu, _float8_geglu),
+)

@@ -1,4 +1,4 @@
-"""Tree attention over pages as two Triton kernels, for CUDA.
+"""Tree attention over pages as a Triton kernel, for CUDA.
 
 Split-prefix decoding (flash-decoding; online softmax after Milakov and Gimelshein, arXiv
 1805.02867) with a tree at its end. A program takes one tile of a row's nodes, one key/value head
@@ -6,7 +6,7 @@ and one part of the prefix; the queries of all heads that share that key/value h
 rows, so keys are read once for all of them and for all nodes of the tile.
 
     prefix   |  part 0  |  part 1  |  part 2  | part 3 + the row's own nodes, masked |
-                  '----------'----------'-----------------'-- merged by log-sum-exp
+                  '----------'----------'-----------------'-- merged: triton_merge.py
 
 Keys and values are read where they lie (kv.py): the prefix through the page table, the step's own
 from scratch. Inputs float32, bfloat16 or float16; sums, maxima and exponentials in float32. Keys
@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import (
     KEYS,
     MOST_PARTS,
@@ -38,6 +39,7 @@ from forerun.executors.torch.geometry import (
     positions_of,
 )
 from forerun.executors.torch.kv import CacheTensor, Narrow
+from forerun.executors.torch.triton_merge import Found, merged, merged_rows
 from forerun.models.layer_spec import AttentionSpec
 
 VIEWS = (
@@ -62,23 +64,9 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def _see(
-    most,
-    total,
-    mixed,
-    q,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    slot,
-    seen,
-    there,
-    scale,
-    cap,
-    E: tl.constexpr,
-    NARROW: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there, scale, cap,
+    E: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
 
     Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
@@ -109,10 +97,13 @@ def _see(
 
 @triton.jit
 def _give(
-    found, sums, out, mixed, most, total, mine, whole, place, e, where, further,
+    found, sums, out, mixed, most, total, mine, whole, place, e, query, head, heads, further,
     part, parts, most_parts, E: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """What a program has found, see `_attend`. where [LINES]: query and head; further: all such."""
+    """What a program has found, see `_attend`; of each line its query and head [LINES], and how
+    many of both there are in all.
+    """
+    where = query * heads + head
     if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
         if most_parts > 1:
@@ -126,6 +117,9 @@ def _give(
         tl.store(found + to.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
         tl.store(sums + to, most, mask=mine)
         tl.store(sums + most_parts * further + to, total, mask=mine)
+    if (part == 0) & (most_parts > 1):
+        nobody = tl.zeros_like(total)
+        tl.store(sums + 2 * most_parts * further + query, nobody, mask=mine & (head == 0))
 
 
 @triton.jit(
@@ -141,9 +135,8 @@ def _attend(
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found` [P,Q,A,E] (float32, not yet divided) and `sums` [2,P,Q,A], the greatest score
-    and the sum of weights, for P = most_parts; or, of a tile in one part, just `out` [Q,A,E]:
-    then its first sum is -1. asked: Q, count: M, nodes of a tile. The rest as in Geometry.
+    """Fill `found`, `sums` and `out` as triton_merge.Found says, for P = most_parts. asked: Q,
+    count: M, nodes of a tile. The rest as in Geometry.
 
     Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
@@ -210,29 +203,9 @@ def _attend(
         )  # fmt: skip
 
     _give(
-        found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
+        found, sums, out, mixed, most, total, mine, whole, place, e, query, head, heads,
         asked * heads, part, parts, most_parts, E, LINES,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["lines", "parts"])
-def _merge(found, sums, out, lines, parts, E: tl.constexpr, PARTS: tl.constexpr):
-    """Fill `out` [M*A,E] from what at most `parts` parts, PARTS at most, found; where one part has
-    filled it, nothing is done.
-    """
-    line = tl.program_id(0)
-    WIDE: tl.constexpr = triton.next_power_of_2(E)
-    part, e = tl.arange(0, PARTS), tl.arange(0, WIDE)
-    at = part * lines + line
-    if tl.load(sums + parts * lines + line) >= 0:
-        level = tl.load(sums + at, mask=part < parts, other=float("-inf"))
-        real = level != float("-inf")
-        total = tl.load(sums + parts * lines + at, mask=real, other=0.0)
-        weight = tl.where(real, tl.exp2(level - tl.max(level, 0)), 0.0)
-        place = at.to(tl.int64)[:, None] * E + e[None, :]
-        mixed = tl.load(found + place, mask=real[:, None] & (e[None, :] < E), other=0.0)
-        summed = tl.sum(weight[:, None] * mixed, 0) / tl.sum(weight * total, 0)
-        tl.store(out + line * E + e, summed.to(out.dtype.element_ty), mask=e < E)
 
 
 def parts_for(programs: int) -> int:
@@ -300,59 +273,60 @@ def attend(
     geometry: Geometry,
     spec: AttentionSpec | None = None,
     parts: int | None = None,
-) -> Tensor:
+    float8: bool = False,
+) -> Rows:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
     The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
     here waits for the device.
 
-    spec   how scores are made; None: scaled by 1/sqrt(E), no window
-    parts  for every tile, instead of those of the geometry
+    spec    how scores are made; None: scaled by 1/sqrt(E), no window
+    parts   for every tile, instead of those of the geometry
+    float8  give the context as float8 rows [Q,A*E] instead
     """
-    count, heads, size = queries.shape
-    spec = spec or AttentionSpec(size**-0.5)
-    windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
-    gqa_group = heads // len(keys)
+    split, most = _split(geometry, len(keys), parts)
+    found = Found.of(queries, most)
+    spec = spec or AttentionSpec(queries.shape[2] ** -0.5)
+    _launch(queries.contiguous(), (keys, values), geometry, spec, split, found)
+    return merged_rows(found) if float8 else merged(found)
+
+
+def _split(geometry: Geometry, groups: int, parts: int | None) -> tuple[Tensor, int]:
+    """As Geometry.split, for so many key/value heads, and the parts that a tile has at most."""
     tiles, split = len(geometry.tiles), geometry.split
-    if split is None or parts:
-        parts = parts or parts_for(tiles * len(keys))
-        split = uniform(tiles, parts, queries.device)
-    most = parts or min(MOST_PARTS, len(split) - tiles + 1)
-    lines = lines_for(geometry.tile * gqa_group)
+    if split is not None and not parts:
+        return split, min(MOST_PARTS, len(split) - tiles + 1)
+    parts = parts or parts_for(tiles * groups)
+    return uniform(tiles, parts, geometry.tiles.device), parts
+
+
+def _launch(
+    queries: Tensor,
+    cached: tuple[CacheTensor, CacheTensor],
+    geometry: Geometry,
+    spec: AttentionSpec,
+    split: Tensor,
+    found: Found,
+) -> None:
+    """`_attend` of whole queries [Q,A,E] over keys and values."""
+    keys, (count, heads, size) = cached[0], queries.shape
+    windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
+    lines = lines_for(geometry.tile * (heads // len(keys)))
     shape = shape_for(lines, queries.itemsize, size, major_of(queries.device))
-    queries = queries.contiguous()
-    out = torch.empty_like(queries)
-    held = most if most > 1 else 0  # One part writes neither.
-    found = queries.new_empty((held, count, heads, size), dtype=torch.float32)
-    sums = queries.new_empty((2, held, count, heads), dtype=torch.float32)
-    numbers, scales = zip(*(_parts_of(cached) for cached in (keys, values)), strict=True)
+    numbers, scales = zip(*(_parts_of(each) for each in cached), strict=True)
+    nodes = len(geometry.slots)
     _attend[len(split), len(keys)](
-        queries,
-        *numbers,
-        *scales,
-        out,
-        found,
-        sums,
-        geometry.tiles,
-        geometry.start,
-        geometry.kv_len,
-        geometry.table,
-        geometry.tree_intervals,
-        geometry.slots,
+        *(queries, *numbers, *scales, found.out, found.parts, found.sums),
+        *(geometry.tiles, geometry.start, geometry.kv_len, geometry.table),
+        *(geometry.tree_intervals, geometry.slots),
         positions_of(geometry) if windowed else geometry.tree_intervals,
-        split,
-        numbers[0].stride(0),
-        geometry.table.stride(0),
-        count,
-        len(geometry.slots),
-        geometry.tile,
-        len(geometry.slots) if geometry.both_ways else geometry.tile,
+        *(split, numbers[0].stride(0), geometry.table.stride(0), count, nodes, geometry.tile),
+        nodes if geometry.both_ways else geometry.tile,
         NO_WINDOW if spec.window is None else spec.window,
-        geometry.begin,
-        most,
+        *(geometry.begin, found.most),
         spec.scale * _LOG2E if cap is None else spec.scale / cap,
         (cap or 0.0) * _LOG2E,
-        GQA_GROUP=gqa_group,
+        GQA_GROUP=heads // len(keys),
         E=size,
         PAGE=geometry.page_size,
         LINES=lines,
@@ -363,11 +337,6 @@ def attend(
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    if most > 1:
-        _merge[(count * heads,)](
-            found, sums, out, count * heads, most, E=size, PARTS=MOST_PARTS, num_warps=2
-        )
-    return out
 
 
 def _parts_of(cached: CacheTensor) -> tuple[Tensor, Tensor]:

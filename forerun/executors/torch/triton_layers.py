@@ -10,12 +10,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.torch.float8 import FLOAT8, Float8Rows
 from forerun.executors.torch.kv import CacheTensor, Narrow
 from forerun.executors.torch.layers import Heads
 
 
+@triton.jit
+def narrowed(value, out, scales, row, at, there, width):
+    """Store a row `value`, float32 but rounded to the activations' dtype and zero where not
+    `there`, in float8; as forerun.executors.torch.float8.float8_rows.
+    """
+    # Greatest or NaN: a maximum alone would drop that.
+    bad = tl.sum(value * 0, 0)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 0), 1e-12), tl.full([], 448.0, tl.float32))
+    scale = scale + bad
+    tl.store(scales + row, scale)
+    numbers = tl.clamp(tl.div_rn(value, tl.zeros_like(value) + scale), -448.0, 448.0)
+    tl.store(out + row * width + at, numbers.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _rows(x, out, scales, row_stride, width, WIDE: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    there = at < width
+    value = tl.load(x + row * row_stride + at, mask=there, other=0.0).to(tl.float32)
+    narrowed(value, out, scales, row, at, there, width)
+
+
 @triton.jit(do_not_specialize=["eps"])
-def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr):
+def _norm(
+    x, weight, out, scales, row_stride, head_stride, width, eps,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One row, or one head of it, which is none of NARROW's."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -23,12 +50,19 @@ def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexp
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     wide = wide * tl.load(weight + at, mask=there, other=0.0)
-    place = (row * tl.num_programs(1) + head) * width + at
-    tl.store(out + place, wide.to(out.dtype.element_ty), mask=there)
+    normed = wide.to(x.dtype.element_ty)
+    if NARROW:
+        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + (row * tl.num_programs(1) + head) * width + at, normed, mask=there)
 
 
 @triton.jit
-def _gate(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gate(
+    gate, up, out, scales, gate_stride, up_stride, width,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """A block of a row; NARROW: all of it."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
@@ -37,8 +71,11 @@ def _gate(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, GEL
     angle = opened
     if GELU:
         angle = 1.5957691216057308 * (opened + 0.044715 * opened * opened * opened)
-    found = opened / (1 + tl.exp(-angle)) * value
-    tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=there)
+    found = (opened / (1 + tl.exp(-angle)) * value).to(gate.dtype.element_ty)
+    if NARROW:
+        narrowed(found.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + row * width + at, found, mask=there)
 
 
 @triton.jit
@@ -60,8 +97,9 @@ def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["eps"])
 def _add_norm(
-    x, more, weight, added, normed, x_stride, more_stride, width, eps, WIDE: tl.constexpr
-):
+    x, more, weight, added, out, scales, x_stride, more_stride, width, eps,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     there = at < width
     kind = added.dtype.element_ty
@@ -72,7 +110,11 @@ def _add_norm(
     wide = whole.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     wide = wide * tl.load(weight + at, mask=there, other=0.0)
-    tl.store(normed + row * width + at, wide.to(kind), mask=there)
+    normed = wide.to(kind)
+    if NARROW:
+        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + row * width + at, normed, mask=there)
 
 
 @triton.jit
@@ -148,23 +190,41 @@ def _enter(
         _store(to_values, value_scales, where, at, there, low, high, HALF, NARROW)
 
 
+def warps_for(wide: int) -> int:
+    """Of a program that has a whole row of `wide` numbers, which is a power of two."""
+    return 16 if wide >= 16_384 else 8 if wide >= 4096 else 4 if wide >= 512 else 1
+
+
+def _float8_like(x: Tensor) -> Float8Rows:
+    """Room for rows [M,W]."""
+    numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
+    return Float8Rows(numbers, x.new_empty((len(x), 1), dtype=torch.float32))
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """layers.rms_norm over x [M,W] or [M,heads,W]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, weight, eps, out, None)
+    return out
+
+
+def float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
+    """float8_rows of layers.rms_norm over x [M,W]."""
+    out = _float8_like(x)
+    _launch_norm(x, weight, eps, *out)
+    return out
+
+
+def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
     width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     wide = triton.next_power_of_2(width)
     _norm[len(x), heads](
-        x,
-        weight,
-        out,
-        x.stride(0),
-        x.stride(1) if x.dim() == 3 else 0,
-        width,
-        eps,
+        *(x, weight, out, out if scales is None else scales),
+        *(x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
         WIDE=wide,
-        num_warps=8 if wide >= 4096 else 4 if wide >= 512 else 1,
+        NARROW=scales is not None,
+        num_warps=warps_for(wide),
     )
-    return out
 
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
@@ -172,14 +232,10 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
-        opened,
-        up,
-        out,
-        opened.stride(0),
-        up.stride(0),
-        width,
+        *(opened, up, out, out, opened.stride(0), up.stride(0), width),
         BLOCK=1024,
         GELU=gelu,
+        NARROW=False,
         num_warps=4,
     )
     return out
@@ -188,6 +244,33 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
     """layers.geglu of [M,I] and [M,I]."""
     return gate(opened, up, gelu=True)
+
+
+def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
+    """float8_rows of `gate`."""
+    out = _float8_like(opened)
+    wide = triton.next_power_of_2(opened.shape[1])
+    _gate[len(opened), 1](
+        *(opened, up, *out, opened.stride(0), up.stride(0), opened.shape[1]),
+        BLOCK=wide,
+        GELU=gelu,
+        NARROW=True,
+        num_warps=warps_for(wide),
+    )
+    return out
+
+
+def float8_gelu_gate(opened: Tensor, up: Tensor) -> Float8Rows:
+    """float8_rows of `gelu_gate`."""
+    return float8_gate(opened, up, gelu=True)
+
+
+def float8_rows(x: Tensor) -> Float8Rows:
+    """float8.float8_rows of x [M,W]."""
+    out = _float8_like(x)
+    wide = triton.next_power_of_2(x.shape[1])
+    _rows[(len(x),)](x, *out, x.stride(0), x.shape[1], WIDE=wide, num_warps=warps_for(wide))
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -200,15 +283,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """layers.add_norm over x and more [M,H]."""
-    count, width = x.shape
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    wide = triton.next_power_of_2(width)
-    _add_norm[(count,)](
-        *(x, more, weight, added, normed, x.stride(0), more.stride(0), width, eps),
-        WIDE=wide,
-        num_warps=8 if wide >= 4096 else 4 if wide >= 512 else 1,
-    )
+    _launch_add_norm(x, more, weight, eps, (added, normed, None))
     return added, normed
+
+
+def float8_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Float8Rows]:
+    """The sum of layers.add_norm, and float8_rows of what is normed."""
+    added, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float8_like(x)
+    _launch_add_norm(x, more, weight, eps, (added, *out))
+    return added, out
+
+
+def _launch_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float, out: tuple[Tensor, Tensor, Tensor | None]
+) -> None:
+    wide = triton.next_power_of_2(x.shape[1])
+    added, normed, scales = out
+    _add_norm[(len(x),)](
+        *(x, more, weight, added, normed, normed if scales is None else scales),
+        *(x.stride(0), more.stride(0), x.shape[1], eps),
+        WIDE=wide,
+        NARROW=scales is not None,
+        num_warps=warps_for(wide),
+    )
 
 
 def enter(heads: Heads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from forerun.executors.torch.captured.entries import (
 )
 from forerun.executors.torch.decoder import Attend
 from forerun.executors.torch.draft_cache import DraftCache
+from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import Heads, Rotary
@@ -93,7 +94,7 @@ class Drafting:
         """Of nodes whose keys and values go into `slots`."""
         kernels, cache = self._kernels, self._network.cache
 
-        def attend(layer: int, heads: Heads) -> Tensor:
+        def attend(layer: int, heads: Heads) -> Rows:
             held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, slots)
             seen = replace(geometry, begin=begin) if begin else geometry

@@ -39,6 +39,7 @@ from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.sizes import padded_rows
 from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
@@ -200,11 +201,11 @@ class CudaGraphRunner:
             split=facts["split"],
         )
 
-        def attend(layer: int, heads: Heads) -> Tensor:
+        def attend(layer: int, heads: Heads) -> Rows:
             held = cache.of_layer(layer)
             queries = kernels.enter(heads, held, prepared.slots)
             spec = decoder.arch.layer_specs[layer].attention
-            return kernels.attend(queries, *held, geometry, spec)
+            return kernels.attend(queries, *held, geometry, spec, float8=heads.float8)
 
         last, streams = decoder.forward(facts["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:
