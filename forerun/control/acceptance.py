@@ -97,6 +97,10 @@ class Acceptance:
         ]
         return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
+    def modelled(self, slot: int) -> bool:
+        """False where only the free drafters of a merged tree were asked for the last draft."""
+        return not self._calibrated or self._records[slot].proposed.free is not None
+
     def learn(self, slot: int, tokens: list[int], draft_tokens: int, given: int) -> bool | None:
         """`tokens` came, at least one. True where a draft token was right, False where none was,
         None where nothing was proposed.

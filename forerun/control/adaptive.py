@@ -9,6 +9,7 @@ draft model may be asked for, tokens that a grammar forces or makes likely.
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from forerun.control.report import StepReport
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.control.step_costs import StepCosts
 from forerun.interface.plan import Plan
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import Ints
 
 
@@ -89,7 +90,8 @@ class AdaptivePolicy:
         if len(slots) == 0:
             return []
         budgets = self._asked(slots, kv_len)
-        self.reasons.update(budget.reason.partition(" (")[0] for budget in budgets)
+        for reason, rows in Counter(map(attrgetter("reason"), budgets)).items():
+            self.reasons[reason.partition(" (")[0]] += rows
         if self._lookahead is None or not constrained:
             return budgets
         paused = self.guard.disabled or budgets[0].reason == reasons.PLAIN
@@ -130,8 +132,7 @@ class AdaptivePolicy:
             return [Budget(0, 0, why)] * len(slots)
         if self._levels is None:
             return self._choices(slots, kv_len)
-        asked = self._levels.asked(slots, kv_len, self._step, self._tried)
-        levels = [_budget(a.nodes, a.depth, 0.0, False, a.text, *a.facts) for a in asked]
+        levels = self._levels.budgets(slots, kv_len, self._step, self._tried)
         free = self._choices(slots, kv_len) if self._merged else levels
         return [a if a.nodes else b for a, b in zip(levels, free, strict=True)]
 
@@ -143,29 +144,30 @@ class AdaptivePolicy:
             self._probing = True
             return self._probes(slots)
         if self.guard.speed < 1.0 and self._idle % SPARING:
-            return [Budget(0, 0, reasons.SELDOM, free_only=True)] * len(slots)
+            return [Budget(0, 0, reasons.SELDOM)] * len(slots)
         if price >= 1.0:
-            return [_budget(0, 0, 0.0, True, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
-        return [self._ask(slot, price) for slot in slots.tolist()]
+            return [_budget(0, 0, 0.0, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)
+        least, trust = round(price, 2), self.acceptance.trust
+        everything = _budget(self._nodes, self._depth, least, reasons.ABOUT_ON, 100 * least)
+        return [
+            everything if trust(slot) > price else self._doubted(slot, price)
+            for slot in slots.tolist()
+        ]
 
-    def _ask(self, slot: int, price: float) -> Budget:
-        """All that the drafter knows, or nothing where even a sure draft token would not pay."""
-        trust = self.acceptance.trust(slot)
-        if trust > price:
-            least = round(price, 2)
-            return _budget(self._nodes, self._depth, least, True, reasons.ABOUT_ON, 100 * least)
+    def _doubted(self, slot: int, price: float) -> Budget:
+        """Where even a draft token that the drafter is sure of would not pay."""
         if self._step - self._tried[slot] <= LOOK_EVERY:
-            facts = round(100 * trust), round(100 * price)
-            return _budget(0, 0, 0.0, True, reasons.ABOUT_WRONG, *facts)
+            facts = round(100 * self.acceptance.trust(slot)), round(100 * price)
+            return _budget(0, 0, 0.0, reasons.ABOUT_WRONG, *facts)
         self._tried[slot] = self._step
-        return Budget(1, 1, reasons.LOOKING, price, free_only=True)
+        return Budget(1, 1, reasons.LOOKING, price)
 
     def _probes(self, slots: Ints) -> list[Budget]:
         """One draft token each for a few rows, more often right than not; nothing else."""
         good = [row for row, slot in enumerate(slots.tolist()) if self.acceptance.trust(slot) > 0.5]
-        budgets = [Budget(0, 0, reasons.PAUSED, free_only=True)] * len(slots)
+        budgets = [Budget(0, 0, reasons.PAUSED)] * len(slots)
         for row in good[:PROBE_ROWS]:
-            budgets[row] = Budget(1, 1, reasons.PROBING, free_only=True)
+            budgets[row] = Budget(1, 1, reasons.PROBING)
         return budgets
 
     def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
@@ -222,14 +224,16 @@ class AdaptivePolicy:
         """Learn what the step cost, and of every row what its draft tokens were worth."""
         self.guard.observe(report)
         self._drafted = self._drafted + 1 if any(report.draft_tokens) else 0
-        columns = report.slots, report.tokens, report.draft_tokens, report.allowed, report.free_only
-        for slot, tokens, draft_tokens, allowed, free_only in zip(*columns, strict=True):
+        if not any(report.allowed):
+            return
+        columns = report.slots, report.tokens, report.draft_tokens, report.allowed
+        for slot, tokens, draft_tokens, allowed in zip(*columns, strict=True):
             if not tokens:
                 continue
             blind = draft_tokens if report.carried else 0
-            given = (not free_only) * (allowed // self._width)
-            right = self.acceptance.learn(slot, tokens, blind, given)
-            if right is None or (free_only and self._merged):
+            modelled = self.acceptance.modelled(slot)
+            right = self.acceptance.learn(slot, tokens, blind, modelled * allowed // self._width)
+            if right is None or not modelled:
                 continue
             self._tried[slot] = -np.inf if right else self._step
             if self._levels is not None:
@@ -249,6 +253,8 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
     """The draft tokens that are kept; every one's parent is."""
     if all(kept):
         return draft
+    if not any(kept):
+        return NO_DRAFT
     keep = np.array(kept)
     place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
     parents = place[draft.parents[keep]]
@@ -256,10 +262,8 @@ def cut(draft: Draft, kept: list[bool]) -> Draft:
 
 
 @lru_cache(maxsize=4096)
-def _budget(
-    nodes: int, depth: int, min_prob: float, free_only: bool, text: str, *numbers: float
-) -> Budget:
+def _budget(nodes: int, depth: int, min_prob: float, text: str, *numbers: float) -> Budget:
     """A budget with a reason of this text and numbers: text takes long to make, and rows of a
     step, and steps, mostly say the same.
     """
-    return Budget(nodes, depth, text.format(*numbers), min_prob, free_only)
+    return Budget(nodes, depth, text.format(*numbers), min_prob)

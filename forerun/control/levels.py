@@ -8,6 +8,7 @@ few a level costs hardly more. Which it is, costs and rates say: no number of ro
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from forerun.control import reasons
 from forerun.control.acceptance import Acceptance
 from forerun.control.constants import DECAY, FIRST_RATE, LOSS_SHARE
 from forerun.control.cost_model import LiveCosts
+from forerun.control.policy import Budget
 from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.speculative.tree import Draft
 from forerun.types import AnyArray, Ints
@@ -34,15 +36,6 @@ class _Offer(NamedTuple):
     won: float
     pieces: AnyArray
     ms: list[float]
-
-
-class Asked(NamedTuple):
-    """Draft tokens of a row, how deep, and why: a text and its numbers."""
-
-    nodes: int
-    depth: int
-    text: str
-    facts: tuple[int, int]
 
 
 class LevelBudgets:
@@ -97,7 +90,9 @@ class LevelBudgets:
         won = bought(scores, owners)[1] / len(drafts)
         self._free_won += (1.0 - DECAY) * (won - self._free_won)
 
-    def asked(self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float]) -> list[Asked]:
+    def budgets(
+        self, slots: Ints, kv_len: Ints, step: int, tried: dict[int, float]
+    ) -> list[Budget]:
         """As much as pays, beyond what free drafters win alone. A row that gets nothing is probed
         now and then with the least there is, so that it notices when its text becomes easy.
 
@@ -131,8 +126,8 @@ class LevelBudgets:
                 text = reasons.ON_SINGLE
             text = reasons.LOOKING if probe else text
             depth, size = (1, least.size) if probe else (given, best.size)
-            text += reasons.ABOUT_LEVEL
-            found.append(Asked(size * depth, depth, text, facts))
+            why = _worded(text + reasons.ABOUT_LEVEL, *facts)
+            found.append(Budget(size * depth, depth, why, model_depth=depth))
         return found
 
     def _offers(self, slots: Ints, kv_len: Ints) -> tuple[_Offer, _Offer, AnyArray]:
@@ -184,6 +179,12 @@ class LevelBudgets:
             tries, rights, self._since = tries + 1.0, rights + right, 0
             self._told.append(float(right))
         self._single[slot] = tries, rights
+
+
+@lru_cache(maxsize=4096)
+def _worded(text: str, *facts: int) -> str:
+    """The text with these numbers: it takes long to make, and steps mostly say the same."""
+    return text.format(*facts)
 
 
 def shrunk(rates: AnyArray, seen: AnyArray) -> AnyArray:

@@ -25,14 +25,15 @@ class Budget:
     nodes   draft tokens at most
     depth   longest path of draft tokens
     min_prob  draft tokens less likely than this would not be verified
-    free_only  only drafters that cost nothing are asked
+    model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
+            only these are asked
     """
 
     nodes: int
     depth: int
     reason: str
     min_prob: float = 0.0
-    free_only: bool = False
+    model_depth: int = 0
 
 
 class Lookahead(Protocol):
@@ -83,7 +84,8 @@ class FixedPolicy:
     """The same budget always, and room for what a grammar forces or makes likely."""
 
     def __init__(self, nodes: int, depth: int, lookahead: Lookahead | None = None) -> None:
-        self._budget, self._lookahead = Budget(nodes, depth, FIXED), lookahead
+        self._budget = Budget(nodes, depth, FIXED, model_depth=depth)
+        self._lookahead = lookahead
 
     def open(self, slot: int) -> None:
         """Nothing to remember."""

@@ -17,7 +17,6 @@ class StepReport:
     tokens        B lists: what each row emitted; empty where it did not sample
     draft_tokens  B: draft tokens that were verified
     allowed       B: draft tokens that the plan allowed
-    free_only     B: whether only drafters that cost nothing were asked
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
     prefill       whether some row ran more than one known token
@@ -29,7 +28,6 @@ class StepReport:
     tokens: list[list[int]]
     draft_tokens: list[int]
     allowed: list[int]
-    free_only: list[bool]
     nodes: int
     cached: int
     prefill: bool
@@ -59,7 +57,6 @@ def step_report(
         tokens=outcome.output_tokens,
         draft_tokens=draft_tokens,
         allowed=plan.max_nodes.tolist(),
-        free_only=[False] * plan.rows if plan.free_only is None else plan.free_only.tolist(),
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
         prefill=max(known) > 1,

@@ -4,9 +4,9 @@ A node is a path of tokens below the root, whoever proposed it. What a drafter s
 the one above, is its *claim*; how often claims like this came true lately, from the same drafter
 and at the same depth, is what the node is worth (`Calibration`). The best nodes are kept.
 
-Where only the drafters that cost nothing are asked (Plan.free_only), the draft model, which comes
-last, is not run. Nobody knows then what it would have said, so such trees are calibrated apart;
-they are made in other steps too, to tell what they would have been worth (Draft.free).
+Where Plan.model_depth is 0 only the drafters that cost nothing are asked: the draft model, which
+comes last, is not run. Nobody knows then what it would have said, so such trees are calibrated
+apart; they are made in other steps too, to tell what they would have been worth (Draft.free).
 """
 
 from collections.abc import Sequence
@@ -155,13 +155,11 @@ def _merged(drafts: Sequence[Draft], asked: int) -> _Merged:
 
 
 def _for_model(plan: Plan) -> Plan:
-    """The plan as a draft model shall see it: no draft tokens in rows that are `free_only`."""
-    if plan.free_only is None or not plan.free_only.any():
+    """The plan as a draft model shall see it."""
+    if plan.model_depth is None:
         return plan
-    nodes, depth = (
-        np.where(plan.free_only, np.int32(0), each) for each in (plan.max_nodes, plan.max_depth)
-    )
-    return replace(plan, max_nodes=nodes, max_depth=depth)
+    nodes = plan.max_nodes * np.sign(plan.model_depth)
+    return replace(plan, max_nodes=nodes, max_depth=plan.model_depth)
 
 
 class CombinedDrafter:

@@ -10,7 +10,7 @@ The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,9 +42,17 @@ TAIL = 8
 
 _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
+Kept = TypeVar("Kept")
 
 Voters = list[tuple[int, float]]
 """(position, weight) of places that agree so far; the token at the position is their vote."""
+
+
+class OpenSlots(dict[int, Kept]):
+    """What is kept of sequences, by slot. Raises EngineError for a slot that is not open."""
+
+    def __missing__(self, slot: int) -> Kept:
+        raise EngineError(f"slot {slot} is not open")
 
 
 class _Chains:
@@ -199,7 +207,7 @@ class NgramDrafter:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
         self._slots = slots
-        self._texts: dict[int, _Text] = {}
+        self._texts: OpenSlots[_Text] = OpenSlots()
 
     def begin(self, slot_init: SlotInit) -> None:
         """Index all tokens of the sequence."""
@@ -214,7 +222,7 @@ class NgramDrafter:
         for slot, nodes, depth in zip(
             plan.slots.tolist(), plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True
         ):
-            text = self._text(slot)
+            text = self._texts[slot]
             if nodes and depth:
                 least = max(self._min_prob, plan.min_prob)
                 paths = _Paths(text.tokens, least, depth, self._table)
@@ -233,7 +241,7 @@ class NgramDrafter:
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Append what was emitted."""
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            self._text(slot).tokens.extend(tokens)
+            self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
         """Forget the sequence."""
@@ -242,9 +250,3 @@ class NgramDrafter:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         return {"drafter": self.traits.name, "native": False} | about(self._min_prob, self._table)
-
-    def _text(self, slot: int) -> _Text:
-        text = self._texts.get(slot)
-        if text is None:
-            raise EngineError(f"slot {slot} is not open")
-        return text

@@ -310,12 +310,12 @@ class Scheduler:
                 row.budget.depth,
                 row.known == row.sequence.pending,
                 row.sequence.request.grammar is not None,
-                row.budget.free_only,
+                row.budget.model_depth,
             )
             for row in rows
         ]
         columns = np.array(facts, np.int32).reshape(-1, 7).T.copy()
-        slots, kv_len, nodes, depth, samples, constrained, free_only = columns
+        slots, kv_len, nodes, depth, samples, constrained, model_depth = columns
         return Plan(
             slots=slots,
             kv_len=kv_len,
@@ -326,7 +326,7 @@ class Scheduler:
             page_table=page_rows(sequences),
             constrained=constrained.astype(np.bool_),
             min_prob=min((row.budget.min_prob for row in rows if row.budget.nodes), default=0.0),
-            free_only=free_only.astype(np.bool_),
+            model_depth=model_depth,
         )
 
     def load(self, entering: int) -> Load:
@@ -394,7 +394,7 @@ def _bounded(budget: Budget, nodes: int, depth: int, reason: str) -> Budget:
     """The budget, with no more than that; where that is less, for this reason."""
     if budget.nodes <= nodes and budget.depth <= depth:
         return budget
-    if nodes <= 0 or depth <= 0:
-        return replace(budget, nodes=0, depth=0, reason=reason)
-    nodes, depth = min(budget.nodes, nodes), min(budget.depth, depth)
-    return replace(budget, nodes=nodes, depth=depth, reason=reason)
+    some = nodes > 0 and depth > 0
+    nodes, depth = some * min(budget.nodes, nodes), some * min(budget.depth, depth)
+    model_depth = min(budget.model_depth, depth)
+    return replace(budget, nodes=nodes, depth=depth, model_depth=model_depth, reason=reason)

@@ -23,7 +23,7 @@ class DrafterTraits:
     free              proposing takes microseconds and every draft token has an honest score: it is
                       asked for all it knows, and chosen from afterwards
     merged            free drafters and one that costs time, in one tree, whose scores are how often
-                      such nodes were right; the free ones can be asked alone (Plan.free_only)
+                      such nodes were right; the free ones can be asked alone (Plan.model_depth)
     drafts_on_device  its draft tokens for the next step can come of the running one, on the device
     """
 

@@ -43,7 +43,8 @@ class Plan:
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
-    free_only   bool[B]     only drafters that cost nothing draft for the row; None = all do for all
+    model_depth int32[B]    of max_depth, how deep a draft model may go that drafts one tree with
+                            free drafters; 0 = only these are asked, None = max_depth
     """
 
     slots: Ints
@@ -55,7 +56,7 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
-    free_only: Bools | None = None
+    model_depth: Ints | None = None
 
     @property
     def rows(self) -> int:

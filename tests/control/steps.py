@@ -45,9 +45,7 @@ def plan_of(rows, allowed, cached=64) -> Plan:
     )
 
 
-def report_of(
-    tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=False, cached=64, free=None
-):
+def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=False, cached=64):
     """A decoding step that emitted `tokens`, a list per row, and took `ms` beside drafting."""
     nodes = len(tokens) + sum(draft_tokens)
     return StepReport(
@@ -55,7 +53,6 @@ def report_of(
         tokens=tokens,
         draft_tokens=list(draft_tokens),
         allowed=list(draft_tokens) if allowed is None else list(allowed),
-        free_only=[False] * len(tokens) if free is None else list(free),
         nodes=nodes,
         cached=cached * nodes,
         prefill=False,

@@ -106,12 +106,11 @@ class World:
         for slot in range(self.rows):
             self.truths[slot] = self.random.integers(1, 9_000, DEPTH + 1).tolist()
         budgets = self.policy.budgets(slots_of(self.rows), np.full(self.rows, 64, np.int32))
-        free_only = np.array([budget.free_only for budget in budgets])
-        nodes, depth = (
+        nodes, depth, modelled = (
             np.array([getattr(budget, name) for budget in budgets], np.int32)
-            for name in ("nodes", "depth")
+            for name in ("nodes", "depth", "model_depth")
         )
-        plan = replace(plan_of(self.rows, nodes), max_depth=depth, free_only=free_only)
+        plan = replace(plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled)
         drafts = [NO_DRAFT] * self.rows
         if nodes.any():
             drafts = self.policy.calibrate(plan, self.drafter.propose(plan))
@@ -123,13 +122,12 @@ class World:
         for row, each in enumerate(said):
             emitted[row, : len(each)] = each
         self.drafter.observe(plan, None, Outcome(counts, emitted, sizes, np.ones(self.rows, bool)))
-        modelled = 0 if self.head is None else int(depth[~free_only].sum())
         taken = float(self.costs.verify(np.array(self.rows + sizes.sum())))
-        drafting = (self.costs.follow_ms + self.costs.draft_ms * modelled) * (modelled > 0)
-        told = {"draft_ms": drafting, "allowed": nodes.tolist(), "free": free_only.tolist()}
+        levels = modelled.sum()
+        drafting = (self.costs.follow_ms + self.costs.draft_ms * levels) * (levels > 0)
+        told = {"draft_ms": drafting, "allowed": nodes.tolist()}
         self.policy.observe(report_of(said, sizes.tolist(), taken, **told))
-        asked = 0 if self.head is None else int((depth[~free_only] > 0).sum())
-        return counts.sum(), taken + drafting, asked, sizes.sum()
+        return counts.sum(), taken + drafting, np.count_nonzero(modelled), sizes.sum()
 
     def accepted(self, slot, draft):
         """What comes: the longest right path, and one token more."""

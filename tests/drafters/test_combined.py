@@ -177,7 +177,7 @@ def test_where_only_free_drafters_are_asked_the_head_is_not():
     propose, observe = good.propose, good.observe
     good.propose = lambda plan: seen.append(plan.max_nodes.tolist()) or propose(plan)
     good.observe = lambda plan, *rest: seen.append(plan.max_depth.tolist()) or observe(plan, *rest)
-    plan = replace(plan_of(2, [6, 6]), free_only=np.array([True, False]))
+    plan = replace(plan_of(2, [6, 6]), model_depth=np.array([0, 6], np.int32))
     alone, merged = drafter.propose(plan)
     assert set(alone.sources()) == {BAD} and set(merged.sources()) == {GOOD}
     assert merged.free.tokens.tolist() == alone.tokens.tolist() and alone.free is None

@@ -422,10 +422,10 @@ def test_server_info(server):
     for draft_request, allowed in (
         ({"enabled": False}, {"nodes": 0, "depth": 0, "reason": OFF}),
         ({"max_nodes": 0}, {"nodes": 0, "depth": 0, "reason": BOUND}),
-        ({"max_depth": 1}, {"nodes": 8, "depth": 1, "reason": BOUND}),
+        ({"max_depth": 1}, {"nodes": 8, "depth": 1, "model_depth": 1, "reason": BOUND}),
     ):
         server.complete(max_tokens=9, speculative=draft_request, stop="e")
-        assert server.load()["granted"] == [{"min_prob": 0.0, "free_only": False} | allowed]
+        assert server.load()["granted"] == [{"min_prob": 0.0, "model_depth": 0} | allowed]
 
 
 def test_tokenize_and_detokenize(server):

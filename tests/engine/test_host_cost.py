@@ -14,10 +14,12 @@ import pytest
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
+from forerun.control.step_costs import StepCosts
 from forerun.drafters.ngram import NgramDrafter
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import Outcome, SlotInit
 from forerun.text.stream import TextStream
+from tests.control.steps import PolicyOnTable, seen
 from tests.counted import lines
 from tests.drafters.test_ngram import plan as one_row
 from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make
@@ -78,10 +80,10 @@ class Parrot(ToyExecutor):
         )
 
 
-def running(name):
-    shape = limits(slots=ROWS, pages=4096, max_nodes=512, page_size=16, context=2000)
-    engine = make(name, executor=Parrot(shape), nodes=8, depth=8)
-    for i in range(ROWS):
+def running(name, rows=ROWS, policy=None):
+    shape = limits(slots=rows, pages=128 * rows, max_nodes=512, page_size=16, context=2000)
+    engine = make(name, executor=Parrot(shape), policy=policy, nodes=8, depth=8)
+    for i in range(rows):
         engine.submit(ask(str(i), f"Prompt {i} " * 20, 1000), Ear())
     while engine.stats().load.waiting or not engine.stats().output_tokens:
         engine.step_once()
@@ -94,6 +96,21 @@ def test_a_row_of_a_step(cheap, name, most):
     engine = running(name)
     work = lambda: [engine.step_once() for _ in range(10)]  # noqa: E731
     assert cheap(work, 10 * ROWS, *most)
+
+
+def test_speculation_at_rest_costs_next_to_nothing():
+    """64 rows over plain decoding, all that is looked at and tried now and then included. (Counted:
+    1.04, and 1.10 when every row was gone through to be told that it learnt nothing.)
+    """
+    dear = StepCosts((1, 64, 128), (1.0, 10.0, 40.0))
+    policy = seen(PolicyOnTable(dear, 8, 8, free=True))
+    counted = []
+    for engine in (running("none", 64), running("ngram", 64, policy)):
+        for _ in range(256):
+            engine.step_once()
+        counted.append(lines(lambda: [engine.step_once() for _ in range(128)]))  # noqa: B023
+    plain, resting = counted
+    assert resting < 1.06 * plain
 
 
 def test_planning_a_row(cheap):

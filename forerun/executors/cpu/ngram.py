@@ -60,7 +60,7 @@ class CpuNgramDrafter:
             raise EngineError(self._why())
         finalize(self, self._library.forerun_ngram_close, self._index)
         # By slot: tokens that the core has not been told of.
-        self._news: dict[int, list[int]] = {}
+        self._news: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
@@ -82,7 +82,7 @@ class CpuNgramDrafter:
         most = 0
         for row, nodes in enumerate(plan.max_nodes.tolist()):
             if nodes and (depth := depths[row]):
-                news = self._of(slots[row])
+                news = self._news[slots[row]]
                 message += (slots[row], nodes, depth, len(news))
                 message += news
                 news.clear()
@@ -134,7 +134,7 @@ class CpuNgramDrafter:
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Write down what was emitted, for when draft tokens are asked for."""
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            self._of(slot).extend(tokens)
+            self._news[slot].extend(tokens)
 
     def end(self, slot: int) -> None:
         """Forget the sequence."""
@@ -145,12 +145,6 @@ class CpuNgramDrafter:
         """Facts for /server_info."""
         facts = ngram.about(self._min_prob, self._table)
         return {"drafter": self.traits.name, "native": True} | facts
-
-    def _of(self, slot: int) -> list[int]:
-        news = self._news.get(slot)
-        if news is None:
-            raise EngineError(f"slot {slot} is not open")
-        return news
 
     def _why(self) -> str:
         error: bytes = self._library.forerun_error()
