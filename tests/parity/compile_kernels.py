@@ -185,13 +185,27 @@ def candidates(dtype, chain):
 
 
 def grown(width, vocab):
-    kinds = "*i64", ("*fp32", 2), "*i32", "*i64", "*i32", "*fp32", "*i32", "*i64", ("i32", 8)
+    chosen = "*i32" if width > 1 else "*i64"
+    kinds = "*i64", ("*fp32", 2), "*i32", "*i64", "*i32", "*fp32", "*i32", chosen, ("i32", 8)
     chunks = triton.cdiv(vocab, triton_draft.CHUNK)
     constants = {
         **{"COUNT": 64, "CANDIDATES": 64, "ALL": triton.next_power_of_2(64 * chunks)},
         **{"CHUNKS": triton.next_power_of_2(chunks), "WIDTH": width, "CHOSEN": width > 1},
     }
     return kernel(triton_draft._grow, kinds, constants, 4)
+
+
+def descended(dtype, width):
+    kinds = "*i32", f"*{dtype}", ("*i32", 3), f"*{dtype}", ("*i32", 2), ("i32", 9)
+    wide = triton.next_power_of_2(width)
+    constants = {"WIDTH": width, "FULL": wide * wide, "BLOCK": max(1024 // wide, 64)}
+    return kernel(triton_draft._descend, kinds, constants, 4)
+
+
+def draft_inputs(dtype, wide):
+    kinds = "*i32", (f"*{dtype}", 2), ("*fp32", 2), f"*{dtype}", ("i32", 2), "fp32"
+    constants = {"WIDE": wide, "HIDDEN_FIRST": False}
+    return kernel(triton_draft._inputs, kinds, constants, triton_layers.warps_for(wide))
 
 
 def warps_of(full, width):
@@ -225,7 +239,7 @@ def layer(kernel, pointers, numbers, constants, warps, dtype="bf16"):
 
 def of_rows(wide, narrow=False):
     """Constants and warps of what has a whole row."""
-    return {"WIDE": wide, "NARROW": narrow}, triton_layers.warps_for(wide)
+    return {"WIDE": wide, "NARROW": narrow}, triton_layers.warps_for(wide, narrow)
 
 
 def norm(wide, dtype, narrow=False):
@@ -238,13 +252,14 @@ def gate(dtype, gelu=False, wide=0):
     """wide: of a row that is wanted in float8; 0: of none."""
     numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out", "scales")
     constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
-    warps = triton_layers.warps_for(wide) if wide else 4
+    warps = triton_layers.warps_for(wide, narrow=True) if wide else 4
     return layer(triton_layers._gate, pointers, numbers, constants, warps, dtype)
 
 
 def quantised(wide, dtype):
     kinds = f"*{dtype}", "*fp8e4nv", "*fp32", ("i32", 2)
-    return kernel(triton_layers._rows, kinds, {"WIDE": wide}, triton_layers.warps_for(wide))
+    warps = triton_layers.warps_for(wide, narrow=True)
+    return kernel(triton_layers._rows, kinds, {"WIDE": wide}, warps)
 
 
 def rotate(half, dtype):
@@ -331,6 +346,8 @@ def matrix(arch):
         "leave a tree 8 wide": left(64, 8, 8),
         "follow": followed("bf16", 32),
         "rotation": turned(64),
+        **{f"descend {width} wide": descended("bf16", width) for width in (4, 8, 16)},
+        "draft inputs": draft_inputs("bf16", 4096),
         "candidates chain": candidates("bf16", chain=True),
         "candidates 4 wide": candidates("bf16", chain=False),
         "grow chain, 32k tokens": grown(1, 32_000),

@@ -175,10 +175,10 @@ class Launches(TorchDispatchMode):
         """One of our kernels; behind: positions of keys and values that the rows have, in all."""
         self.found[name] += 1
         # What stands for a tensor that a kernel does not read is one of the others.
-        moved = sum(map(bytes_of, {id(each): each for each in tensors(args)}.values()))
-        if name in CACHES:
-            given = [args[place] for place in CACHES[name]]
-            moved -= sum(map(bytes_of, given))
+        distinct = {id(each): each for each in tensors(args)}
+        given = [args[place] for place in CACHES.get(name, ())]
+        apart = {id(each) for each in given}
+        moved = sum(bytes_of(each) for key, each in distinct.items() if key not in apart)
         if name == "_attend":
             keys = given[0]
             cached = 2 * behind * keys.shape[0] * keys.shape[2] * keys.itemsize
@@ -187,8 +187,11 @@ class Launches(TorchDispatchMode):
         self.traffic += moved
 
 
-CACHES = {"_attend": (1, 2, 3, 4, 6), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)}
-"""Arguments that are a cache's, or of which a step uses a few parts, by kernel."""
+CACHES = {
+    **{"_attend": (1, 2, 3, 4, 6), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)},
+    "_inputs": (1,),
+}
+"""Arguments that are a cache's or an embedding, or of which a step uses a few parts, by kernel."""
 
 
 class Launched:
@@ -235,6 +238,7 @@ def kernels():
         rotation=draft.rotation,
         follow=draft.follow,
         grow=draft.grow,
+        descend=draft.descend,
         resume=future.resume,
         leave=future.leave,
         parts=Elementwise(
@@ -243,6 +247,7 @@ def kernels():
             gate=layers.gate,
             rotate=layers.rotate,
             gelu_gate=layers.gelu_gate,
+            draft_inputs=draft.draft_inputs,
             float8=Float8Parts(
                 rows=layers.float8_rows,
                 norm=layers.float8_norm,

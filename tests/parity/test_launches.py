@@ -16,8 +16,8 @@ for name in ("attention", "choice", "layers", "round", "draft", "future", "merge
 BUDGETS = {
     "plain": Budget(layer=10, outside=7, first=0, level=0, moves=0, carried=2),
     "verified": Budget(layer=10, outside=8, first=0, level=0, moves=0, carried=2),
-    "drafted": Budget(layer=10, outside=9, first=24, level=17, moves=0, carried=2),
-    "drafted in trees": Budget(layer=10, outside=9, first=13, level=37, moves=0, carried=2),
+    "drafted": Budget(layer=10, outside=9, first=20, level=14, moves=0, carried=2),
+    "drafted in trees": Budget(layer=10, outside=9, first=20, level=15, moves=0, carried=2),
     "plain, float8": Budget(layer=10, outside=7, first=0, level=0, moves=0, carried=2),
     "verified, float8": Budget(layer=10, outside=8, first=0, level=0, moves=0, carried=2),
 }
@@ -37,13 +37,12 @@ def test_budgets_reach_what_is_aimed_at():
         for part in ("layer", "outside", "first", "level", "moves", "carried")
         if getattr(found, part) > getattr(AIMS, part)
     }
-    # Which nodes of a tree's level go on, and who sees whom there, is sorted and counted by torch.
-    assert missed == {("drafted in trees", "level")}
+    assert not missed
 
 
 OTHERS = {
-    "NEXTN, one layer": (26, 19),
-    "STANDALONE, llama-3.2-1b": (194, 167),
+    "NEXTN, one layer": (22, 16),
+    "STANDALONE, llama-3.2-1b": (193, 167),
     "DFLASH, five layers, blocks of 16": (85, 12),
 }
 """The first level, with what follows the step, and a level more."""

@@ -141,14 +141,14 @@ def targets(made):
         eager.close()
 
 
-def configured(made, method, page):
-    asked = dict(METHODS[method])
+def configured(made, method, page, device="cpu", **changes):
+    asked = METHODS[method] | changes
     draft = asked.pop("draft", None)
     return EngineConfig(
         model=str(made / asked.pop("model", "target")),
         speculative_draft_model_path=str(made / draft) if draft else None,
         executor="torch",
-        device="cpu",
+        device=device,
         dtype="float32",
         policy="fixed",
         draft_on_error="stop",

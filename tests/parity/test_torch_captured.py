@@ -57,8 +57,10 @@ def twins(device):
     return SLOW_TWINS
 
 
-def texts(made, draft_tokens, seed=0):
-    """Tokens and reports of all SAMPLINGS at once; draft tokens(slot, tokens) -> Draft."""
+def texts(made, draft_tokens, seed=0, count=COUNT):
+    """Tokens and reports of all SAMPLINGS at once, `count` of each; draft tokens(slot, tokens) ->
+    Draft.
+    """
     prompts = [np.random.default_rng(n).integers(8, tiny.VOCAB, n) for n in LENGTHS]
     reports = [[] for _ in SAMPLINGS]
     with Driver(made, seed) as driver:
@@ -73,8 +75,8 @@ def texts(made, draft_tokens, seed=0):
             outcome = driver.step(rows).outcome
             for index, row in enumerate(rows):
                 reports[row.slot] += outcome.logprobs[index]
-            short = {s for s in short if len(driver.sequences[s].tokens) < LENGTHS[s] + COUNT}
-        tokens = [s.tokens[: LENGTHS[i] + COUNT] for i, s in driver.sequences.items()]
+            short = {s for s in short if len(driver.sequences[s].tokens) < LENGTHS[s] + count}
+        tokens = [s.tokens[: LENGTHS[i] + count] for i, s in driver.sequences.items()]
     return tokens, reports
 
 

@@ -88,6 +88,8 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
+    inputs = torch.tensor([2, 0, 1]), torch.randn(4, 32), x, (weight, weight * 2), 1e-5
+    torch.testing.assert_close(parts.draft_inputs(*inputs), PLAIN.draft_inputs(*inputs))
     narrow, expected = parts.float8, PLAIN.float8
     for found, wanted in (
         (narrow.rows(x), expected.rows(x)),
@@ -98,7 +100,7 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     ):
         assert torch.equal(found.numbers.float(), wanted.numbers.float())
         assert torch.equal(found.scale, wanted.scale)
-    assert seen == [True] * 10
+    assert seen == [True] * 11
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):

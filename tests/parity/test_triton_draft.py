@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.layers import PLAIN, rotation
 from forerun.executors.torch.plain_round import (
     Accepted,
     Extended,
     Levels,
     Prepared,
+    descend,
     follow,
     grow,
 )
@@ -137,6 +138,53 @@ def test_the_rows_ends_are_followed(width):
         for mine, theirs in zip(one.noise, other.noise, strict=True):
             for name in ("seeds", "positions", "temperatures"):
                 assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize(("rows", "levels", "width"), [(1, 2, 2), (3, 5, 4), (2, 4, 3), (2, 3, 8)])
+@pytest.mark.parametrize("roots", [False, True])
+@pytest.mark.parametrize("passed", [0, 40, 1100])
+def test_frontiers_are_those_of_plain_torch(rows, levels, width, roots, passed):
+    """Who goes on, what it receives and who sees it, level by level; many values are equal."""
+    random = torch.Generator().manual_seed(levels)
+    size, places = Levels(levels, width), full_size(width, levels)
+    grown = torch.randint(0, 9000, (3, rows, places), generator=random, dtype=torch.int32)
+    values = -torch.randint(0, 4, (rows, places), generator=random).float()
+    values[values < -2] = -torch.inf
+    grown[2] = values.view(torch.int32)
+    frontiers = [None, None]
+    for level in range(1, levels):
+        asked = rows * (width if level > 1 else 1)
+        # A slice of something wider, as a model may give it.
+        hidden = torch.randn(asked, passed + 8, generator=random).bfloat16()[:, :passed]
+        frontiers = [
+            work(grown, size, level, hidden, None if before is None else before.above, roots)
+            for work, before in zip((draft.descend, descend), frontiers, strict=True)
+        ]
+        found, expected = frontiers
+        for name in ("chosen", "tokens", "hidden", "above", "tree_intervals"):
+            one, other = getattr(found, name), getattr(expected, name)
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), name
+            assert torch.equal(one, other) and one.is_contiguous(), name
+    assert found.tree_intervals.max() == width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_what_a_draft_model_reads_is_joined(dtype, hidden_first):
+    embedding, width = torch.randn(50, 96).to(dtype), 96
+    tokens = torch.tensor([3, 0, 49, 7], dtype=torch.int32)[1:]
+    hidden = torch.randn(3, 2 * width).to(dtype)[:, 10 : 10 + width] * 5
+    norms = torch.rand(2, width).unbind()
+    inputs = embedding, hidden, norms, 1e-5, hidden_first
+    expected = PLAIN.draft_inputs(tokens, *inputs)
+    for kind in (torch.int32, torch.int64):
+        found = draft.draft_inputs(tokens.to(kind), *inputs)
+        assert (found.dtype, found.shape) == (dtype, (3, 2 * width))
+        error = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(found, expected, **error)
+    normed = PLAIN.norm(hidden, norms[1], 1e-5)
+    beside = expected[:, :width] if hidden_first else expected[:, width:]
+    assert torch.equal(beside, normed)
 
 
 def test_positions_are_turned():

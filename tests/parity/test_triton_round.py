@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, executor, with_captures
+from forerun.build.engine import open_target
+from forerun.client.completion import make_request
+from forerun.executors.torch import CapturedExecutor, TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
@@ -19,12 +21,21 @@ from tests.parity.driver import as_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import kernels
 from tests.parity.tape import Tape
+from tests.parity.test_rounds_that_draft import (
+    PROMPTS,
+    answered,
+    configured,
+    counts,
+    make,
+    tokens,
+)
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 
 CPU = torch.device("cpu")
-for name in ("choice", "layers", "merge", "draft", "future"):
+for name in ("choice", "layers", "merge", "future"):
     load(f"triton_{name}")
+draft = load("triton_draft")
 attention = load("triton_attention")
 geometry = load("geometry")
 rounds = load("triton_round")
@@ -125,7 +136,9 @@ def test_kept_numbers_are_moved(dtype, chosen):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, monkeypatch, family):
-    """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts."""
+    """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts, and
+    where layers have a window of 24, one text grows beyond it.
+    """
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
     monkeypatch.setattr(geometry, "KEYS", 8)
     monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
@@ -136,11 +149,42 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, mon
     made = with_captures(TorchExecutor(checkpoint(family), small))
     monkeypatch.setattr(executor, "kernels_for", lambda device: None)
     eager = TorchExecutor(checkpoint(family), small)
-    expected, _ = texts(eager, no_draft)
+    expected, _ = texts(eager, no_draft, count=10)
     random = np.random.default_rng(0)
 
     def draft_tokens(slot, tokens):
         return half_true_draft(random, expected[slot][len(tokens) :], tiny.VOCAB, 3)[0]
 
-    assert texts(made, draft_tokens)[0] == expected
-    assert made.describe()["rounds"] > 5
+    assert texts(made, draft_tokens, count=10)[0] == expected
+    assert made.describe()["rounds"] > 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("method", ["NEXTN", "STANDALONE"])
+def test_rounds_of_interpreted_kernels_grow_the_trees_of_single_passes(
+    tmp_path, monkeypatch, method
+):
+    """Every kernel of a draft model in rounds: trees 2 wide and 3 deep, of rows side by side."""
+    folders = make(tmp_path)
+    eager = open_target(configured(folders, method, 16))
+    monkeypatch.setattr(draft, "CHUNK", 512)  # The interpreter orders fewer for as many tokens.
+    monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    monkeypatch.setattr(Tape, "capture", lambda self, work: work)
+    monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+    rounds = open_target(configured(folders, method, 16))
+    requests = [
+        make_request(prompt, max_tokens=8, ignore_eos=True, temperature=0.8, seed=n)
+        for n, prompt in enumerate(PROMPTS[:2])
+    ]
+    shape = {"speculative_num_draft_tokens": 6, "speculative_num_steps": 3}
+    shape |= {"speculative_eagle_topk": 2}
+    found, expected = (
+        answered(target, requests, "tree", pause=1, **shape)[0] for target in (rounds, eager)
+    )
+    assert rounds.executor.describe()["rounds"] > 1
+    rounds.close()
+    eager.close()
+    assert tokens(found) == tokens(expected) and counts(found) == counts(expected)
+    assert sum(accepted for _, accepted in counts(found)) > 3

@@ -81,15 +81,15 @@ class TorchEagleModel(LevelModel):
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The head's one layer over the next tokens, each beside its hidden state."""
-        embedded = F.embedding(nodes.tokens, self._embedding)
         module, layer, about, parts = self._module, self._layer, self._about, self._parts
         eps = about.norm_eps
         if about.algorithm == "eagle1":
+            embedded = F.embedding(nodes.tokens, self._embedding)
             residual = x = module.fc(torch.cat([embedded, hidden], -1))
         else:
-            normed = parts.norm(hidden, layer.hidden_norm.weight, eps)
-            x = torch.cat([parts.norm(embedded, layer.input_layernorm.weight, eps), normed], -1)
-            residual = normed if about.normed_residual else hidden
+            norms = layer.input_layernorm.weight, layer.hidden_norm.weight
+            x = parts.draft_inputs(nodes.tokens, self._embedding, hidden, norms, eps)
+            residual = x[:, about.hidden :] if about.normed_residual else hidden
         qkv = F.linear(x, self._qkv).view(len(x), -1, about.head_size)
         heads = Heads(qkv, about.kv_heads, None, None, eps, nodes.rotary[0], parts)
         mixed = layer.self_attn.o_proj(plain(nodes.attend(0, heads)).flatten(1))

@@ -20,10 +20,12 @@ from forerun.executors.torch.plain_round import (
     Below,
     Extended,
     Facts,
+    Frontier,
     Levels,
     Prepared,
     RoundShape,
     accept,
+    descend,
     follow,
     grow,
     keep,
@@ -75,6 +77,8 @@ Rotation = Callable[[Tensor, Tensor, float], Rotary]
 Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
 """See plain_round.py."""
 
+Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]
+"""(grown, size, level, hidden, above, roots): see plain_round.py."""
 
 Resume = Callable[[FutureState, Size, Facts], Facts]
 """See captured/future_map.py."""
@@ -121,6 +125,7 @@ class Kernels:
     rotation: Rotation
     follow: Follow
     grow: Grow
+    descend: Descend
     resume: Resume
     leave: Leave
     parts: Elementwise
@@ -149,6 +154,7 @@ SLOW_TWINS = Kernels(
     rotation=rotation,
     follow=follow,
     grow=grow,
+    descend=descend,
     resume=resume,
     leave=leave,
     parts=PLAIN,
@@ -181,6 +187,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         rotation=guarded(device, triton_draft.rotation),
         follow=guarded(device, triton_draft.follow),
         grow=guarded(device, triton_draft.grow),
+        descend=guarded(device, triton_draft.descend),
         resume=guarded(device, triton_future.resume),
         leave=guarded(device, triton_future.leave),
         parts=Elementwise(
@@ -189,6 +196,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
             gate=guarded(device, triton_layers.gate),
             gelu_gate=guarded(device, triton_layers.gelu_gate),
             rotate=guarded(device, triton_layers.rotate),
+            draft_inputs=guarded(device, triton_draft.draft_inputs),
             float8=Float8Parts(
                 rows=guarded(device, triton_layers.float8_rows),
                 norm=guarded(device, triton_layers.float8_norm),

@@ -8,7 +8,7 @@ the bits it gets in the largest (docs/decisions/0006).
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -104,10 +104,27 @@ class FeedForward:
         return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
 
 
+class DraftInputs(Protocol):
+    """`draft_inputs`, or what computes the same."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        norms: tuple[Tensor, Tensor],
+        eps: float,
+        hidden_first: bool = False,
+    ) -> Tensor:
+        """[n,2H]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, or what computes the same; `float8`: where the next product is in float8.
+    `geglu`, and before a draft model's first one `draft_inputs`, or what computes the same.
+    `float8`: where the next product is in float8.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -115,6 +132,7 @@ class Elementwise:
     gate: Callable[[Tensor, Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
+    draft_inputs: DraftInputs
     float8: Float8Parts
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
@@ -217,6 +235,25 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     return added, rms_norm(added, weight, eps)
 
 
+def draft_inputs(
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    hidden_first: bool = False,
+) -> Tensor:
+    """[n,2H]: `rms_norm` of the embeddings of tokens int[n] beside that of hidden states [n,H].
+
+    embedding  [V,H]; norms: of both, in this order, whichever stands first
+    """
+    normed = (
+        rms_norm(F.embedding(tokens, embedding), norms[0], eps),
+        rms_norm(hidden, norms[1], eps),
+    )
+    return torch.cat(normed[::-1] if hidden_first else normed, -1)
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, in float32; dtype of `gate`.
 
@@ -287,6 +324,6 @@ def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
 
 
 PLAIN = Elementwise(
-    *(rms_norm, add_norm, swiglu, turned, geglu),
+    *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs),
     Float8Parts(float8_rows, _float8_norm, _float8_add_norm, _float8_swiglu, _float8_geglu),
 )

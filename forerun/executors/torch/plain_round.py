@@ -240,3 +240,61 @@ def grow(
     grown[0, :, place] = tokens.view(rows, count)
     grown[1, :, place] = parents
     grown[2].view(torch.float32)[:, place] = values.reshape(rows, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The nodes that a level of R trees runs, `width` of each.
+
+    chosen  int32[R,width] which of the newest level they are, ascending
+    tokens  int32[R*width]
+    hidden  [R*width,W] what they receive: the outputs of the nodes they hang below
+    above   int32[R,levels-1,width] who is above each of them in each level that has run, by its
+            place there, in this level themselves; -1 in later ones
+    tree_intervals  int32[2,n] of each row's root, if it is run, and of the nodes of all levels that
+                    run: see geometry.py, where only this level's nodes ask
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    above: Tensor
+    tree_intervals: Tensor
+
+
+def descend(
+    grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
+) -> Frontier:
+    """Go on below the `width` best nodes of the newest level, ties to the earlier; `level` counts
+    those that are grown. Launches only.
+
+    grown   int32[3,R,K] as in `grow`
+    hidden  [R*width,W] outputs of the level that ran last, at level 1 of the rows' ends [R,W]
+    above   of the frontier before; None at level 1
+    roots   each row's root is run before its nodes
+    """
+    rows, width, later = grown.shape[1], size.width, size.levels - 1 - level
+    newest = slice(full_size(width, level - 1), full_size(width, level))
+    values = grown[2].view(torch.float32)[:, newest]
+    best = values.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    chosen = best.sort(dim=1).values
+    tokens = grown[0].gather(1, newest.start + chosen).flatten()
+    place = torch.arange(width, device=grown.device)
+    own = place.expand(rows, 1, -1)
+    parents = torch.zeros_like(chosen) if above is None else chosen // width
+    known = [own]
+    if above is not None:
+        earlier = above[:, : level - 2].long()
+        which = parents[:, None].expand(-1, earlier.shape[1], -1)
+        known = [earlier.gather(2, which), parents[:, None], own]
+    deep = torch.cat([*known, own.new_full((rows, later, width), -1)], 1)
+    compared = deep[..., None, :]
+    intervals = torch.stack([
+        (compared < place[:, None]).sum(-1), (compared <= place[:, None]).sum(-1)
+    ]).flatten(2)  # fmt: skip
+    if roots:
+        root = intervals.new_tensor([0, width])[:, None, None].expand(-1, rows, 1)
+        intervals = torch.cat([root, intervals], 2)
+    given = hidden.view(rows, len(hidden) // rows, hidden.shape[1])
+    taken = given.gather(1, parents[..., None].expand(-1, -1, hidden.shape[1])).flatten(0, 1)
+    return Frontier(chosen.int(), tokens, taken, deep.int(), intervals.int().view(2, -1))

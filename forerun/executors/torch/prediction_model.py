@@ -6,7 +6,6 @@ head's (level_model.py).
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
@@ -42,12 +41,15 @@ class _Layer:
         ]
         self._fuse = weights.linear(draft.own(number, FUSE).removesuffix(".weight"))
 
-    def __call__(self, embedded: Tensor, hidden: Tensor, nodes: Nodes) -> Tensor:
-        """Outputs [n,H] after the layer's final norm."""
-        norm, eps = self._parts.norm, self._eps
-        of_embedding, of_hidden, final = self._norms
-        parts = [norm(embedded, of_embedding, eps), norm(hidden, of_hidden, eps)]
-        x = self._fuse(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
+    def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> Tensor:
+        """Outputs [n,H] after the layer's final norm, of nodes beside hidden states [n,H]."""
+        eps, (of_embedding, of_hidden, final) = self._eps, self._norms
+        norms = of_embedding, of_hidden
+        x = self._fuse(
+            self._parts.draft_inputs(
+                nodes.tokens, embedding, hidden, norms, eps, self._hidden_first
+            )
+        )
         entering, normed = self._block.enter(x, None)
         x, more = self._block(entering, normed, nodes.rotary[0], nodes.attend, ())
         return self._parts.add_norm(x, more, final, eps)[1]
@@ -122,18 +124,18 @@ class TorchPredictionModel(LevelModel):
         through those of greater ones for what may hang below. Outputs lie side by side.
         """
         layers, depth, count = self._layers, nodes.depth, len(self._layers)
-        embedded = F.embedding(nodes.tokens, self._embedding)
+        embedding = self._embedding
         if depth == 0:
-            outputs = [layers[0](embedded, hidden, nodes)]
+            outputs = [layers[0](embedding, hidden, nodes)]
             for number in range(1, count):
                 before = nodes.before(number - 1, outputs[-1])
-                outputs.append(layers[number](embedded, before, nodes))
+                outputs.append(layers[number](embedding, before, nodes))
             return outputs[0], _joined(outputs)
         given, running = hidden.chunk(count, -1), layers_at(depth, count)
         outputs = list(given)
         for number in running:
             outputs[number] = layers[number](
-                embedded, given[layer_read(number, depth, count)], nodes
+                embedding, given[layer_read(number, depth, count)], nodes
             )
         return outputs[running[0]], _joined(outputs)
 

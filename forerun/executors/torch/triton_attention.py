@@ -96,14 +96,61 @@ def _see(
 
 
 @triton.jit
+def _prefix(
+    most, total, mixed, q, keys, values, key_scales, value_scales, pages, low, high, oldest,
+    scale, cap, E: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """All turns over cached positions from `low` to `high`, of a row with these `pages`; each line
+    sees from `oldest` [LINES] on.
+    """
+    key = tl.arange(0, KEYS)
+    for at in range(low, high, KEYS):
+        there = at + key < high
+        page = tl.load(pages + (at + key) // PAGE, mask=there, other=0)
+        slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
+        if WINDOWED:
+            seen = seen & ((at + key)[None, :] >= oldest[:, None])
+        most, total, mixed = _see(
+            most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there,
+            scale, cap, E, NARROW, CAPPED,
+        )  # fmt: skip
+    return most, total, mixed
+
+
+@triton.jit
+def _own(
+    most, total, mixed, q, keys, values, key_scales, value_scales,
+    tree_intervals, slots, position, begin, last, count, step, oldest,
+    scale, cap, E: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """All turns over the step's own nodes from `begin` to `last`, of whom each line sees those that
+    its `step` [LINES] lies within.
+    """
+    key = tl.arange(0, KEYS)
+    for at in range(begin, last, KEYS):
+        there = at + key < last
+        enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
+        leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
+        slot = tl.load(slots + at + key, mask=there, other=0)
+        seen = there[None, :] & (enter <= step[:, None]) & (step[:, None] < leave)
+        if WINDOWED:
+            where = tl.load(position + at + key, mask=there, other=-1)
+            seen = seen & (where[None, :] >= oldest[:, None])
+        most, total, mixed = _see(
+            most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there,
+            scale, cap, E, NARROW, CAPPED,
+        )  # fmt: skip
+    return most, total, mixed
+
+
+@triton.jit
 def _give(
-    found, sums, out, mixed, most, total, mine, whole, place, e, query, head, heads, further,
+    found, sums, out, mixed, most, total, mine, whole, place, e, where, further,
     part, parts, most_parts, E: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """What a program has found, see `_attend`; of each line its query and head [LINES], and how
-    many of both there are in all.
-    """
-    where = query * heads + head
+    """What a program has found, see `_attend`. where [LINES]: query and head; further: all such."""
     if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
         if most_parts > 1:
@@ -117,9 +164,6 @@ def _give(
         tl.store(found + to.to(tl.int64)[:, None] * E + e[None, :], mixed, mask=whole)
         tl.store(sums + to, most, mask=mine)
         tl.store(sums + most_parts * further + to, total, mask=mine)
-    if (part == 0) & (most_parts > 1):
-        nobody = tl.zeros_like(total)
-        tl.store(sums + 2 * most_parts * further + query, nobody, mask=mine & (head == 0))
 
 
 @triton.jit(
@@ -148,7 +192,7 @@ def _attend(
     row, first = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
     behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that do not ask.
     begin, end = tl.load(start + row), tl.load(start + row + 1)
-    line, key = tl.arange(0, LINES), tl.arange(0, KEYS)
+    line = tl.arange(0, LINES)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
     mine = (line < nodes * GQA_GROUP) & (node < end) & works
     WIDE: tl.constexpr = triton.next_power_of_2(E)
@@ -157,6 +201,10 @@ def _attend(
     place = (query * heads + head)[:, None] * E + e[None, :]
     whole = mine[:, None] & (e[None, :] < E)
     q = tl.load(queries + place, mask=whole, other=0.0)
+    if (part == 0) & (most_parts > 1):
+        # Of each query's heads none is merged yet.
+        merged = sums + 2 * most_parts * asked * heads + query
+        tl.store(merged, tl.zeros([LINES], tl.float32), mask=mine & (head == 0))
     away = group.to(tl.int64) * group_stride
     keys, values = keys + away, values + away
     # A scale for E numbers; without scales these lead nowhere and are not read.
@@ -174,36 +222,19 @@ def _attend(
         own = tl.load(position + node, mask=mine, other=2147483647)
         oldest = tl.maximum(own - window + 1, tl.minimum(own, since))
         low = tl.maximum(low, tl.min(oldest, 0) // KEYS * KEYS)
-    for at in range(low, high, KEYS):
-        there = at + key < high
-        page = tl.load(table + row * table_stride + (at + key) // PAGE, mask=there, other=0)
-        slot, seen = page * PAGE + (at + key) % PAGE, there[None, :]
-        if WINDOWED:
-            seen = seen & ((at + key)[None, :] >= oldest[:, None])
-        most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
-            E, NARROW, CAPPED,
-        )  # fmt: skip
-
+    most, total, mixed = _prefix(
+        most, total, mixed, q, keys, values, ks, vs, table + row * table_stride, low, high, oldest,
+        scale, cap, E, PAGE, KEYS, NARROW, WINDOWED, CAPPED,
+    )  # fmt: skip
     # A parent precedes its children, so in trees nobody sees a node that comes after the tile.
     last = tl.where(works & (part == parts - 1), tl.minimum(first + reach, end), begin)
-    step = tl.load(tree_intervals + node, mask=mine, other=-1)[:, None]
-    for at in range(begin, last, KEYS):
-        there = at + key < last
-        enter = tl.load(tree_intervals + at + key, mask=there, other=0)[None, :]
-        leave = tl.load(tree_intervals + count + at + key, mask=there, other=0)[None, :]
-        slot = tl.load(slots + at + key, mask=there, other=0)
-        seen = there[None, :] & (enter <= step) & (step < leave)
-        if WINDOWED:
-            where = tl.load(position + at + key, mask=there, other=-1)
-            seen = seen & (where[None, :] >= oldest[:, None])
-        most, total, mixed = _see(
-            most, total, mixed, q, keys, values, ks, vs, slot, seen, there, scale, cap,
-            E, NARROW, CAPPED,
-        )  # fmt: skip
-
+    step = tl.load(tree_intervals + node, mask=mine, other=-1)
+    most, total, mixed = _own(
+        most, total, mixed, q, keys, values, ks, vs, tree_intervals, slots, position, begin, last,
+        count, step, oldest, scale, cap, E, KEYS, NARROW, WINDOWED, CAPPED,
+    )  # fmt: skip
     _give(
-        found, sums, out, mixed, most, total, mine, whole, place, e, query, head, heads,
+        found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
         asked * heads, part, parts, most_parts, E, LINES,
     )  # fmt: skip
 

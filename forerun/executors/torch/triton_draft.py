@@ -14,10 +14,12 @@ from forerun.executors.torch.plain_round import (
     Below,
     Extended,
     Facts,
+    Frontier,
     Levels,
     Prepared,
 )
 from forerun.executors.torch.triton_choice import gumbel_at
+from forerun.executors.torch.triton_layers import warps_for
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.draft_tree import full_size
 
@@ -27,7 +29,7 @@ CHUNK = 2048
 
 VIEWS = (
     *("draft_slot", "kv_len", "seeds", "positions", "temperatures", "grown", "position"),
-    *("seeds_out", "positions_out", "temperatures_out"),
+    *("seeds_out", "positions_out", "temperatures_out", "tokens"),
 )
 """Parts of larger tensors: where they begin must not make another kernel."""
 
@@ -263,3 +265,128 @@ def grow(
         CHOSEN=chosen is not None,
         num_warps=4,
     )
+
+
+@triton.jit(
+    do_not_specialize=["level", "count", "rows", "places", "begin", "full", "passed", "roots"],
+    do_not_specialize_on_alignment=VIEWS,
+)
+def _descend(
+    grown, hidden, above, chosen, tokens, hidden_out, above_out, tree_intervals,
+    hidden_stride, level, count, rows, places, begin, full, passed, roots,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's frontier; some of the numbers that its nodes receive."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    WIDE: tl.constexpr = triton.next_power_of_2(WIDTH)
+    each, place = tl.arange(0, FULL), tl.arange(0, WIDE)
+    inside, real = each < full, place < WIDTH
+    newest = row * places + begin + each
+    bits = tl.load(grown + 2 * rows * places + newest, mask=inside, other=0)
+    values, free = bits.to(tl.float32, bitcast=True), inside
+    for _ in range(WIDTH):
+        greatest = tl.max(tl.where(free, values, float("-inf")), 0)
+        best = tl.min(tl.where(free & (values == greatest), each, FULL), 0)
+        free = free & (each != best)
+    taken = inside & (free == 0)
+    # [place, node of the newest level]
+    into = taken[None, :] & ((tl.cumsum(taken.to(tl.int32), 0) - 1)[None, :] == place[:, None])
+    mine = tl.sum(tl.where(into, each[None, :], 0), 1)
+    parent = tl.where(level > 1, mine // WIDTH, 0)
+    asked = tl.where(level > 1, WIDTH, 1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    there = real[:, None] & (at < passed)[None, :]
+    source = (row * asked + parent).to(tl.int64)[:, None] * hidden_stride + at[None, :]
+    target = (row * WIDTH + place).to(tl.int64)[:, None] * passed + at[None, :]
+    tl.store(hidden_out + target, tl.load(hidden + source, mask=there, other=0.0), mask=there)
+    if block == 0:
+        tl.store(chosen + row * WIDTH + place, mine, mask=real)
+        token = tl.load(grown + row * places + begin + mine, mask=real, other=0)
+        tl.store(tokens + row * WIDTH + place, token, mask=real)
+        nodes = roots + count * WIDTH
+        if roots > 0:
+            tl.store(tree_intervals + row * nodes, 0)
+            tl.store(tree_intervals + (rows + row) * nodes, WIDTH)
+        for deep in range(count):
+            known = (row * count + deep) * WIDTH
+            who = tl.load(above + known + parent, mask=real & (deep < level - 2), other=-1)
+            who = tl.where(deep == level - 2, parent, who)
+            who = tl.where(deep == level - 1, place, who)
+            tl.store(above_out + known + place, who, mask=real)
+            # [place, who]
+            before = real[None, :] & (who[None, :] < place[:, None])
+            until = real[None, :] & (who[None, :] <= place[:, None])
+            to = tree_intervals + row * nodes + roots + deep * WIDTH + place
+            tl.store(to, tl.sum(before.to(tl.int32), 1), mask=real)
+            tl.store(to + rows * nodes, tl.sum(until.to(tl.int32), 1), mask=real)
+
+
+def descend(
+    grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
+) -> Frontier:
+    """plain_round.descend."""
+    (_, rows, places), width, count = grown.shape, size.width, size.levels - 1
+    passed = hidden.shape[1]
+    begin, wide = full_size(width, level - 1), triton.next_power_of_2(width)
+    found = Frontier(
+        chosen=grown.new_empty(rows, width),
+        tokens=grown.new_empty(rows * width),
+        hidden=hidden.new_empty(rows * width, passed),
+        above=grown.new_empty(rows, count, width),
+        tree_intervals=grown.new_empty(2, rows * (roots + count * width)),
+    )
+    block = max(1024 // wide, 64)
+    _descend[rows, triton.cdiv(max(passed, 1), block)](
+        *(grown, hidden, found.above if above is None else above),
+        *(found.chosen, found.tokens, found.hidden, found.above, found.tree_intervals),
+        *(hidden.stride(0), level, count, rows, places, begin, full_size(width, level) - begin),
+        *(passed, int(roots)),
+        WIDTH=width,
+        FULL=triton.next_power_of_2(width * width),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return found
+
+
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=VIEWS)
+def _inputs(
+    tokens, embedding, hidden, of_embedding, of_hidden, out, hidden_stride, width, eps,
+    WIDE: tl.constexpr, HIDDEN_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The embedding of one node's token, or its hidden state, normed."""
+    node, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    there = at < width
+    of_state = (second == 1) != HIDDEN_FIRST
+    if of_state:
+        value = tl.load(hidden + node * hidden_stride + at, mask=there, other=0.0)
+        by = tl.load(of_hidden + at, mask=there, other=0.0)
+    else:
+        token = tl.load(tokens + node).to(tl.int64)
+        value = tl.load(embedding + token * width + at, mask=there, other=0.0)
+        by = tl.load(of_embedding + at, mask=there, other=0.0)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps) * by
+    tl.store(out + (2 * node + second) * width + at, wide.to(out.dtype.element_ty), mask=there)
+
+
+def draft_inputs(
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    hidden_first: bool = False,
+) -> Tensor:
+    """layers.draft_inputs."""
+    count, width = hidden.shape
+    wide = triton.next_power_of_2(width)
+    out = hidden.new_empty(count, 2 * width)
+    _inputs[count, 2](
+        *(tokens.int(), embedding, hidden, *norms, out, hidden.stride(0), width, eps),
+        WIDE=wide,
+        HIDDEN_FIRST=hidden_first,
+        num_warps=warps_for(wide),
+    )
+    return out

@@ -190,9 +190,13 @@ def _enter(
         _store(to_values, value_scales, where, at, there, low, high, HALF, NARROW)
 
 
-def warps_for(wide: int) -> int:
-    """Of a program that has a whole row of `wide` numbers, which is a power of two."""
-    return 16 if wide >= 16_384 else 8 if wide >= 4096 else 4 if wide >= 512 else 1
+def warps_for(wide: int, narrow: bool = False) -> int:
+    """Of a program that has a whole row of `wide` numbers, which is a power of two; `narrow`: and
+    quantises it, which with 8 warps for 4096 spills on sm_100 (docs/gpu-kernels.md).
+    """
+    if wide >= 4096:
+        return 16 if narrow else 8
+    return 4 if wide >= 512 else 1
 
 
 def _float8_like(x: Tensor) -> Float8Rows:
@@ -223,7 +227,7 @@ def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Ten
         *(x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
         WIDE=wide,
         NARROW=scales is not None,
-        num_warps=warps_for(wide),
+        num_warps=warps_for(wide, scales is not None),
     )
 
 
@@ -255,7 +259,7 @@ def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
         BLOCK=wide,
         GELU=gelu,
         NARROW=True,
-        num_warps=warps_for(wide),
+        num_warps=warps_for(wide, narrow=True),
     )
     return out
 
@@ -269,7 +273,9 @@ def float8_rows(x: Tensor) -> Float8Rows:
     """float8.float8_rows of x [M,W]."""
     out = _float8_like(x)
     wide = triton.next_power_of_2(x.shape[1])
-    _rows[(len(x),)](x, *out, x.stride(0), x.shape[1], WIDE=wide, num_warps=warps_for(wide))
+    _rows[(len(x),)](
+        x, *out, x.stride(0), x.shape[1], WIDE=wide, num_warps=warps_for(wide, narrow=True)
+    )
     return out
 
 
@@ -307,7 +313,7 @@ def _launch_add_norm(
         *(x.stride(0), more.stride(0), x.shape[1], eps),
         WIDE=wide,
         NARROW=scales is not None,
-        num_warps=warps_for(wide),
+        num_warps=warps_for(wide, scales is not None),
     )
 
 

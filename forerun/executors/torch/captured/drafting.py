@@ -47,10 +47,10 @@ from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.plain_round import (
     Below,
     Extended,
+    Frontier,
     Levels,
 )
 from forerun.interface.draft_model import CANDIDATES
-from forerun.speculative.draft_tree import full_size
 
 
 class Network(Protocol):
@@ -202,34 +202,30 @@ class LevelDrafting(Drafting):
             for rotary in self._rotary(position + 1 if model.cache.roots else position)
         ]
         hidden = below.hidden  # Of what is above the newest level.
-        if width > 1:
-            hidden = hidden[:, None].expand(-1, width, -1).reshape(rows * width, -1)
         forest.begin(decided.facts["table"], below.kv_len)
+        frontier: Frontier | None = None
         for level in range(1, size.levels):
-            chosen = forest.frontier(grown, level)
-            if level > 1 and chosen is not None:
-                hidden = _of_rows(hidden.view(rows, width, -1), chosen // width).flatten(0, 1)
-                forest.descend(chosen // width)
+            if width > 1:
+                above = None if frontier is None else frontier.above
+                frontier = kernels.descend(
+                    grown, forest.levels, level, hidden, above, forest.roots is not None
+                )
+                hidden = frontier.hidden
             # As if all levels stood there, but only this one's nodes ask.
-            attend = self._attend(forest.slots[level - 1], forest.geometry(level - 1))
+            geometry = forest.geometry(level - 1, frontier)
             nodes = Nodes(
-                tokens=forest.tokens(grown, level, chosen),
+                tokens=grown[0, :, level - 1].contiguous() if frontier is None else frontier.tokens,
                 rotary=tuple((cos[level - 1], sin[level - 1]) for cos, sin in kinds),
-                attend=attend,
+                attend=self._attend(forest.slots[level - 1], geometry),
                 depth=level,
                 before=_nobody,
             )
             read, hidden = model.forward(nodes, hidden)
-            hang(level, read, chosen)
+            hang(level, read, None if frontier is None else frontier.chosen)
 
 
 def _nobody(layer: int, outputs: Tensor) -> Tensor:
     raise EngineError("no layer reads another here")
-
-
-def _of_rows(tensor: Tensor, which: Tensor) -> Tensor:
-    """[R,n,H]: nodes which int64[R,n] of tensor [R,m,H]."""
-    return tensor.gather(1, which[..., None].expand(-1, -1, tensor.shape[-1]))
 
 
 class _Forest:
@@ -277,14 +273,6 @@ class _Forest:
             ])
             for level in range(count)
         ]  # fmt: skip
-        # Of a level that asks: its own nodes see themselves, later ones are seen by nobody.
-        self._places = torch.arange(width, dtype=torch.int32, device=device)
-        self._everyone = torch.arange(width, device=device).expand(size.rows, -1)
-        own = np.broadcast_to([np.arange(width), np.arange(1, width + 1)], (size.rows, 2, width))
-        later = np.full((size.rows, 2, count, width), width)
-        later[:, :, 0] = own
-        self._own = there(later.transpose(1, 0, 2, 3))
-        self._above_all = there(np.broadcast_to([[[0]], [[width]]], (2, size.rows, root)))
         # In a chain whoever came before is above.
         ones = np.ones(size.rows * (root + count))
         below = [np.append(np.zeros(root), np.arange(count) > level) for level in range(count)]
@@ -292,8 +280,6 @@ class _Forest:
 
     def begin(self, table: Tensor, kv_len: Tensor) -> None:
         """Roots are known: nothing has run."""
-        # Of the newest level's nodes, who is above them in each level before: int64[R,.,width].
-        self._above = self._everyone.new_zeros(self.size.rows, 0, self.size.width)
         slots, position = self._slots, None
         if self.roots is not None:
             slots = torch.cat([self.roots[:, None], slots], 1)
@@ -304,7 +290,7 @@ class _Forest:
             slots=slots.flatten(),
             kv_len=kv_len,
             table=table,
-            tree_intervals=self._own,
+            tree_intervals=self._chain[0],
             tiles=self._tiles[0],
             tile=self._tile,
             page_size=self._cache.page_size,
@@ -312,47 +298,11 @@ class _Forest:
             asking=self._asking[0],
         )
 
-    def frontier(self, grown: Tensor, level: int) -> Tensor | None:
-        """int64[R,width]: which of the level before are the best, ascending; None in a chain."""
-        width = self.size.width
-        if width == 1:
-            return None
-        if level == 1:
-            return self._everyone
-        newest = slice(full_size(width, level - 1), full_size(width, level))
-        values = grown[2].view(torch.float32)[:, newest]
-        best = values.sort(dim=1, descending=True, stable=True).indices[:, :width]
-        return best.sort(dim=1).values
-
-    def tokens(self, grown: Tensor, level: int, chosen: Tensor | None) -> Tensor:
-        """int32[R*width] tokens of the nodes that a level runs."""
-        begin = full_size(self.size.width, level - 1)
-        if chosen is None:
-            return grown[0, :, begin].contiguous()
-        return grown[0].gather(1, begin + chosen).flatten()
-
-    def descend(self, parents: Tensor) -> None:
-        """The newest level's nodes hang below `parents` int64[R,width] of the one before."""
-        above = self._above.gather(2, parents[:, None].expand(-1, self._above.shape[1], -1))
-        self._above = torch.cat([above, parents[:, None]], 1)
-
-    def geometry(self, level: int) -> Geometry:
-        """For a level that asks."""
-        levels = self.shape[1]
-        if self.size.width == 1:
-            intervals = self._chain[level]
-        else:
-            above = self._above[..., None, :]
-            places = self._places[:, None]
-            enter, leave = ((above < places).sum(-1), (above <= places).sum(-1))
-            earlier = torch.stack([enter, leave]).int()
-            intervals = torch.cat([earlier, self._own[:, :, : levels - level]], 2)
-            if self.roots is not None:
-                intervals = torch.cat([self._above_all, intervals.flatten(2)], 2)
-            intervals = intervals.view(2, -1)
+    def geometry(self, level: int, frontier: Frontier | None) -> Geometry:
+        """For a level that asks: its frontier, or None in a chain."""
         return replace(
             self._geometry,
-            tree_intervals=intervals,
+            tree_intervals=self._chain[level] if frontier is None else frontier.tree_intervals,
             tiles=self._tiles[level],
             asking=self._asking[level],
         )
