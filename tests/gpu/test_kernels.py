@@ -6,13 +6,21 @@ import torch
 
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.float8 import FLOAT8, Float8Linear
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.geometry import Geometry, attend_dense, tiles_of
 from forerun.executors.torch.kernels import SLOW_TWINS, kernels_for
 from forerun.executors.torch.kv import Narrow, enter
 from forerun.executors.torch.layers import PLAIN, Heads
-from forerun.executors.torch.plain_round import Levels, RoundShape, accept, grow, prepare
+from forerun.executors.torch.plain_round import (
+    Levels,
+    RoundShape,
+    accept,
+    descend,
+    grow,
+    prepare,
+)
 from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.verify import intervals
 from tests.models import tiny
@@ -158,10 +166,73 @@ def test_parts_between_the_products(kernels, device, dtype):
         ("gate", both),
         ("gelu_gate", both),
         ("rotate", (heads, cos, sin)),
+        ("draft_inputs", (torch.arange(5, device=device).int(), x.flip(1), x, (weight,) * 2, 1e-5)),
     ):
         found = getattr(kernels.parts, part)(*inputs).double()
         expected = getattr(PLAIN, part)(*inputs).double()
         assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+
+
+def same_rows(found, expected):
+    """Numbers and scales in float8; a division may round to the other neighbour."""
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
+    assert (found.numbers.float() == expected.numbers.float()).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stands_before_a_product_quantises_for_it(kernels, device, dtype):
+    """As float8_rows of what the same kernel gives without."""
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, device=device, generator=draw)
+
+    weight, x = normal(4096), normal(33, 4096).to(dtype)
+    both = normal(33, 2 * 14336).to(dtype).chunk(2, -1)
+    parts, narrow = kernels.parts, kernels.parts.float8
+    same_rows(narrow.rows(x), float8_rows(x))
+    same_rows(narrow.norm(x, weight, 1e-5), float8_rows(parts.norm(x, weight, 1e-5)))
+    added, normed = parts.add_norm(x, x.flip(0), weight, 1e-5)
+    whole, rows = narrow.add_norm(x, x.flip(0), weight, 1e-5)
+    assert torch.equal(whole, added)
+    same_rows(rows, float8_rows(normed))
+    same_rows(narrow.gate(*both), float8_rows(parts.gate(*both)))
+    same_rows(narrow.gelu_gate(*both), float8_rows(parts.gelu_gate(*both)))
+
+
+@pytest.mark.parametrize("groups", [(32, 8), (9, 3)])
+def test_context_as_float8_rows(kernels, device, groups):
+    """A query's heads are merged at once, and who is last reads all: again and again, as it may be
+    another one each time.
+    """
+    for kv_len, nodes in cases(device):
+        inputs = step(kv_len, nodes, groups, 128, device, torch.bfloat16)
+        expected = float8_rows(kernels.attend(*inputs).flatten(1))
+        for _ in range(50 if device == "cuda" else 1):
+            found = kernels.attend(*inputs, float8=True)
+            assert torch.equal(found.scale, expected.scale)
+            assert torch.equal(found.numbers.float(), expected.numbers.float())
+
+
+@pytest.mark.parametrize("width", [2, 4, 16])
+def test_frontiers_are_the_plain_ones(kernels, device, width):
+    draw = torch.Generator(device).manual_seed(4)
+    size, rows = Levels(4, width), 33
+    grown = torch.randint(
+        0, 9000, (3, rows, full_size(width, 4)), device=device, generator=draw, dtype=torch.int32
+    )
+    values = -torch.rand(grown[2].shape, device=device, generator=draw).mul(50).round()
+    grown[2] = values.view(torch.int32)
+    found, expected = None, None
+    for level in (1, 2, 3):
+        asked = rows * (width if level > 1 else 1)
+        hidden = torch.randn(asked, 4096, device=device, generator=draw).bfloat16()
+        found, expected = (
+            work(grown, size, level, hidden, None if before is None else before.above, True)
+            for work, before in ((kernels.descend, found), (descend, expected))
+        )
+        for name in ("chosen", "tokens", "hidden", "above", "tree_intervals"):
+            assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("width", [1, 4, 16])
@@ -221,6 +292,20 @@ def test_float8_products_are_the_twins(device):
         assert (found - expected).norm() / expected.norm() < 5e-3
 
 
+def test_rounds_in_float8(checkpoint, device):
+    """Every product of every layer: captured, and the same text again."""
+    made = with_captures(TorchExecutor(checkpoint(), limits(tiny.VOCAB), device, "float8"))
+    found = []
+    for _ in range(2):
+        with Driver(made) as driver:
+            driver.open(0, np.arange(20, 60), Sampling(temperature=0.0))
+            for _ in range(30):
+                driver.step([Row(0)])
+            found.append(driver.sequences[0].tokens)
+    assert found[0] == found[1] and len(found[0]) >= 70
+    assert bool(made.describe().get("captured")) == (device == "cuda")
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen2_moe"])
 def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family):
     """Windows, caps and sandwich norms in rounds; experts eagerly. In float32, as below."""
@@ -259,5 +344,5 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
                 driver.step([Row(slot, draft=tree) for slot, tree in enumerate(trees)])
             found.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
         if device == "cuda" and graphs:
-            assert (4, 4, 0, 0) in made.describe()["captured"]
+            assert (4, 4, 0, 0) in [size[:4] for size in made.describe()["captured"]]
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 2
