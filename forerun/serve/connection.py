@@ -36,7 +36,8 @@ def connections(patience: float) -> type[H11Protocol]:
             super().connection_lost(exc)
             # Uvicorn leaves the timer of keep-alive running where the client reset the connection,
             # and with it all that belongs to the connection.
-            self._unset_keepalive_if_required()
+            if self.timeout_keep_alive_task is not None:
+                self.timeout_keep_alive_task.cancel()
 
         def _wait(self) -> None:
             self._waiting = self.loop.call_later(patience, self.transport.abort)
