@@ -33,7 +33,7 @@ _ONE_DEVICE = (
     "servers and put a proxy before them"
 )
 _LOOKUP = "lookup and table have no such setting; --speculative-num-draft-tokens bounds their trees"
-_ONE_STEP = "prompts and answers share steps of at most --max-step-nodes tokens"
+_ONE_STEP = "prompts and answers share steps of at most --chunked-prefill-size tokens"
 _KERNEL = "the device decides: Triton on cuda, the native core's or torch's own on cpu"
 _PREFIX = "prefixes are always cached; that changes no token"
 _NO_CODE = "no code from a model's folder is ever run"
@@ -102,9 +102,10 @@ _MODEL = [
     *same("--max-total-tokens", "kv_tokens", SGLANG),
     *same("--mem-fraction", "mem_fraction_static", SGLANG),
     *same("--gpu-memory-utilization", "mem_fraction_static", VLLM),
-    *same("--max-prefill-tokens --chunked-prefill-size", "max_step_nodes", SGLANG, note=_ONE_STEP),
-    *same("--max-num-batched-tokens", "max_step_nodes", VLLM, note=_ONE_STEP),
-    *same("--ubatch-size -ub", "max_step_nodes", LLAMA, note=_ONE_STEP),
+    *same("--max-prefill-tokens", "chunked_prefill_size", SGLANG, note=_ONE_STEP),
+    *same("--max-step-nodes", "chunked_prefill_size", FORMER),
+    *same("--max-num-batched-tokens", "chunked_prefill_size", VLLM, note=_ONE_STEP),
+    *same("--ubatch-size -ub", "chunked_prefill_size", LLAMA, note=_ONE_STEP),
     *refused("--batch-size -b", LLAMA, why=_ONE_STEP),
     *usual("--enable-mixed-chunk", (), SGLANG, why=_ONE_STEP, takes=NOTHING),
     *usual("--enable-chunked-prefill", (), VLLM, why=_ONE_STEP, takes=NOTHING),
@@ -214,6 +215,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("dtype", "device", "revision", "ssl_keyfile", "ssl_certfile"), (SGLANG, VLLM)),
     **dict.fromkeys(("page_size", "mem_fraction_static", "disable_cuda_graph"), (SGLANG,)),
     **dict.fromkeys(("cuda_graph_max_bs", "enable_torch_compile"), (SGLANG,)),
+    **dict.fromkeys(("chunked_prefill_size",), (SGLANG,)),
     **dict.fromkeys(("attention_backend",), (SGLANG, VLLM)),
     **dict.fromkeys(("torch_compile_max_bs", "grammar_backend", "sampling_defaults"), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),

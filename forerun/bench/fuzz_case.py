@@ -15,7 +15,7 @@ from forerun.errors import ConfigError
 from forerun.speculative.draft_tree import full_size
 from forerun.types import Ints
 
-SHAPES = ("page_size", "max_sequences", "max_step_nodes", "context", "kv_tokens")
+SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_tokens")
 """What a case changes of the executor itself, which is then opened anew."""
 
 GRAMMARS: dict[str, Callable[[], Grammar]] = {
@@ -91,7 +91,7 @@ class CaseSource:
         return {
             "page_size": self._pick(1, 2, 16, 16, 64),
             "max_sequences": self._pick(1, 4, 8, 16),
-            "max_step_nodes": self._pick(16, 64, 512),
+            "chunked_prefill_size": self._pick(16, 64, 512),
             "context": 256,
             "kv_tokens": self._pick(256, 256, 256, 2048),
         }

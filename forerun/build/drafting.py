@@ -281,7 +281,8 @@ def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
         needs,
         weights=needs.weights + weights,
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
-        per_node=needs.per_node + 4 * (draft.vocab // 4 + draft.node_numbers),
+        per_node=needs.per_node + 4 * draft.node_numbers,
+        per_scored=needs.per_scored + 4 * (draft.vocab // 4),
     )
 
 

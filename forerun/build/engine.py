@@ -255,6 +255,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
     config = with_shipped(choose_executor(config, arch), layered)
     entry = EXECUTORS[config.executor]
+    chunk = config.chunked_prefill_size or entry.prefill_chunk(config)
+    config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.path)
     parts, fault = excused(config, lambda: _drafts(config, model))
     draft, table = (parts.model, parts.table) if parts else (None, None)
@@ -316,6 +318,7 @@ def _resolved(
         config,
         context=limits.context,
         kv_tokens=limits.pages * limits.page_size,
+        chunked_prefill_size=limits.max_nodes,
         threads=config.threads or executor.describe().get("threads"),
         policy=policy,
     )

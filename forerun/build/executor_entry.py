@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from forerun.build.memory import Needs
+from forerun.build.memory import CHUNK, Needs
 from forerun.config import EngineConfig
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -75,6 +75,7 @@ class ExecutorEntry:
     within        the kinds whose trees steps grow by themselves (PreparedExecutor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
     shards        whether it cuts a model over devices
+    prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked
     """
 
     name: str
@@ -89,3 +90,4 @@ class ExecutorEntry:
     within: frozenset[str]
     dtype: str | None = None
     shards: bool = False
+    prefill_chunk: Callable[[EngineConfig], int] = lambda config: CHUNK

@@ -22,6 +22,14 @@ DEVICE_SHARE = 0.88
 """The same on a device of its own (a GPU or TPU). Not measured: none was there yet."""
 
 
+CHUNK = 512
+"""Tokens of prompts and draft tokens in one step where nothing is asked, on the CPU."""
+
+SCORED = 512
+"""Nodes in one step whose logits choose a token, where max-sequences is not larger: on an H100 or
+H200 more are bound by products and no longer free (64 x 8 in docs/gpu-roofline.md)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Needs:
     """What a model asks of a machine, in bytes unless said otherwise.
@@ -30,7 +38,9 @@ class Needs:
     vocab      V
     weights    all weights, in the executor's own format
     per_token  keys and values of one token, all layers
-    per_node   scratch of one node in a step: activations and its row of logits
+    per_node   scratch of one node in a step: activations
+    per_scored the same of one that chooses a token: its row of logits
+    fixed      scratch that no node changes
     """
 
     context: int
@@ -38,6 +48,8 @@ class Needs:
     weights: int
     per_token: int
     per_node: int
+    per_scored: int = 0
+    fixed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +96,9 @@ def plan_memory(
             f"kv-tokens is {config.kv_tokens}: too small for one sequence of "
             f"context {config.context}. Raise kv-tokens or lower context."
         )
-    scratch = config.max_step_nodes * needs.per_node
+    nodes = config.chunked_prefill_size or CHUNK
+    scored = min(nodes, max(SCORED, config.max_sequences))
+    scratch = nodes * needs.per_node + scored * needs.per_scored + needs.fixed
     room = max(0, budget - needs.weights - scratch) // max(1, needs.per_token)
     wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
@@ -96,9 +110,10 @@ def plan_memory(
         page_size=page,
         pages=pages,
         slots=config.max_sequences,
-        max_nodes=config.max_step_nodes,
+        max_nodes=nodes,
         context=min(context, pages * page),
         vocab=needs.vocab,
+        max_scored=scored,
     )
     return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch)
 
@@ -108,8 +123,8 @@ def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float)
         f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
         f"{human(budget)} that may be used ({share:.0%} of the memory that is "
-        "free now). Lower kv-tokens, context or max-step-nodes, raise mem-fraction-static, or "
-        "choose a smaller model."
+        "free now). Lower kv-tokens, context or chunked-prefill-size, raise "
+        "mem-fraction-static, or choose a smaller model."
     )
 
 
@@ -133,7 +148,8 @@ def needs_of(arch: Architecture, weights: int, per_token: int, context: int | No
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,
-        per_node=4 * (arch.vocab // 4 + 4 * arch.hidden + 3 * arch.ffn),
+        per_node=4 * (4 * arch.hidden + 3 * arch.ffn),
+        per_scored=4 * (arch.vocab // 4),
     )
 
 

@@ -1,11 +1,10 @@
 """The torch executor: every family, on the CPU and on CUDA devices."""
 
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 
 from forerun.build.executor_entry import ExecutorEntry
-from forerun.build.memory import ITEM_BYTES, Needs, dense_needs
+from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
@@ -18,6 +17,9 @@ from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
 
+CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
+"""Tokens of prompts in one step: GiB that a GPU's memory is below, and how many then; else."""
+
 
 def _free_memory(config: EngineConfig) -> int:
     if config.device == "cpu":
@@ -29,15 +31,24 @@ def _free_memory(config: EngineConfig) -> int:
     return int(torch.cuda.mem_get_info(config.device)[0])
 
 
+def _prefill_chunk(config: EngineConfig) -> int:
+    """What SGLang takes, by a GPU's memory: its server_args.py, up to 8192."""
+    if config.device == "cpu":
+        return CHUNK
+    import torch
+
+    gib = torch.cuda.mem_get_info(config.device)[1] / (1 << 30)
+    return next((chunk for below, chunk in CHUNKS if gib < below), MOST_CHUNK)
+
+
 def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
-    """Captured rounds keep what every token is in every slot's text, and its bias: 8 bytes a token
-    of the vocabulary (executors/torch/captured/shaped_rows.py).
+    """Logits are read as float32 rows. Captured rounds keep what every token is in every slot's
+    text, and its bias: 8 bytes a token of the vocabulary (executors/torch/captured/shaped_rows.py).
     """
-    needs = dense_needs(config, arch, path)
+    needs = replace(dense_needs(config, arch, path), per_scored=4 * arch.vocab)
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
-    kept = 8 * (config.max_sequences + 1) * arch.vocab
-    return replace(needs, per_node=needs.per_node + ceil(kept / config.max_step_nodes))
+    return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab)
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
@@ -109,4 +120,5 @@ ENTRY = ExecutorEntry(
         PredictionLayers.kind: _layers,
     },
     within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
+    prefill_chunk=_prefill_chunk,
 )

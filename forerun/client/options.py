@@ -33,7 +33,7 @@ class EngineOptions(TypedDict, total=False):
     kv_tokens: int | None
     max_sequences: int
     mem_fraction_static: float | None
-    max_step_nodes: int
+    chunked_prefill_size: int | None
     max_waiting: int
     speculative_algorithm: str
     speculative_draft_model_path: str | None

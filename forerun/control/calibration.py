@@ -37,10 +37,10 @@ def measure_costs(executor: Executor) -> StepCosts:
     is too small to time two nodes.
     """
     limits = executor.limits
-    possible = [nodes for nodes in NODES if nodes <= limits.max_nodes and _fits(limits, nodes)]
+    possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError(
-            "max-step-nodes or context is too small to measure what a draft token costs."
+            "chunked-prefill-size or context is too small to measure what a draft token costs."
         )
     times = _time_interleaved(executor, possible)
     counts = sorted(times)
@@ -116,7 +116,7 @@ def _attention_ms(executor: Executor) -> float:
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
         _time_step(executor, _Step(limits, [np.zeros_like(chunk)], 0, start, samples=False))
-    root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.max_nodes)
+    root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.scored_nodes)
     far, near = _Step(limits, root, nodes - 1, cached), _Step(limits, root, nodes - 1)
     # The far step first: the near one overwrites the start of the cache, not its length.
     pairs = [(_time_step(executor, far), _time_step(executor, near)) for _ in range(MIN_REPEATS)]

@@ -49,10 +49,10 @@ instead of 1.24.)"""
 UNSEEN = 1e-3
 """Steps that what start-up said of a count is worth against one that was seen. (Replayed as
 NEW_SHARE: with 1, .905 of plain.)"""
-LARGEST = 4096
-"""Nodes up to which corrections have counts of their own, by powers of two: more than any step has
-(--max-step-nodes is 512). (Replayed as above without them, the table's own counts 1, 8, 64, 256:
-.80.)"""
+LARGEST = 8192
+"""Nodes up to which corrections have counts of their own, by powers of two: no step has more by
+default (build/with_torch.py: MOST_CHUNK). (Replayed as above without them, the table's own
+counts 1, 8, 64, 256: .80.)"""
 
 # --- What draft tokens bring (acceptance.py) -----------------------------------------------
 

@@ -82,8 +82,7 @@ class Scheduler:
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:
-        self.limits = limits
-        self.policy = policy
+        self.limits, self._scored, self.policy = limits, limits.scored_nodes, policy
         self._ready = ready
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
@@ -91,8 +90,8 @@ class Scheduler:
         self.leaving: list[Sequence] = []
         # What the decoding rows of the last step that had any were allowed.
         self._granted: tuple[Budget, ...] = ()
-        # Every running row needs a node in every step.
-        self._slots = list(range(min(limits.slots, limits.max_nodes)))[::-1]
+        # Every running row needs a node and its logits in every step.
+        self._slots = list(range(min(limits.slots, self._scored)))[::-1]
 
     @property
     def context(self) -> int:
@@ -167,7 +166,7 @@ class Scheduler:
         rows = [row for row in rows if row.sequence.remaining > 1]
         if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
             return None
-        self._grant(rows, self.limits.max_nodes - len(rows))
+        self._grant(rows, self._scored - len(rows))
         plan = self._plan(rows)
         ends = np.array([row.sequence.end for row in rows], np.int32)
         facts = plan.slots, plan.kv_len, ends, plan.max_nodes, plan.max_depth, plan.page_table
@@ -254,10 +253,10 @@ class Scheduler:
         ready = list(filter(self._ready, self.running))
         decoding = [sequence for sequence in ready if sequence.pending == 1]
         prefill = [sequence for sequence in ready if sequence.pending > 1]
-        room = self.limits.max_nodes - len(decoding)
+        room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
         fresh = [s for s in decoding if s in opened]  # Nobody knows anything of them yet.
         rows = [_Row(sequence, 1) for sequence in decoding if sequence not in fresh]
-        self._grant(rows, room // 2 if prefill else room)
+        self._grant(rows, min(room // 2 if prefill else room, logits))
         room -= sum(row.budget.nodes for row in rows)
         rows += [_Row(sequence, 1) for sequence in fresh]
         for sequence in prefill:
@@ -353,7 +352,7 @@ class Scheduler:
             assert pool.references(page) == count, f"page {page} has a holder too many"
         assert pool.held == len(held), "a page leaked: it is held, but in no table"
         open_slots = [s.slot for s in self.running + self.leaving if s.slot is not None]
-        slots = range(min(self.limits.slots, self.limits.max_nodes))
+        slots = range(min(self.limits.slots, self._scored))
         assert sorted(self._slots + open_slots) == [*slots], "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
         for queue in (self.waiting, self.running):

@@ -26,6 +26,8 @@ class ExecutorLimits:
     max_nodes     nodes in one step over all rows (the step's token budget)
     context       longest sequence, tokens
     vocab         V
+    max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
+                  draft tokens. No step has more; None: as many as nodes
     """
 
     page_size: int
@@ -34,6 +36,12 @@ class ExecutorLimits:
     max_nodes: int
     context: int
     vocab: int
+    max_scored: int | None = None
+
+    @property
+    def scored_nodes(self) -> int:
+        """`max_scored` as a number."""
+        return min(self.max_scored or self.max_nodes, self.max_nodes)
 
 
 @dataclass(frozen=True, slots=True)

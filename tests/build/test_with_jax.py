@@ -21,7 +21,7 @@ from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 
 SMALL = {
-    "executor": "jax", "context": 128, "max_sequences": 2, "max_step_nodes": 64,
+    "executor": "jax", "context": 128, "max_sequences": 2, "chunked_prefill_size": 64,
     "kv_tokens": 512, "speculative_num_draft_tokens": 4, "policy": "fixed",
 }  # fmt: skip
 

@@ -49,7 +49,7 @@ def runs(path, **changes):
         try:
             config = EngineConfig(
                 model=str(path), executor="cpu", context=64, kv_tokens=128, max_sequences=2,
-                max_step_nodes=16, policy="fixed", threads=1, **changes,
+                chunked_prefill_size=16, policy="fixed", threads=1, **changes,
             )  # fmt: skip
             target = open_target(config)
         except ForerunError as error:

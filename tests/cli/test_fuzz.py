@@ -86,7 +86,7 @@ def test_a_grammar_alone_in_a_step_without_decoding_rows():
     config = EngineConfig(model="toy", policy="adaptive")
     prompt = tuple(np.arange(60, 120).tolist())
     held = Asked(prompt, {"max_tokens": 16, "ignore_eos": True}, "closed object")
-    shape = {"page_size": 2, "max_sequences": 1, "max_step_nodes": 16, "context": 256}
+    shape = {"page_size": 2, "max_sequences": 1, "chunked_prefill_size": 16, "context": 256}
     drafting = {"speculative_num_draft_tokens": 3, "speculative_num_steps": 1}
     changes = shape | {"kv_tokens": 2048} | drafting
     fuzzer = Fuzzer(config, tuple(read_prompts()), 0)

@@ -70,7 +70,7 @@ def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
         ("a/b --max-running-requests 5", {"model": "a/b", "max_sequences": 5}),
         ("--gpu-memory-utilization 0.5", {"mem_fraction_static": 0.5}),
         ("--mem-fraction-static 0.5", {"mem_fraction_static": 0.5}),
-        ("--chunked-prefill-size 256 --max-prefill-tokens 256", {"max_step_nodes": 256}),
+        ("--chunked-prefill-size 256 --max-prefill-tokens 256", {"chunked_prefill_size": 256}),
         ("--dtype half", {"dtype": "float16"}),
         ("--quantization fp8 --kv-cache-dtype fp8_e4m3",
          {"dtype": "float8", "kv_dtype": "float8"}),

@@ -157,7 +157,7 @@ def test_small_executors_can_be_measured(limits):
 
 
 def test_an_executor_too_small_to_measure_says_so():
-    with pytest.raises(ConfigError, match="max-step-nodes"):
+    with pytest.raises(ConfigError, match="chunked-prefill-size"):
         measure_costs(ToyExecutor(ExecutorLimits(16, 4, 4, 1, 64, 259)))
 
 

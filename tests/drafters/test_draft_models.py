@@ -54,7 +54,7 @@ def target(hf, tmp_path_factory):
         speculative_algorithm="OFF",
         policy="fixed",
         max_sequences=4,
-        max_step_nodes=40,
+        chunked_prefill_size=40,
         kv_tokens=1024,
         page_size=8,
     )
@@ -310,7 +310,7 @@ def _error(model, hf, text, found: BlockCandidates, row, length):
 def test_layers_of_any_number_and_shape_are_counted():
     """In the memory plan and in the cache, page by page."""
     layers = (CacheLayer(2, 16), CacheLayer(1, 8), CacheLayer(2, 16))
-    config = EngineConfig(model="toy", page_size=8, max_sequences=2, max_step_nodes=16)
+    config = EngineConfig(model="toy", page_size=8, max_sequences=2, chunked_prefill_size=16)
     needs = Needs(context=256, vocab=100, weights=1000, per_token=64, per_node=10)
     draft = SimpleNamespace(parameters=500, cache=layers, vocab=40, node_numbers=0)
     with_model = with_draft(needs, draft, 4)

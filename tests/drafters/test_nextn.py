@@ -101,7 +101,7 @@ def settings(folder, executor, algorithm="NEXTN", **changes):
         "speculative_algorithm": algorithm,
         "speculative_num_steps": None if algorithm == "OFF" else 3,
         "max_sequences": 4,
-        "max_step_nodes": 40,
+        "chunked_prefill_size": 40,
         "kv_tokens": 1024,
         "page_size": 8,
         "threads": 1,

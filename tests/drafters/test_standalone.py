@@ -78,7 +78,7 @@ def settings(folders, executor, draft=None, **changes):
         "dtype": "float32" if executor == "torch" else "auto",
         "policy": "fixed",
         "max_sequences": 4,
-        "max_step_nodes": 40,
+        "chunked_prefill_size": 40,
         "kv_tokens": 1024,
         "page_size": 8,
         "threads": 1,
@@ -218,7 +218,7 @@ def test_a_tree_accepts_more_than_a_chain_and_both_change_nothing(
 def test_sixty_four_tokens(folders, plain):
     executor = "cpu"
     shape = {"speculative_eagle_topk": 10, "speculative_num_draft_tokens": 64}
-    big = settings(folders, executor, "small", max_step_nodes=256, **shape)
+    big = settings(folders, executor, "small", chunked_prefill_size=256, **shape)
     target = open_target(replace(big, speculative_num_steps=6))
     try:
         accepted, drafted = counts(served(target, 0.0), plain(executor, 0.0))

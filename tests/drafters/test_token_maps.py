@@ -59,7 +59,7 @@ def opened(folders, executor, method, token_map=None):
     draft = folders.get(method)
     config = EngineConfig(
         model=str(folders["target"]), executor=executor, policy="fixed", max_sequences=4,
-        dtype="float32" if executor == "torch" else "auto", max_step_nodes=40, kv_tokens=1024,
+        dtype="float32" if executor == "torch" else "auto", chunked_prefill_size=40, kv_tokens=1024,
         page_size=8, threads=1, draft_on_error="stop", speculative_algorithm=method,
         speculative_draft_model_path=None if draft is None else str(draft),
         speculative_num_steps=None if method == "OFF" else STEPS,

@@ -81,7 +81,7 @@ def configured(made, method, **changes):
         policy="fixed",
         draft_on_error="stop",
         max_sequences=5,
-        max_step_nodes=320,
+        chunked_prefill_size=320,
         kv_tokens=192,
         threads=1,
         **asked,
@@ -252,7 +252,9 @@ def weak(tmp_path_factory):
     ],
 )
 def test_captured_rounds_of_every_draft_model(weak, emulated, note, method, page, overlap):
-    config = replace(rounds.configured(weak, method, page), max_step_nodes=320, overlap=overlap)
+    config = replace(
+        rounds.configured(weak, method, page), chunked_prefill_size=320, overlap=overlap
+    )
     if (method, page) in FEW and not overlap:  # What the whole suite always runs.
         proved(config, replace(SHORT, prompts=PROMPTS[:5]), None, note, ("tree",))
         return

@@ -83,6 +83,16 @@ def rows(schedule):
     return [int(s.request.id) for s in schedule.rows]
 
 
+def test_no_more_nodes_choose_a_token_than_are_scored():
+    """However many tokens a step may have: rows that sample, and what they may draft."""
+    world = World(nodes=8, depth=8, slots=4, max_nodes=1024, max_scored=10)
+    for length in (3, 3, 100):
+        world.add(prompt_len=length, max_tokens=50)
+    plans = [world.step().plan for _ in range(4)]
+    assert [plan.max_nodes.sum() for plan in plans] == [0, 7, 7, 7]
+    assert sum(map(len, plans[0].known)) == 106
+
+
 def test_nothing_to_do():
     assert World().step() is None
 

@@ -67,7 +67,7 @@ def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, sh
     }
     found = []
     for eager in (False, True):
-        many = {"max_step_nodes": 256, "disable_cuda_graph": eager}
+        many = {"chunked_prefill_size": 256, "disable_cuda_graph": eager}
         target = opened(folder("llama", layers=6), twin, device, **many)
         try:
             served = serve(

@@ -17,7 +17,9 @@ def learned(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder, learned, device):
-    target = opened(folder("llama", layers=6), learned[0], device, max_step_nodes=256, context=128)
+    target = opened(
+        folder("llama", layers=6), learned[0], device, chunked_prefill_size=256, context=128
+    )
     yield target
     target.close()
 

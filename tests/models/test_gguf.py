@@ -193,7 +193,7 @@ def test_gemma_3_is_that_of_transformers(changes, tmp_path):
     executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
     with Driver(executor) as driver:
         driver.open(0, IDS[0].numpy())
-        logits = driver.step([Row(0)]).scores.logits
+        logits = driver.step([Row(0)]).every()
     assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
 
 

@@ -83,7 +83,12 @@ class Result:
         if hasattr(self.scores, "place"):
             rows = self.scores.place[node : node + 1]
             return torch.from_numpy(self.executor.programs.logits(rows)[0])
-        return self.scores.logits[self.scores.row_of[node]]
+        eager = getattr(self.executor, "eager", self.executor)
+        return torch.from_numpy(eager.logits_of(self.scores)(node))
+
+    def every(self) -> torch.Tensor:
+        """float32[M,V] of all nodes of a step of one row, where all are wanted."""
+        return torch.stack([self.logits(0, node) for node in self.trees.nodes(0)])
 
     def emitted(self, row: int) -> list[int]:
         return self.outcome.tokens[row, : self.outcome.n_tokens[row]].tolist()

@@ -45,7 +45,7 @@ def configured(folder, **changes):
         speculative_algorithm="OFF",
         policy="fixed",
         max_sequences=4,
-        max_step_nodes=40,
+        chunked_prefill_size=40,
         kv_tokens=1024,
         page_size=8,
     )

@@ -79,7 +79,7 @@ def test_the_pages_command_line_serves(place):
         info = httpx.get(url.removesuffix("/v1") + "/server_info", timeout=600).json()
     config, executor = info["config"], info["executor"]
     assert (config["device"], config["executor"], config["tp_size"]) == ("tpu", "jax", 4)
-    assert (config["page_size"], config["max_sequences"], config["max_step_nodes"]) == (
+    assert (config["page_size"], config["max_sequences"], config["chunked_prefill_size"]) == (
         64,
         16,
         4096,

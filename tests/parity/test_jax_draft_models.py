@@ -78,7 +78,7 @@ def settings(folders, which, executor, **changes):
         "speculative_num_draft_tokens": SHAPES["tree"][0],
         "speculative_eagle_topk": SHAPES["tree"][1],
         "max_sequences": 2,
-        "max_step_nodes": 40,
+        "chunked_prefill_size": 40,
         "context": 96,
         "kv_tokens": 256,
         "page_size": 8,

@@ -37,7 +37,7 @@ from tests.parity.test_torch_eagle_model import (
     simulated,
 )
 
-SMALL = {"max_sequences": 2, "max_step_nodes": 64, "context": 128, "kv_tokens": 1024}
+SMALL = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import taped
 from tests.parity.test_torch_eagle_model import Target, learn, opened
 
-MOST = {"max_step_nodes": 128, "context": 192, "max_sequences": 8}
+MOST = {"chunked_prefill_size": 128, "context": 192, "max_sequences": 8}
 NAIVE = {
     "speculative_algorithm": "NAIVE",
     "speculative_num_steps": None,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.executors.torch.plan_geometry import places_of
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative import verify
 from forerun.speculative.tree import batch
@@ -36,24 +37,31 @@ class Pages:
         self.queries = self.normal(len(trees.tokens), heads)
         self.keys, self.values = (self.normal(len(trees.tokens), groups) for _ in "kv")
         self.prefixes = [self.prefix(row, length) for row, length in enumerate(kv_len)]
-        self.cache.write(0, torch.from_numpy(self.keys), torch.from_numpy(self.values))
+        self.places = places_of(self.plan, trees, self.cache)
+        self.write()
+
+    def write(self):
+        """The step's own keys and values, where they belong."""
+        there = torch.from_numpy(self.places)
+        self.cache.write(0, there, torch.from_numpy(self.keys), torch.from_numpy(self.values))
 
     def normal(self, count, heads):
         return self.random.normal(size=(count, heads, SIZE)).astype(np.float32)
 
     def prefix(self, row, length):
-        """Random keys and values [kv_len,G,E], put into the row's pages through scratch."""
+        """Random keys and values [kv_len,G,E], put into the row's pages."""
         pair = self.normal(length, self.groups), self.normal(length, self.groups)
         positions = np.arange(length)
         for part in np.array_split(positions, -(-length // 256) or 1):
-            self.cache.write(0, *(torch.from_numpy(array[part]) for array in pair))
-            slots = self.cache.slots(self.plan.page_table[row], part)
-            self.cache.commit(np.arange(len(part), dtype=np.int32), slots)
+            slots = torch.from_numpy(self.cache.slots(self.plan.page_table[row], part))
+            self.cache.write(0, slots, *(torch.from_numpy(array[part]) for array in pair))
         return pair
 
     def ours(self, spec=None):
         window = spec.window if spec else None
-        blocks = key_blocks(self.plan, self.trees, self.cache, torch.device("cpu"), window)
+        blocks = key_blocks(
+            self.plan, self.trees, self.places, self.cache, torch.device("cpu"), window
+        )
         held = self.cache.of_layer(0)
         return attend(torch.from_numpy(self.queries), *held, blocks, spec).numpy()
 
@@ -127,7 +135,7 @@ def test_blocks_that_no_window_reaches_are_not_read():
     trees = batch([np.zeros(1, np.int32)], [as_draft([1, 2, 3], [-1, 0, -1])])
     pages = Pages([4 * BLOCK], trees, 4, 2, 16, 0)
     made = [
-        key_blocks(pages.plan, trees, pages.cache, torch.device("cpu"), window)
+        key_blocks(pages.plan, trees, pages.places, pages.cache, torch.device("cpu"), window)
         for window in (None, 2 * BLOCK, 10)
     ]
     assert [len(blocks) for blocks in made] == [5, 3, 2]
@@ -141,7 +149,7 @@ def test_a_window_along_a_tree_is_counted_by_position():
     spec = AttentionSpec(0.25, window=2)
     before = pages.ours(spec)
     pages.keys[1] += 5.0  # The first draft token: seen by itself and its child only.
-    pages.cache.write(0, torch.from_numpy(pages.keys), torch.from_numpy(pages.values))
+    pages.write()
     changed = (pages.ours(spec) != before).any((1, 2))
     assert changed.tolist() == [False, True, True, False, False, False]
 
@@ -196,7 +204,7 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
     getattr(clean, field)[5, 0, 3] = (
         poison  # The first draft token's first child: node 3 is its parent.
     )
-    clean.cache.write(0, torch.from_numpy(clean.keys), torch.from_numpy(clean.values))
+    clean.write()
     found = clean.ours()
     spoilt = [5, 6]
     others = [node for node in range(len(found)) if node not in spoilt]

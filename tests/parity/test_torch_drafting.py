@@ -51,7 +51,7 @@ def taped(folder, twin, tape=None, **changes):
 @pytest.fixture(scope="module")
 def pair(folder, learned):
     """The same target and head, captured and not."""
-    most = {"max_step_nodes": 128, "context": 128}
+    most = {"chunked_prefill_size": 128, "context": 128}
     targets = taped(folder, learned[0], **most), opened(folder, learned[0], **most)
     yield targets
     for target in targets:

@@ -385,7 +385,7 @@ def opened_config(folder, twin, device="cpu", **changes):
         speculative_draft_model_path=str(twin.folder),
         policy="fixed",
         max_sequences=6,
-        max_step_nodes=64,
+        chunked_prefill_size=64,
         kv_tokens=2048,
     )
     return replace(config, **changes)

@@ -198,7 +198,7 @@ def test_the_memory_plan_knows_float8_pages(tmp_path):
                 policy="fixed",
                 kv_tokens=2048,
                 context=256,
-                max_step_nodes=256,
+                chunked_prefill_size=256,
             )
         )
         plans.append((target.memory.cache, target.executor.describe()["cache_bytes"]))

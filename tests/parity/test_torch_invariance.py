@@ -57,7 +57,7 @@ def plain_text(executor, prompt, output, seed, chunk=1):
         sequence = driver.sequences[0]
         while sequence.kv_len < len(prompt) + output - 1:
             result = driver.step([Row(0, known=chunk)])
-            found.append(result.scores.logits)
+            found.append(result.every())
         return Text(
             sequence.tokens[: len(prompt) + output], len(prompt), sampling, torch.cat(found)
         )

@@ -61,14 +61,14 @@ def learned(folder, tmp_path_factory):
 def slow(folder, learned):
     """The target and head on a device that is slow, and its tape."""
     tape = Tape()
-    target = taped(folder, learned[0], tape, max_step_nodes=128, context=128)
+    target = taped(folder, learned[0], tape, chunked_prefill_size=128, context=128)
     yield target, tape
     target.close()
 
 
 @pytest.fixture(scope="module")
 def eager(folder, learned):
-    target = opened(folder, learned[0], max_step_nodes=128, context=128)
+    target = opened(folder, learned[0], chunked_prefill_size=128, context=128)
     yield target
     target.close()
 
@@ -310,7 +310,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         "speculative_num_steps": 2,
         "speculative_eagle_topk": 1,
     }
-    small = {"max_step_nodes": 32, "context": 128, "max_sequences": 2, "overlap": True}
+    small = {"chunked_prefill_size": 32, "context": 128, "max_sequences": 2, "overlap": True}
     config = opened_config(folder, learned[0], **small, **shape)
     target = open_target(config, lambda *news: told.append(news))
     try:

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 def geometry(pages):
     gqa_group = pages.queries.shape[1] // pages.groups
-    return geometry_of(pages.plan, pages.trees, pages.cache, gqa_group, CPU)
+    return geometry_of(pages.plan, pages.trees, pages.places, pages.cache, gqa_group, CPU)
 
 
 def both(pages, parts=None, spec=None):
@@ -195,7 +195,7 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
         clean = Pages([5, 9], trees, 4, 2, 16, 0)
         healthy = both(clean, parts)
         getattr(pages, field)[5, 0, 3] = poison
-        pages.cache.write(0, torch.from_numpy(pages.keys), torch.from_numpy(pages.values))
+        pages.write()
         for found, expected in zip(both(pages, parts), healthy, strict=True):
             spoilt, others = [5, 6], [0, 1, 2, 3, 4, 7]
             np.testing.assert_array_equal(found[others], expected[others])

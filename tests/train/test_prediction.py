@@ -92,7 +92,7 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
     layers = open_prediction(tmp_path / "draft", FolderCheckpoint(untrained.model))
     assert (layers.count, layers.vocab, layers.hidden_first) == (1, 300, False)
     config = EngineConfig(
-        model=str(untrained.model), policy="fixed", max_sequences=4, max_step_nodes=64,
+        model=str(untrained.model), policy="fixed", max_sequences=4, chunked_prefill_size=64,
         speculative_draft_model_path=str(tmp_path), kv_tokens=2048, executor=executor,
         draft_on_error="stop",
     )  # fmt: skip

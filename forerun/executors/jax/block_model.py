@@ -54,7 +54,7 @@ class JaxBlockModel:
         if head.places > limits.max_nodes:
             raise EngineError(
                 f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
-                "raise max-step-nodes"
+                "raise chunked-prefill-size"
             )
         self._executor, self._about, self._limits = executor, head, limits
         network = BlockNetwork(head, executor.decoder)

@@ -31,7 +31,8 @@ def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
         listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
         raise MemoryPlanError(
             f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; lower "
-            "kv-tokens (cache), or max-sequences, draft-nodes or max-step-nodes (the largest round)"
+            "kv-tokens (cache), or max-sequences, draft-nodes or chunked-prefill-size (the largest "
+            "round)"
         )
 
 

@@ -101,18 +101,21 @@ class RowKeys:
 def key_blocks(
     plan: Plan,
     trees: TreeBatch,
+    places: Slots,
     cache: PagedCache,
     device: torch.device,
     window: int | None = None,
 ) -> list[KeyBlock]:
     """All blocks of a target's step, by ascending position. The same for every layer of one
     window, in tokens; None: every node sees all before it.
+
+    places  int64[M] where the nodes' keys and values are (kv.py)
     """
     rows = [
         RowKeys(
             nodes=np.array(trees.nodes(row), np.int32),
             cached=cache.slots(plan.page_table[row], np.arange(int(plan.kv_len[row]))),
-            chains=[(cache.scratch(chain), nodes) for chain, nodes in chains(trees, row)],
+            chains=[(places[chain], nodes) for chain, nodes in chains(trees, row)],
         )
         for row in range(plan.rows)
     ]
@@ -211,7 +214,8 @@ def attend(
 ) -> Tensor:
     """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
 
-    The step's own keys and values must be in scratch. Queries that no block names get zeros.
+    The step's own keys and values must be where the blocks say. Queries that no block names get
+    zeros.
     spec  how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
     """
     count, heads, size = queries.shape

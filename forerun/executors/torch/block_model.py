@@ -17,10 +17,10 @@ from forerun.errors import EngineError
 from forerun.executors.torch.block import BlockDrafter, BlockLayer
 from forerun.executors.torch.decoder import Attend, apart
 from forerun.executors.torch.draft_cache import DraftCache, check_block, check_extension
-from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.float8 import plain
 from forerun.executors.torch.layers import PLAIN, Heads, Rotary, rotation
+from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows, stacked
 from forerun.interface.draft_model import (
@@ -96,7 +96,7 @@ class TorchBlockModel:
         if head.places > limits.max_nodes:
             raise EngineError(
                 f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
-                "raise max-step-nodes"
+                "raise chunked-prefill-size"
             )
         self._executor, self.about, self._limits = executor, head, limits
         device, dtype = executor.device, executor.dtype

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from forerun.executors.torch.decoder import Decoder, refusal
 from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.layers import PLAIN, Linear, padded_rows
 from forerun.executors.torch.level_model import LevelModel, Nodes
+from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import DraftModelTraits

@@ -175,7 +175,8 @@ class DraftCache:
         """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
         part, number = self._where[layer]
         keys = keys.to(values.dtype)  # Rotated by float32 angles, whatever the dtype.
-        self.parts[part].write(number, keys, values)
+        place = slice(self.scratch_begin, self.scratch_begin + len(keys))
+        self.parts[part].write(number, place, keys, values)
 
     def commit(self, extension: Extension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
@@ -205,18 +206,19 @@ class DraftCache:
             (spec.window if spec else None, begin)
             for spec, begin in zip(self.attention, self.begins, strict=True)
         ]
-        blocks: dict[tuple[int | None, int], list[KeyBlock]] = {
-            sight: blocks_of(rows, position, null, self._device, *sight)
-            for sight in dict.fromkeys(sights)
-        }
+        blocks: dict[tuple[int | None, int], list[KeyBlock]] = {}
         count = len(position)
 
         def attend_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
             (part, number), spec = self._where[layer], self.attention[layer]
-            self.parts[part].write(number, keys[:count], values[:count], first)
-            return attend(queries, *self.layers[layer], blocks[sights[layer]], spec)
+            sight = sights[layer]
+            if sight not in blocks:
+                blocks[sight] = blocks_of(rows, position, null, self._device, *sight)
+            place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
+            self.parts[part].write(number, place, keys[:count], values[:count])
+            return attend(queries, *self.layers[layer], blocks[sight], spec)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 
@@ -251,7 +253,7 @@ class DraftCache:
 
 def _room(limits: ExecutorLimits) -> ExecutorLimits:
     """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
-    return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots)
+    return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)
 
 
 def _sizes(layer: CacheLayer) -> tuple[int, int]:

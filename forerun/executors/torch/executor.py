@@ -4,14 +4,16 @@ captured rounds (captured/executor.py), which wrap it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError, EngineError, MemoryPlanError
+from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import PlainNodes, plain_nodes
+from forerun.executors.host_choice import Logits
 from forerun.executors.host_sampler import HostAccepted, HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
@@ -19,27 +21,19 @@ from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.executors.torch.kv import PagedCache, Slots
 from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
-from forerun.executors.torch.plan_geometry import geometry_of
+from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
+from forerun.executors.torch.plan_geometry import choosing_nodes, geometry_of, places_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
-from forerun.machine import memory_available
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
 from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints
-
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float8": torch.bfloat16,
-}
-"""Names and what activations are kept in; float8 concerns the blocks' products alone."""
 
 KV_DTYPES = {"same": None, "float8": FLOAT8}
 """Names and what pages are kept in; None: as activations."""
@@ -49,9 +43,12 @@ KV_DTYPES = {"same": None, "float8": FLOAT8}
 class Scores:
     """What one forward pass found.
 
-    logits    float32[n,V] of the n scored nodes, on the device
-    row_of    int32[M] a flat node's row in `logits`; -1 = not scored
+    logits    float32[n,V] of the n nodes that choose a token, on the device
+    row_of    int32[M] a flat node's row in `logits`; -1 = it has none
     plain     the nodes whose choice the device makes
+    places    int64[M] where keys and values of the flat nodes are (kv.py)
+    told      [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
+    told_of   int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, where they were requested
     masks     of grammars, where they were known before the step
     """
@@ -59,6 +56,9 @@ class Scores:
     logits: Tensor
     row_of: Ints
     plain: PlainNodes
+    places: Slots
+    told: Tensor
+    told_of: Ints
     features: TorchFeatures | None = None
     masks: NodeMasks | None = None
 
@@ -97,8 +97,8 @@ class TorchExecutor:
         self._kv_dtype = kv_dtype
         _check_limits(arch, limits)
         pages = KV_DTYPES[kv_dtype] or self.dtype
-        self._bytes = _planned_bytes(arch, limits, self.device, dtype)
-        self._bytes["cache"] = _kv_shape(arch).bytes(limits, pages)
+        self._bytes = planned_bytes(arch, limits, self.device, dtype)
+        self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
         self.sampler = HostSampler(limits.slots, limits.vocab, self._choice)
@@ -111,7 +111,7 @@ class TorchExecutor:
             products=Float8Linear if dtype == "float8" else Linear,
             parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
         )
-        self._cache: PagedCache | None = PagedCache(_kv_shape(arch), limits, self.device, pages)
+        self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
@@ -159,34 +159,42 @@ class TorchExecutor:
         decoder, count = self.decoder, len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
-        scored = self.sampler.scored(plan, trees)
+        scored, choosing = self.sampler.scored(plan, trees), choosing_nodes(plan, trees)
+        told = np.setdiff1d(scored, choosing)
+        if len(choosing) > self.limits.scored_nodes:
+            raise EngineError(
+                f"a step of which {len(choosing)} nodes choose a token; at most "
+                f"{self.limits.scored_nodes} fit"
+            )
+        places = places_of(plan, trees, self.cache)
         # Our kernels know no padding; the bits are the batch's affair where they run.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
         last, streams = decoder.forward(
-            tokens, rotary, self._attention(plan, trees), self._aux_layers
+            tokens, rotary, self._attention(plan, trees, places), self._aux_layers
         )
         features = None
         if streams:
             aligned = torch.cat([stream[:count] for stream in streams], -1)
             features = TorchFeatures(aligned, np.arange(count))
-        row_of = np.full(count, -1, np.int32)
-        row_of[scored] = np.arange(len(scored), dtype=np.int32)
         return Scores(
-            logits=decoder.logits(last[self._padded(scored, len(scored))]),
-            row_of=row_of,
+            logits=decoder.logits(last[self._padded(choosing, len(choosing))]),
+            row_of=_numbered(choosing, count),
             plain=plain_nodes(self.sampler.choosing, plan, trees),
+            places=places,
+            told=last[self._padded(told, len(told))],
+            told_of=_numbered(told, count),
             features=features,
         )
 
-    def _attention(self, plan: Plan, trees: TreeBatch) -> Attend:
-        """Of one step: writes a layer's keys and values into scratch, then attends."""
+    def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
+        """Of one step: writes a layer's keys and values into `places`, then attends."""
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         count, specs = len(trees.tokens), [spec.attention for spec in arch.layer_specs]
         if kernels is not None:
             gqa_group = arch.heads // arch.kv_heads
-            geometry = geometry_of(plan, trees, cache, gqa_group, self.device)
+            geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
 
             def launched(layer: int, heads: Heads) -> Rows:
                 held = cache.of_layer(layer)
@@ -195,10 +203,11 @@ class TorchExecutor:
 
             return launched
         windows = dict.fromkeys(spec.window for spec in specs)
-        blocks = {w: key_blocks(plan, trees, cache, self.device, w) for w in windows}
+        blocks = {w: key_blocks(plan, trees, places, cache, self.device, w) for w in windows}
+        there = torch.from_numpy(places).to(self.device)
 
         def of_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache.write(layer, keys[:count], values[:count])
+            cache.write(layer, there, keys[:count], values[:count])
             spec = specs[layer]
             return attend(queries, *cache.of_layer(layer), blocks[spec.window], spec)
 
@@ -216,18 +225,40 @@ class TorchExecutor:
             rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
             tokens = choices(scores.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
-        logits: list[Floats] = []
-
-        def of_node(node: int) -> Floats:
-            if not logits:
-                logits.append(scores.logits.cpu().numpy())
-            row: Floats = logits[0][scores.row_of[node]]
-            return row
-
         try:
-            return self.sampler.accept(plan, trees, of_node, masks)
+            return self.sampler.accept(plan, trees, self.logits_of(scores), masks)
         finally:
             self._choices = {}
+
+    def logits_of(self, scores: Scores) -> Logits:
+        """float32[V] on the host of a flat node of the step that ran last. Those of nodes that only
+        log-probabilities are wanted of are made here, as many at a time as may choose a token, so
+        that a long prompt needs no more room than any step.
+        """
+        size = self.limits.scored_nodes
+
+        @cache
+        def chosen() -> Floats:
+            found: Floats = scores.logits.cpu().numpy()
+            return found
+
+        @lru_cache(maxsize=1)
+        @torch.inference_mode()
+        def told(piece: int) -> Floats:
+            rows = scores.told[piece * size : (piece + 1) * size]
+            found: Floats = self.decoder.logits(rows).cpu().numpy()
+            return found
+
+        def of_node(node: int) -> Floats:
+            row = int(scores.row_of[node])
+            if row >= 0:
+                found: Floats = chosen()[row]
+            else:
+                piece, row = divmod(int(scores.told_of[node]), size)
+                found = told(piece)[row]
+            return found
+
+        return of_node
 
     def _choice(self, node: int, sampling: Sampling, position: int) -> int | None:
         """What the device chose at a flat node of this step; None where it did not."""
@@ -237,8 +268,13 @@ class TorchExecutor:
     def commit(
         self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
     ) -> Outcome:
-        """Copy the kept keys and values from scratch into pages."""
-        self.keep(plan, trees, accepted, range(plan.rows))
+        """Copy the keys and values of accepted draft tokens from scratch into pages."""
+        nodes, cache = accepted.draft_tokens, self.cache
+        if len(nodes):
+            row = np.searchsorted(trees.start, nodes, side="right") - 1
+            position = positions(trees, plan.kv_len)[nodes]
+            target = cache.slots_of(plan.page_table, row, position)
+            self._move(scores.places[nodes], target)
         return self.sampler.outcome(plan, trees, accepted, scores.features)
 
     def keep(
@@ -247,11 +283,12 @@ class TorchExecutor:
         trees: TreeBatch,
         accepted: HostAccepted,
         rows: Sequence[int],
-        place: Ints | None = None,
+        place: Ints,
     ) -> None:
-        """Copy what was accepted of these rows, at least one, from scratch into their pages.
+        """Copy what was accepted of these rows, at least one, from scratch into their pages, known
+        tokens included.
 
-        place  int32[M] a flat node's number in scratch; None: as they are numbered
+        place  int32[M] a flat node's number in scratch
         """
         position, cache = positions(trees, plan.kv_len), self.cache
         paths = [accepted.paths[row] for row in rows]
@@ -259,13 +296,16 @@ class TorchExecutor:
             cache.slots(plan.page_table[row], position[path])
             for row, path in zip(rows, paths, strict=True)
         ]
-        nodes = np.concatenate(paths)
-        move = self.kernels.move if self.kernels else None
-        cache.commit(nodes if place is None else place[nodes], np.concatenate(slots), move)
+        self._move(cache.scratch(place[np.concatenate(paths)]), np.concatenate(slots))
+
+    def _move(self, source: Slots, target: Slots) -> None:
+        begin, end = (torch.from_numpy(slots).to(self.device) for slots in (source, target))
+        move = self.kernels.move if self.kernels else PagedCache.move
+        move(self.cache, begin, end, None)
 
     @torch.inference_mode()
     def rehearse(self, nodes: int) -> None:
-        """Launch what a prompt of so many tokens does, in scratch and page 0: before the first
+        """Launch what a prompt of so many tokens does, in the first pages: before the first
         request.
         """
         tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
@@ -275,7 +315,7 @@ class TorchExecutor:
         self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
         self.verify(plan, batch([tokens], [NO_DRAFT]))
         self.close(0)
-        self.cache.commit(one, one.astype(np.int64), self.kernels.move if self.kernels else None)
+        self._move(self.cache.scratch(one), one.astype(np.int64))
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info. row_sizes: row counts that products are run at."""
@@ -301,6 +341,13 @@ class TorchExecutor:
         return torch.from_numpy(out).to(self.device)
 
 
+def _numbered(nodes: Ints, count: int) -> Ints:
+    """int32[count]: the place in `nodes` that each of so many nodes has; -1 = none."""
+    found = np.full(count, -1, np.int32)
+    found[nodes] = np.arange(len(nodes), dtype=np.int32)
+    return found
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -322,34 +369,3 @@ def _check_limits(arch: Architecture, limits: ExecutorLimits) -> None:
         raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
     if limits.context > arch.context:
         raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")
-
-
-def _kv_shape(arch: Architecture) -> KvShape:
-    return KvShape(arch.layers, arch.kv_heads, arch.head_size)
-
-
-def _planned_bytes(
-    arch: Architecture, limits: ExecutorLimits, device: torch.device, dtype: str
-) -> dict[str, int]:
-    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding."""
-    item = DTYPES[dtype].itemsize
-    narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
-    copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
-    query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    widest = max(5 * arch.ffn, 5 * query + 4 * key, arch.vocab)
-    return {
-        "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
-        "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest),
-    }
-
-
-def check_fits(parts: dict[str, int], device: torch.device) -> None:
-    """Raise MemoryPlanError where the parts exceed what is free now."""
-    on_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()
-    if sum(parts.values()) > free:
-        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
-        raise MemoryPlanError(
-            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; "
-            "lower the number of cached tokens (kv-tokens) or of nodes in a step"
-        )

@@ -27,6 +27,10 @@ KEYS = 64
 MOST_PARTS = 32
 """Parts of a prefix, at most."""
 
+FREE_QUERIES = 512
+"""Queries of a step up to which a prefix may have MOST_PARTS: the nodes that a step scores by
+default (build/memory.py), so that rounds are cut as their lengths want it."""
+
 PROGRAMS = 264
 """Programs worth having: two for each of an H100's or H200's 132 multiprocessors."""
 
@@ -66,9 +70,21 @@ class Geometry:
     both_ways: bool = False
 
 
-def programs_for(tiles: int, groups: int) -> int:
-    """Programs worth having, for each of `groups` key/value heads, over so many tiles."""
+def most_parts(queries: int) -> int:
+    """Parts of a prefix, at most, in a step of so many queries: for each part there is room for
+    all queries' sums (triton_attention.py), which long prompts must not multiply. They fill the
+    device with their own tiles.
+    """
+    return max(1, MOST_PARTS * FREE_QUERIES // max(queries, FREE_QUERIES))
+
+
+def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
+    """Programs worth having, for each of `groups` key/value heads, over so many tiles. most: parts
+    of a prefix; kernels make room for as many as there are programs more than tiles.
+    """
     spare = max(MOST_PARTS - 1, PROGRAMS // groups - tiles)
+    if most < MOST_PARTS:
+        spare = most - 1
     return tiles + min(tiles * (MOST_PARTS - 1), spare)
 
 

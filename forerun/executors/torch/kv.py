@@ -5,7 +5,7 @@ A target has one such cache, its draft head another with one layer and the same 
 One tensor [L, 2, G, slots, E] (2: keys, values). Along `slots`:
 
     0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
-    .. + max_nodes            scratch: node m of the step
+    .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
     last                      null: zeros, read where there is no key, so that nothing is read
                               that another sequence left behind
 
@@ -13,8 +13,9 @@ In float8 (E4M3) every number takes one byte, and each head of each slot has a s
 its greatest absolute value over float8's: float32 [L, 2, G, slots]. It needs no calibration, and
 attention multiplies it into scores and weights instead of into keys and values.
 
-A node's keys and values stay in scratch until they are committed; a rejected node's are
-overwritten by the next step. Not to be confused with the sequences' slots of a plan.
+A draft token's keys and values stay in scratch until they are committed; a rejected one's are
+overwritten by the next step. Known tokens' go into pages at once. Not to be confused with the
+sequences' slots of a plan.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from forerun.errors import EngineError
 from forerun.executors.torch.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.layers import Heads
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import Ints
+from forerun.types import AnyArray, Ints
 
 Slots = NDArray[np.int64]
 
@@ -44,7 +45,7 @@ class KvShape:
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
         """Bytes of a PagedCache of this shape and dtype."""
-        slots = limits.pages * limits.page_size + limits.max_nodes + 1
+        slots = limits.pages * limits.page_size + limits.scored_nodes + 1
         head = self.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
         return self.layers * 2 * self.kv_heads * head * slots
 
@@ -125,7 +126,7 @@ class PagedCache:
     ) -> None:
         self.page_size, self._pages = limits.page_size, limits.pages
         self.scratch_begin, self.groups = limits.pages * limits.page_size, shape.kv_heads
-        self.null = self.scratch_begin + limits.max_nodes
+        self.null = self.scratch_begin + limits.scored_nodes
         sizes = (shape.layers, 2, shape.kv_heads, self.null + 1, shape.head_size)
         self._kv = torch.zeros(sizes, device=device, dtype=dtype)
         self._scale: Tensor | None = None
@@ -141,6 +142,19 @@ class PagedCache:
         key_scale, value_scale = self._scale[layer]
         return Narrow(keys, key_scale), Narrow(values, value_scale)
 
+    def slots_of(self, table: Ints, row: AnyArray, positions: AnyArray) -> Slots:
+        """int64[n] slots of positions [n] in rows [n] of a page table int32[B,W].
+
+        Raises EngineError where a position has no page.
+        """
+        number = positions // self.page_size
+        inside = number < table.shape[1]
+        page = table[row, np.where(inside, number, 0)].astype(np.int64)
+        if not inside.all() or np.any((page < 0) | (page >= self._pages)):
+            raise EngineError("a plan's position has no page: the page table is too short")
+        found: Slots = page * self.page_size + positions % self.page_size
+        return found
+
     def slots(self, pages: Ints, positions: Slots | Ints) -> Slots:
         """int64[T] slots of positions [T], of a sequence whose page-table row is `pages` [W].
 
@@ -151,26 +165,14 @@ class PagedCache:
             raise EngineError("a plan's position has no page: the page table is too short")
         return page * self.page_size + positions % self.page_size
 
-    def scratch(self, nodes: Ints) -> Slots:
-        """int64[n] slots of flat nodes of the step in progress."""
+    def scratch(self, nodes: AnyArray) -> Slots:
+        """int64[n] slots of nodes of the step in progress, as they are numbered in scratch."""
         return self.scratch_begin + nodes.astype(np.int64)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Put keys and values [M,G,E] of one layer into scratch, as nodes first, first+1, ..."""
-        begin = self.scratch_begin + first
-        place = slice(begin, begin + len(keys))
+    def write(self, layer: int, place: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [M,G,E] of one layer into the slots `place`, M of them."""
         for cached, rows in zip(self.of_layer(layer), _finite_values(keys, values), strict=True):
             put(cached, place, rows)
-
-    def commit(self, nodes: Ints, slots: Slots, move: Move | None = None) -> None:
-        """Copy nodes [n] from scratch into page slots [n], all layers; by `move`, if given."""
-        source, target = (
-            torch.from_numpy(places).to(self.device) for places in (self.scratch(nodes), slots)
-        )
-        if move is None:
-            self.move(source, target)
-        else:
-            move(self, source, target, None)
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Numbers [L,2,G,slots,E] of all layers' keys and values, and their scales

@@ -12,7 +12,7 @@ most an acceptance, never the text.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,10 @@ from forerun.executors.torch.draft_cache import (
     check_level,
 )
 from forerun.executors.torch.features import on_device
-from forerun.executors.torch.layers import Rotary, rotation
+from forerun.executors.torch.float8 import Rows
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.layers import Heads, Rotary, rotation
+from forerun.executors.torch.plan_geometry import PassRows
 from forerun.executors.torch.target import TorchTarget
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -136,7 +139,7 @@ class LevelModel:
                 mine[:count] = outputs
                 return mine[rows]
 
-        read, outputs = self.forward(self._nodes(work, 0, before), hidden)
+        read, outputs = self.forward(self._nodes(work, 0, before, extension), hidden)
         self.cache.commit(extension)
         nodes, targets = work.ends, executor.limits.max_nodes + extension.slots
         if states is not None:
@@ -176,10 +179,35 @@ class LevelModel:
             raise EngineError("an extension whose features are not one row per token")
         return streams
 
-    def _nodes(self, work: DraftPass, depth: int, before: Callable[[int, Tensor], Tensor]) -> Nodes:
+    def _nodes(
+        self,
+        work: DraftPass,
+        depth: int,
+        before: Callable[[int, Tensor], Tensor],
+        extension: Extension | None = None,
+    ) -> Nodes:
         position = self._index(work.position)
         rotary = tuple(rotation(position, *each) for each in self.ropes)
-        return Nodes(self._index(work.tokens), rotary, apart(work.attend), depth, before)
+        attend = apart(work.attend)
+        if extension is not None and self._executor.kernels is not None:
+            attend = self._launched(work, extension, self._executor.kernels)
+        return Nodes(self._index(work.tokens), rotary, attend, depth, before)
+
+    def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
+        """Of an extension: prompts are long, and go through the target's own kernels."""
+        cache, device = self.cache, self._executor.device
+        start = np.append(0, work.ends + 1).astype(np.int32)
+        places = cache.scratch_begin + np.arange(len(work.tokens))
+        rows = PassRows(start, extension.kv_len, extension.pages, work.position)
+        geometry = rows.chains(places, cache.parts[0], self.gqa_group, device)
+
+        def attend(layer: int, heads: Heads) -> Rows:
+            held, begin = cache.layers[layer], cache.begins[layer]
+            queries = kernels.enter(heads, held, geometry.slots)
+            seen = replace(geometry, begin=begin) if begin else geometry
+            return kernels.attend(queries, *held, seen, cache.attention[layer])
+
+        return attend
 
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
         logits = self.logits(read[self._index(scored)]).float()

@@ -11,9 +11,9 @@ from torch import Tensor
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.executors.torch.decoder import Block, refusal
 from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.executor import check_fits
 from forerun.executors.torch.layers import PLAIN, Elementwise, Linear
 from forerun.executors.torch.level_model import LevelModel, Nodes
+from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import Weights
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds

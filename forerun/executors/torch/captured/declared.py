@@ -23,7 +23,7 @@ def declared(limits: ExecutorLimits, draft: DraftShape) -> tuple[Size, ...]:
     found: dict[Size, None] = {}
     for rows in range(1, limits.slots + 1):
         for nodes in range(1, draft.nodes + 2):
-            size = padded_size(rows, nodes, limits.max_nodes)
+            size = padded_size(rows, nodes, limits.scored_nodes)
             if size is not None:
                 found.update(dict.fromkeys(_with_levels(size, nodes, draft)))
     return tuple(

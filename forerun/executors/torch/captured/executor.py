@@ -68,7 +68,7 @@ class CapturedExecutor:
     def __init__(self, eager: TorchExecutor, kernels: Kernels, records: Recorder) -> None:
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
-        self._sampler = eager.sampler
+        self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
         self._runner: CudaGraphRunner | None = CudaGraphRunner(
             eager.decoder, eager.cache, eager.limits, kernels, records
         )
@@ -139,7 +139,7 @@ class CapturedExecutor:
 
     def padded_nodes(self, rows: int, nodes: int) -> int:
         """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
-        size = padded_size(rows, nodes, self.limits.max_nodes)
+        size = padded_size(rows, nodes, self._scored)
         return rows * nodes if size is None else size.total
 
     def size_of(
@@ -162,7 +162,7 @@ class CapturedExecutor:
     ) -> Size | None:
         """The smallest size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
-        size = padded_size(len(slots), nodes, self.limits.max_nodes)
+        size = padded_size(len(slots), nodes, self._scored)
         if size is None:
             return None
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked

@@ -56,8 +56,8 @@ class CudaGraphRunner:
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
-    logits      [max_nodes,V] of the last round, by place, in decoder.logits_dtype
-    features    [max_nodes,F*H] likewise; None where nothing is requested
+    logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
+    features    [scored_nodes,F*H] likewise; None where nothing is requested
     """
 
     def __init__(
@@ -86,13 +86,14 @@ class CudaGraphRunner:
             factors=torch.tensor(factors, dtype=torch.float32, device=self._device),
         )
         self._sized: dict[Size, Sized] = {}
-        rows = min(limits.max_nodes, padded_rows(limits.slots))
-        self._room = Room(rows, limits.max_nodes, self._dims, self._device)
+        most = limits.scored_nodes
+        rows = min(most, padded_rows(limits.slots))
+        self._room = Room(rows, most, self._dims, self._device)
         self._programs = Programs(self.work, records)
         # By size, what it is run as; None: as it is.
         self._runs: dict[Size, Size | None] | None = None
         self._ran: Size | None = None
-        shape = limits.max_nodes, limits.vocab
+        shape = most, limits.vocab
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
@@ -114,7 +115,7 @@ class CudaGraphRunner:
         """Leave these layers' streams from now on; what was captured is forgotten."""
         self.aux_layers = layers
         width = len(layers) * self._decoder.arch.hidden
-        shape = self._limits.max_nodes, width
+        shape = self._limits.scored_nodes, width
         self.features = torch.zeros(shape, dtype=dtype, device=self._device)
         self._forget()
 

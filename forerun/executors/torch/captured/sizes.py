@@ -27,16 +27,16 @@ def padded_rows(rows: int) -> int:
     return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
 
-def padded_size(rows: int, nodes: int, max_nodes: int) -> Size | None:
+def padded_size(rows: int, nodes: int, most: int) -> Size | None:
     """The size that runs `rows` rows of which the largest has `nodes` nodes; None where no round
-    of at most `max_nodes` nodes does.
+    of at most `most` nodes does.
 
     The tables' rows and nodes where that is not too much padding, else one of the two exactly as
     asked for, else both.
     """
-    if nodes > MOST_NODES or rows * nodes > max_nodes:
+    if nodes > MOST_NODES or rows * nodes > most:
         return None
-    most = min(max_nodes, max(FREE, int(MOST_PADDING * rows * nodes)))
+    most = min(most, max(FREE, int(MOST_PADDING * rows * nodes)))
     table, room = padded_rows(rows), next(count for count in NODES if count >= nodes)
     tried = (Size(table, room), Size(table, nodes), Size(rows, room), Size(rows, nodes))
     return next(size for size in tried if size.total <= most)

@@ -26,7 +26,7 @@ def warm_up(
     within CAPTURE_SECONDS. Where all were captured, nothing is captured any more. All slots are
     closed. progress(what, done, total).
     """
-    most, drafting = eager.limits.max_nodes, runner.drafting
+    most, drafting = eager.limits.scored_nodes, runner.drafting
     wanted = [
         size for size in sizes if size.total <= most and (drafting is None or drafting.fits(size))
     ]

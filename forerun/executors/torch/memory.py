@@ -1,0 +1,50 @@
+"""What a torch executor takes of its device, counted before anything is allocated."""
+
+import torch
+
+from forerun.errors import MemoryPlanError
+from forerun.executors.torch.kv import KvShape
+from forerun.interface.executor import ExecutorLimits
+from forerun.machine import memory_available
+from forerun.models.arch import Architecture
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.bfloat16,
+}
+"""Names and what activations are kept in; float8 concerns the blocks' products alone."""
+
+
+def kv_shape(arch: Architecture) -> KvShape:
+    """What the cache keeps of a position."""
+    return KvShape(arch.layers, arch.kv_heads, arch.head_size)
+
+
+def planned_bytes(
+    arch: Architecture, limits: ExecutorLimits, device: torch.device, dtype: str
+) -> dict[str, int]:
+    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding."""
+    item = DTYPES[dtype].itemsize
+    narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
+    copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
+    query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    widest = max(5 * arch.ffn, 5 * query + 4 * key)
+    logits = 4 * limits.scored_nodes * arch.vocab
+    return {
+        "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
+        "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest) + logits,
+    }
+
+
+def check_fits(parts: dict[str, int], device: torch.device) -> None:
+    """Raise MemoryPlanError where the parts exceed what is free now."""
+    on_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()
+    if sum(parts.values()) > free:
+        listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
+        raise MemoryPlanError(
+            f"{listed} bytes do not fit into the {free:,} bytes that are free on {device}; "
+            "lower the number of cached tokens (kv-tokens) or of nodes in a step"
+        )
