@@ -3,10 +3,11 @@
     python -m tests.chaos.mutants [--minutes 60] [--out FILE] [FILE ...]
 
 Every file is changed in one place at a time (cosmic-ray's operators), and the tests named here for
-it run against the change in a process forked for it, the cheapest first, until one fails; nothing
-on disk is touched. A change that no test notices survives: it is killed by a new test, or it has
-its reason in REASONS below. Reasons for what is noticed all the same are printed. A change whose
-tests take four times the processor time of the unchanged file counts as noticed.
+it run against the change in a process forked for it until one fails: first what has noticed most
+changes, then what is cheapest. Nothing on disk is touched. A change that no test notices survives:
+it is killed by a new test, or it has its reason in REASONS below. Reasons for what is noticed all
+the same are printed. A change whose tests take four times the processor time of the unchanged file
+counts as noticed.
 
 Ends with code 1 where a change survives that has no reason, and with 2 where the tests fail without
 any change.
@@ -24,6 +25,7 @@ import random
 import resource
 import sys
 import time
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,9 @@ TESTS = {
 }
 PER_PLACE = 2
 """Changes tried in one place, of the many that an operator knows."""
+
+MEMORY = 4 << 30
+"""Bytes of address space of one run: a loop that no longer ends may also grow. Unchanged 0.4 GB."""
 
 REASONS: dict[str, str] = {
     change: reason
@@ -140,33 +145,38 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.code, self.path, "exec"), module.__dict__)
 
 
-class CheapestFirst:
-    """A plugin of pytest that runs tests in the order of their costs.
+class Order:
+    """A plugin of pytest: what has noticed most changes runs first, then what is cheap.
 
-    costs  seconds by test; those not in it run last, and what each takes is added
+    costs    seconds of each test without any change; a test that is not in it runs last
+    noticed  changes that made each test fail
     """
 
-    def __init__(self, costs: dict[str, float]):
-        self.known, self.costs = dict(costs), costs
+    def __init__(self) -> None:
+        self.costs: Counter[str] = Counter()
+        self.noticed: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Called by pytest before the first test."""
-        items.sort(key=lambda item: self.known.get(item.nodeid, math.inf))
+        cost = {item.nodeid: self.costs.get(item.nodeid, math.inf) for item in items}
+        items.sort(key=lambda item: (-self.noticed[item.nodeid], cost[item.nodeid]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called by pytest after each part of a test."""
-        self.costs[report.nodeid] = self.costs.get(report.nodeid, 0.0) + report.duration
+        self.costs[report.nodeid] += report.duration
+        self.noticed[report.nodeid] += report.failed
 
 
-def run(path: str, code: str, seconds: float, costs: dict[str, float]) -> tuple[bool, float]:
+def run(path: str, code: str, seconds: float, order: Order) -> tuple[bool, float]:
     """Whether the tests pass with this code, and their processor time. Bounded by `seconds`.
 
-    costs  of the tests, by an earlier run; where it is empty, this run fills it
+    order  learns from it: of the costs only where it knew none
     """
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
@@ -174,17 +184,18 @@ def run(path: str, code: str, seconds: float, costs: dict[str, float]) -> tuple[
         tests = [str(ROOT / "tests" / name) for name in TESTS[path]]
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=900"]
         options += ["-m", "not slow"]
-        order = CheapestFirst(costs)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             failed = int(pytest.main([*options, *tests], plugins=[order]))
         with os.fdopen(tell, "w") as pipe:
-            json.dump({} if costs else order.costs, pipe)
+            json.dump([order.costs, order.noticed], pipe)
         os._exit(failed)
     os.close(tell)
     with os.fdopen(told) as pipe:
         text = pipe.read()
     _, status, usage = os.wait4(child, 0)
-    costs.update(json.loads(text or "{}"))
+    if text:
+        costs, noticed = json.loads(text)
+        order.costs, order.noticed = order.costs or Counter(costs), Counter(noticed)
     return status == 0, usage.ru_utime + usage.ru_stime
 
 
@@ -197,8 +208,8 @@ def main() -> None:
     until = time.monotonic() + 60 * given.minutes
     survived, report = [], {}
     for path in given.files:
-        costs: dict[str, float] = {}
-        passes, baseline = run(path, (ROOT / path).read_text(), 600, costs)
+        order = Order()
+        passes, baseline = run(path, (ROOT / path).read_text(), 600, order)
         if not passes:
             print(f"{path}: its tests fail without any change")
             sys.exit(2)
@@ -210,7 +221,7 @@ def main() -> None:
                 needless = set()
                 break
             tried += 1
-            if run(path, mutant.code, 4 * baseline + 5, costs)[0]:
+            if run(path, mutant.code, 4 * baseline + 5, order)[0]:
                 alive.append(mutant.key)
                 print(f"survives, line {mutant.line}: {mutant.key}", flush=True)
         for key in needless - set(alive):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.speculative.tree import batch
-from forerun.speculative.verify import ancestor_mask, attend, positions
+from forerun.speculative.verify import ancestor_mask, attend, intervals, positions
 from tests.speculative.worlds import as_draft, drafts, paths
 
 
@@ -17,6 +17,17 @@ def test_a_node_sees_its_path_and_nothing_else(draft, known, other):
     mask, first = ancestor_mask(trees, 1), int(trees.start[1])
     for node, path in paths(trees, 1):
         assert np.flatnonzero(mask[node - first]).tolist() == (path - first).tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(drafts(12), st.integers(1, 4))
+def test_intervals_are_the_mask_in_two_numbers_per_node(draft, known):
+    trees = batch([np.zeros(known, np.int32)], [draft])
+    found = intervals(trees.parents)
+    enter, leave = found
+    assert found.dtype == np.int32 and sorted(enter) == list(range(len(trees.tokens)))
+    above = (enter <= enter[:, None]) & (enter[:, None] < leave)
+    assert above.tolist() == ancestor_mask(trees, 0).tolist()
 
 
 def test_positions_count_from_the_cached_tokens():
