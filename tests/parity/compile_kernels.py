@@ -89,7 +89,7 @@ class Kernel:
         }
 
 
-def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False):
+def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False, counted=False):
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -107,6 +107,7 @@ def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False):
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
         **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
+        "COUNTED": counted,
         "KEYS": shape.keys,
     }
     return Kernel(triton_attention._attend, signature, constants, shape.warps, shape.stages)
@@ -301,10 +302,16 @@ def model(name, arch, dtype, hidden, group, size, pages=None):
     }
 
 
-def in_float8(name, hidden, ffn, heads, size):
+def in_float8(name, arch, hidden, ffn, heads, group, size):
     """What products in float8 add to a model in bfloat16, by name; Gemma's gate too."""
     wide, fed = triton.next_power_of_2(hidden), triton.next_power_of_2(ffn)
-    return {
+    cases = {
+        f"attend to float8 {name}, {lines} lines": attention(
+            "bf16", group, size, lines, arch, counted=True
+        )
+        for lines in attention_lines(group)
+    }
+    return cases | {
         f"norm to float8 {name}": norm(wide, "bf16", narrow=True),
         f"add and norm to float8 {name}": add_norm(wide, "bf16", narrow=True),
         f"gate to float8 {name}": gate("bf16", wide=fed),
@@ -322,8 +329,8 @@ def matrix(arch):
     return {
         **model("8b", arch, "bf16", 4096, 4, 128),
         **model("8b float8 pages", arch, "bf16", 4096, 4, 128, "fp8e4nv"),
-        **in_float8("8b", 4096, 14_336, 32, 128),
-        **in_float8("135m", 576, 1536, 9, 64),
+        **in_float8("8b", arch, 4096, 14_336, 32, 4, 128),
+        **in_float8("135m", arch, 576, 1536, 9, 3, 64),
         **model("135m", arch, "bf16", 576, 3, 64),
         **model("135m float32", arch, "fp32", 576, 3, 64),
         **{

@@ -178,9 +178,10 @@ def _attend(
     group_stride, table_stride, asked, count, nodes, reach, window, since, most_parts, scale, cap,
     GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
     KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found`, `sums` and `out` as triton_merge.Found says, for P = most_parts. asked: Q,
-    count: M, nodes of a tile. The rest as in Geometry.
+    """Fill `found`, `sums` and `out` as triton_merge.Found says, for P = most_parts; its count of
+    merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in Geometry.
 
     Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
@@ -201,10 +202,6 @@ def _attend(
     place = (query * heads + head)[:, None] * E + e[None, :]
     whole = mine[:, None] & (e[None, :] < E)
     q = tl.load(queries + place, mask=whole, other=0.0)
-    if (part == 0) & (most_parts > 1):
-        # Of each query's heads none is merged yet.
-        merged = sums + 2 * most_parts * asked * heads + query
-        tl.store(merged, tl.zeros([LINES], tl.float32), mask=mine & (head == 0))
     away = group.to(tl.int64) * group_stride
     keys, values = keys + away, values + away
     # A scale for E numbers; without scales these lead nowhere and are not read.
@@ -237,6 +234,11 @@ def _attend(
         found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
         asked * heads, part, parts, most_parts, E, LINES,
     )  # fmt: skip
+    if COUNTED:
+        # Of each query's heads none is merged yet; so say all that share the first keys.
+        merged = sums + 2 * most_parts * asked * heads + query
+        opens = (group == 0) & (part == 0) & (most_parts > 1)
+        tl.store(merged, tl.zeros([LINES], tl.float32), mask=mine & opens)
 
 
 def parts_for(programs: int) -> int:
@@ -316,7 +318,7 @@ def attend(
     float8  give the context as float8 rows [Q,A*E] instead
     """
     split, most = _split(geometry, len(keys), parts)
-    found = Found.of(queries, most)
+    found = Found.of(queries, most, counted=float8)
     spec = spec or AttentionSpec(queries.shape[2] ** -0.5)
     _launch(queries.contiguous(), (keys, values), geometry, spec, split, found)
     return merged_rows(found) if float8 else merged(found)
@@ -365,6 +367,7 @@ def _launch(
         NARROW=isinstance(keys, Narrow),
         WINDOWED=windowed,
         CAPPED=cap is not None,
+        COUNTED=found.counted,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

@@ -25,17 +25,18 @@ class Found(NamedTuple):
     out    [Q,A,E] context of what was one part
     parts  float32[P,Q,A,E] of what was several: not yet divided by the sum of weights
     sums   float32[2*P*Q*A + Q]: [2,P,Q,A] the greatest score, -inf of no part and of parts that saw
-           nothing, and the sum of weights; -1 as the first of those where `out` is filled. Then [Q]
-           heads that were merged for their query's row: 0
+           nothing, and the sum of weights; -1 as the first of those where `out` is filled. Then, if
+           it is `counted`, how many of each query's heads are merged: 0 [Q]
     """
 
     out: Tensor
     parts: Tensor
     sums: Tensor
     most: int
+    counted: bool
 
     @staticmethod
-    def of(queries: Tensor, most: int) -> "Found":
+    def of(queries: Tensor, most: int, counted: bool) -> "Found":
         """Room for queries [Q,A,E]."""
         (count, heads, size), several = queries.shape, most if most > 1 else 0
         return Found(
@@ -43,6 +44,7 @@ class Found(NamedTuple):
             parts=queries.new_empty((several, count, heads, size), dtype=torch.float32),
             sums=queries.new_empty(2 * several * count * heads + count, dtype=torch.float32),
             most=most,
+            counted=counted,
         )
 
 
@@ -92,7 +94,7 @@ def merged(found: Found) -> Tensor:
 
 
 def merged_rows(found: Found) -> Float8Rows:
-    """float8.float8_rows of the context as [Q,A*E], in one launch."""
+    """float8.float8_rows of the context as [Q,A*E], in one launch; of what was counted."""
     rows = found.out.flatten(1)
     if found.most == 1:
         return float8_rows(rows)
