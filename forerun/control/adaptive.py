@@ -9,7 +9,6 @@ draft model may be asked for, tokens that a grammar forces or makes likely.
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache, partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -90,8 +89,9 @@ class AdaptivePolicy:
         if len(slots) == 0:
             return []
         budgets = self._asked(slots, kv_len)
-        for reason, rows in Counter(map(attrgetter("reason"), budgets)).items():
-            self.reasons[reason.partition(" (")[0]] += rows
+        alike = len(slots) if budgets.count(budgets[0]) == len(slots) else 1
+        for budget in budgets[::alike]:
+            self.reasons[budget.reason.partition(" (")[0]] += alike
         if self._lookahead is None or not constrained:
             return budgets
         paused = self.guard.disabled or budgets[0].reason == reasons.PLAIN
@@ -143,7 +143,7 @@ class AdaptivePolicy:
         if self._idle % PROBE_EVERY == 0:
             self._probing = True
             return self._probes(slots)
-        if self.guard.speed < 1.0 and self._idle % SPARING:
+        if self.guard.gain < 0.0 and self._idle % SPARING:
             return [Budget(0, 0, reasons.SELDOM)] * len(slots)
         if price >= 1.0:
             return [_budget(0, 0, 0.0, reasons.ABOUT_DEAR, round(price, 1))] * len(slots)

@@ -2,7 +2,8 @@
 
 "Replayed" means bench/replay.py: 62 recorded answers of the default model through the real n-gram
 drafter and policy on a virtual clock, step costs 4.0 4.4 5.2 10.1 20.1 ms for 1 2 4 8 16 nodes;
-two runs differ by up to .005. "Simulated" means tests/control. "Log" is docs/log.md.
+two runs differ by up to .005, where nodes are nearly free by .06. "Simulated" means tests/control.
+"Log" is docs/log.md.
 """
 
 # --- What a step costs: measured at start-up (calibration.py) ------------------------------
@@ -82,7 +83,8 @@ compared with what came. (Replayed: 8 and 32 are the same within .005.)"""
 SPARING = 4
 """While looking for draft tokens wins less than it costs, it is done in one step of so many.
 (Replayed, four and eight streams: .997 and 1.000 of plain; looking always .989 and .994. With 8,
-easy text is found too late: 1.044 for 1.061 at eight streams where nodes are dear.)"""
+easy text is found too late: 1.044 for 1.061 at eight streams where nodes are dear. So many that
+looks cost at most .005 or .01 of a step: no better, log, 2026-11-23.)"""
 PROBE_EVERY = 128
 """After so many steps without a draft token worth verifying, PROBE_ROWS rows verify one each; after
 so many steps with draft tokens, one goes without: what is believed of costs may be wrong.

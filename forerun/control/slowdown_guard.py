@@ -32,13 +32,13 @@ class SlowdownGuard:
     disabled        speculation has used up its credit: no draft tokens in the coming step
     times_disabled  how often it was
     saved           plain steps saved so far; negative: lost
+    gain            the same of a step that draft tokens were looked for in, a mean of the last few
     """
 
     def __init__(self, measured: StepCosts) -> None:
         self.costs = LiveCosts(measured)
-        self.disabled = False
-        self.times_disabled = 0
-        self.saved = 0.0
+        self.disabled, self.times_disabled = False, 0
+        self.saved = self.gain = 0.0
         self._credit = CREDIT
         self._brought, self._paid, self._looks = INITIAL_SPEED, 1.0, MIN_REPEATS
 
@@ -106,6 +106,7 @@ class SlowdownGuard:
             weight = max(1.0 - DECAY, 1.0 / self._looks)
             self._brought += weight * (brought - self._brought)
             self._paid += weight * (paid - self._paid)
+            self.gain += weight * (brought - paid - self.gain)
         self._settle(brought - paid, any(report.allowed))
 
     def _settle(self, gain: float, asked: bool) -> None:

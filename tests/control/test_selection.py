@@ -112,8 +112,8 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
             count += drafting_allowed
         return count
 
-    asked(100, 2)
-    assert policy.guard.speed < 1.0 and not policy.guard.disabled
+    assert asked(100, 2) <= 27, "the first look tells a new engine"
+    assert policy.guard.gain < 0.0 and not policy.guard.disabled
     assert asked(100, 2) in (25, 26)  # Perhaps with a probe.
     assert policy.budgets(slots, kv_len)[0].reason == SELDOM
     asked(20, 4)
@@ -222,7 +222,8 @@ def test_reasons_are_told_and_counted():
     policy = seen(opened(MIDDLE, 1))
     Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
     facts = policy.describe()
-    assert sum(facts["reasons"].values()) >= 100 and facts["reasons"][WRONG] > 20
+    counted = facts["reasons"]
+    assert sum(counted.values()) >= 100 and counted[WRONG] and counted[WRONG] + counted[SELDOM] > 60
     assert facts["trust_in_scores"] < 0.6 and facts["first_draft_token_right"] < 0.7
     (budget,) = seen(opened(MIDDLE, 1)).budgets(*arrays(1))
     assert budget.reason == f"{ON} (those right in 8 % or more)"
