@@ -162,7 +162,7 @@ def formats(report: Report, device: torch.device, shape: str, model: str) -> Non
     sweep = Sweep((rows,), (1,), 1024 if real else 40)
 
     def step(dtype: str, kv_dtype: str) -> dict[str, Any]:
-        steps = Steps(RandomCheckpoint(arch), str(device), dtype, rows, sweep, None, kv_dtype)
+        steps = Steps(RandomCheckpoint(arch), str(device), dtype, rows, sweep, kv_dtype=kv_dtype)
         found = {}
         for batch in (1, rows):
             found[f"{batch} rows, step_ms"] = milliseconds(steps.step(batch, 1), device, count)
@@ -170,16 +170,20 @@ def formats(report: Report, device: torch.device, shape: str, model: str) -> Non
         steps.executor.shutdown()
         return found
 
-    def prompt() -> dict[str, Any]:
+    def prompt(backend: str) -> dict[str, Any]:
         long = Sweep((1,), (1,), context)
-        steps = Steps(RandomCheckpoint(arch), str(device), plain, 1, long)
+        steps = Steps(RandomCheckpoint(arch), str(device), plain, 1, long, prompts=backend)
         taken = {}
         for chunk in (2048, 4096, 8192) if real else (32, 96):
             took = milliseconds(steps.prompt(chunk), device, 3)
             taken[f"chunks of {chunk}, tokens/s"] = chunk / took * 1e3
-        return taken | {"kernels": kernels_of(steps.prompt(chunk), device, 1)}
+        found = taken | {"kernels": kernels_of(steps.prompt(chunk), device, 1)}
+        steps.executor.shutdown()
+        return found
 
-    report.measure("prefill", prompt)
+    for backend in ("triton", "torch_native") if real else ("triton",):
+        report.measure(f"prefill, {backend}", lambda backend=backend: prompt(backend))
+        gc.collect()
     for dtype, kv_dtype in ((plain, "same"), ("float8", "same"), (plain, "float8")):
         report.measure(f"{dtype}, pages {kv_dtype}", lambda a=dtype, b=kv_dtype: step(a, b))
         gc.collect()

@@ -81,6 +81,13 @@ class EngineConfig:
         "device decides",
         choices=("auto", "jnp", "pallas"),
     )
+    prefill_attention_backend: str = option(
+        "triton",
+        "what computes attention of prompt chunks on cuda: our kernel, or torch_native, which is "
+        "torch's own FlashAttention (not measured on a GPU yet; layers with a window or a softcap "
+        "stay with our kernel)",
+        choices=("triton", "torch_native"),
+    )
     dtype: str = option(
         "auto",
         "numbers: as the model's file has them (native core), or a torch format; auto is file, "
@@ -236,6 +243,13 @@ class EngineConfig:
             raise ConfigError(
                 f"attention-backend {self.attention_backend} needs the jax executor; elsewhere "
                 "the device decides: leave it out."
+            )
+        if self.prefill_attention_backend != "triton" and (
+            self.toy or self.executor in ("cpu", "jax", "toy") or self.device in ("cpu", "tpu")
+        ):
+            raise ConfigError(
+                f"prefill-attention-backend {self.prefill_attention_backend} needs the torch "
+                "executor on cuda; elsewhere the device decides: leave it out."
             )
         self._check_batches()
         if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):

@@ -103,6 +103,8 @@ class Sweep:
 class Steps:
     """An executor with `rows` sequences of `context` cached tokens, and a draft head beside it,
     where one is given.
+
+    how  kv_dtype and prompts, as TorchExecutor takes them
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class Steps:
         rows: int,
         sweep: Sweep,
         draft: DraftFile | None = None,
-        kv_dtype: str = "same",
+        **how: Any,
     ) -> None:
         arch = checkpoint.architecture
         self._context, most = sweep.context, max(sweep.nodes)
@@ -126,7 +128,7 @@ class Steps:
             context=min(arch.context, self._pages * PAGE),
             vocab=arch.vocab,
         )
-        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, kv_dtype=kv_dtype))
+        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
         self.executor: Executor = made
         self._head: TorchEagleModel | None = None
         if draft is not None:

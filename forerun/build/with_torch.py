@@ -63,8 +63,15 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         import torch
 
         torch.set_num_threads(config.threads)
-    how = (config.device, config.dtype, config.enable_torch_compile, config.kv_dtype)
-    eager = TorchExecutor(checkpoint, limits, *how)
+    eager = TorchExecutor(
+        checkpoint,
+        limits,
+        config.device,
+        config.dtype,
+        compile=config.enable_torch_compile,
+        kv_dtype=config.kv_dtype,
+        prompts=config.prefill_attention_backend,
+    )
     return eager if config.disable_cuda_graph else with_captures(eager)
 
 

@@ -20,6 +20,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     tp_size: int
     attention_backend: str
+    prefill_attention_backend: str
     dtype: str
     kv_dtype: str
     disable_cuda_graph: bool

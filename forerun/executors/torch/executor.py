@@ -25,6 +25,7 @@ from forerun.executors.torch.kv import PagedCache, Slots
 from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
 from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
 from forerun.executors.torch.plan_geometry import choosing_nodes, geometry_of, places_of
+from forerun.executors.torch.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, SlotInit
@@ -75,6 +76,8 @@ class TorchExecutor:
 
     compile  let torch.compile write the kernels between the products
     kv_dtype what pages are kept in: "same", which is as activations, or "float8"
+    prompts  what computes attention of prompt chunks on CUDA: "triton", which are `kernels`, or
+             "torch_native" (prompt_attention.py)
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
     MemoryPlanError where weights, cache and scratch do not fit.
@@ -90,6 +93,7 @@ class TorchExecutor:
         dtype: str = "float32",
         compile: bool = False,
         kv_dtype: str = "same",
+        prompts: str = "triton",
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
@@ -104,6 +108,12 @@ class TorchExecutor:
         self.sampler = HostSampler(limits.slots, limits.vocab, self._choice)
         self._choices: dict[int, int] = {}
         kernels = self.kernels = kernels_for(self.device)
+        self._prompts_natively = prompts == "torch_native"
+        if self._prompts_natively and kernels is None:
+            raise ConfigError(
+                f"prefill-attention-backend {prompts} is for cuda, but device is {device}, where "
+                "attention keeps its bits whatever the chunks are; leave it out"
+            )
         self._decoder: Decoder | None = Decoder(
             checkpoint,
             self.device,
@@ -195,11 +205,16 @@ class TorchExecutor:
         if kernels is not None:
             gqa_group = arch.heads // arch.kv_heads
             geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
+            prompts: PromptAttention | None = None
+            if self._prompts_natively and prompt_rows(trees, geometry.tile):
+                prompts = PromptAttention(kernels.attend, geometry, plan, trees, cache)
 
             def launched(layer: int, heads: Heads) -> Rows:
-                held = cache.of_layer(layer)
+                held, spec = cache.of_layer(layer), specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
-                return kernels.attend(queries, *held, geometry, specs[layer], float8=heads.float8)
+                if prompts is not None and takes(spec):
+                    return prompts(queries, *held, spec)
+                return kernels.attend(queries, *held, geometry, spec, float8=heads.float8)
 
             return launched
         windows = dict.fromkeys(spec.window for spec in specs)
