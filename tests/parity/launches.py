@@ -477,11 +477,14 @@ ASKED = (
 )
 """Rows, nodes of each, levels of a chain that is grown: what the table has."""
 
+IN_FLOAT8 = (1, 1, 0), (16, 1, 0), (64, 1, 0)
+"""The same, of layers whose products are in float8."""
+
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes per second that NVIDIA's data sheets give for the SXM modules."""
 
 FLOPS = 989e12
-"""Of both, in bfloat16 without sparsity, by the same sheets."""
+"""Of both, in bfloat16 without sparsity, by the same sheets; twice as many in float8."""
 
 MIXES = {
     "64 of 1k": [1024] * 64,
@@ -496,11 +499,12 @@ HEAD = f"""# What a round costs at least, by bytes
 
 Written by `python -m tests.parity.launches --table docs/gpu-roofline.md` and checked by
 `--check`; nothing here was run on a device. Llama-3.1-8B in bfloat16 with an EAGLE-3 head of
-{DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row. Launches are
-counted over the round's own program (tests/parity/launches.py). Floor: the bytes of weights, keys
-and values; all: those of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are
-the floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
-{FLOPS / 1e12:.0f} TFLOP/s where that is more (marked *). Times that a device shows go beside them,
+{DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row; in float8, the
+layers' products (embedding and output head stay in bfloat16). Launches are counted over the round's
+own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those of
+every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the floor's bytes over the
+data sheet's bandwidth, or its products over the data sheet's {FLOPS / 1e12:.0f} TFLOP/s, twice that
+in float8, where that is more (marked *). Times that a device shows go beside them,
 from rounds.json ([gpu-pending](gpu-pending.md)).
 
 """
@@ -511,21 +515,27 @@ def table() -> str:
     heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
     lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
     lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
-    for rows, nodes, levels in ASKED:
-        size = padded_size(rows, nodes, 1024)._replace(levels=levels, width=min(levels, 1))
-        found = count(Setting(LLAMA, drafts=levels > 0), size, rows)
-        products = 2 * size.total * LLAMA.parameters / FLOPS
-        times = [
-            f"{max(read, products) * 1e3:.2f}{'*' * (read < products)}"
-            for read in (found.floor / speed for speed in BANDWIDTH.values())
-        ]
-        numbers = (
-            *(f"{rows} x {nodes}, {levels}", f"{size.rows} x {size.nodes}"),
-            *(f"{size.total / (rows * nodes):.2f}", found.found.total()),
-            *(f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
-        )
-        lines.append("| " + " | ".join(map(str, numbers)) + " |")
+    lines += [line(*asked, Linear) for asked in ASKED]
+    lines += [line(*asked, Float8Linear) for asked in IN_FLOAT8]
     return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()
+
+
+def line(rows: int, nodes: int, levels: int, products: type[Product]) -> str:
+    """One of the table's."""
+    size = padded_size(rows, nodes, 1024)._replace(levels=levels, width=min(levels, 1))
+    found = count(Setting(LLAMA, drafts=levels > 0, products=products), size, rows)
+    float8 = products is Float8Linear
+    multiplied = 2 * size.total * LLAMA.parameters / (FLOPS * (1 + float8))
+    times = [
+        f"{max(read, multiplied) * 1e3:.2f}{'*' * (read < multiplied)}"
+        for read in (found.floor / speed for speed in BANDWIDTH.values())
+    ]
+    numbers = (
+        f"{rows} x {nodes}, {levels}" + ", float8" * float8,
+        *(f"{size.rows} x {size.nodes}", f"{size.total / (rows * nodes):.2f}"),
+        *(found.found.total(), f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
+    )
+    return "| " + " | ".join(map(str, numbers)) + " |"
 
 
 def splits() -> str:
