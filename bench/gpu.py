@@ -152,7 +152,7 @@ def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str,
         if how["speculative_algorithm"] == "NGRAM":
             continue
         with (
-            _llm(model, device, size, how) as without,
+            _llm(model, device, size, how | {"overlap": False}) as without,
             _llm(model, device, size, how | {"overlap": True}) as with_it,
         ):
             for at_once in (1, size.prompts):

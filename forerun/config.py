@@ -114,10 +114,12 @@ class EngineConfig:
     torch_compile_max_bs: int | None = option(
         None, "sequences at once up to which kernels are compiled", low=1
     )
-    overlap: bool = option(
-        False,
-        "plan the next step while this one runs (captured rounds on cuda, jax; speculation off or "
-        "head; the text stays the same; not measured on a GPU or TPU yet)",
+    overlap: bool | None = option(
+        None,
+        "begin the next step before the host has looked at this one, or where draft tokens come "
+        "from the text or a grammar holds somebody, before it has told this one's news (captured "
+        "rounds on cuda, jax; the text stays the same; not measured on a GPU or TPU yet; default: "
+        "on with captured rounds, else off)",
     )
     threads: int | None = option(
         None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024

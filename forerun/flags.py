@@ -169,7 +169,7 @@ def own_option(item: "Field[Any]") -> Option:
         return {item.name: parsed(item, where, text)}
 
     flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
-    return Option(flag, (item.name,), assign, NOTHING if item.type is bool else VALUE)
+    return Option(flag, (item.name,), assign, NOTHING if _kind(item) is bool else VALUE)
 
 
 def parsed(item: "Field[Any]", where: str, text: str) -> Any:

@@ -27,7 +27,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
-from forerun.build.prepare import prepare
+from forerun.build.prepare import overlaps, prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
 from forerun.config import NEUTRAL, EngineConfig
@@ -156,7 +156,7 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     fault = target.fault if not config.speculates else None
     options = EngineOptions(
         max_waiting=config.max_waiting,
-        overlap=config.overlap,
+        overlap=bool(config.overlap),
         accept_threshold_single=config.speculative_accept_threshold_single,
         accept_threshold_acc=config.speculative_accept_threshold_acc,
     )
@@ -234,6 +234,7 @@ def _open_toy(config: EngineConfig) -> Target:
     policy = "fixed" if config.policy == "auto" else config.policy
     config = resolved_drafting(config, head=False, fault=None)
     config = replace(config, executor="toy", dtype="float32", device="cpu")
+    config = replace(config, overlap=bool(config.overlap))
     config = _resolved(config, memory, executor, policy=policy)
     return Target(
         executor=executor,
@@ -264,6 +265,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         needs = with_draft(needs, draft, entry.draft_item(config))
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits)
+    if config.overlap is None:
+        config = replace(config, overlap=overlaps(config, executor))
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
     drafts: DraftModel | None = None

@@ -4,7 +4,12 @@ from collections.abc import Callable
 
 from forerun.config import EngineConfig
 from forerun.engine.overlap import carrying
-from forerun.interface.executor import DraftShape, Executor, PreparedExecutor
+from forerun.interface.executor import DraftShape, Executor, OverlapExecutor, PreparedExecutor
+
+
+def overlaps(config: EngineConfig, executor: Executor) -> bool:
+    """Whether steps overlap where nobody says: with captured rounds (decisions/0022)."""
+    return config.device.startswith("cuda") and isinstance(executor, OverlapExecutor)
 
 
 def prepare(

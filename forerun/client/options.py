@@ -27,7 +27,7 @@ class EngineOptions(TypedDict, total=False):
     cuda_graph_max_bs: int | None
     enable_torch_compile: bool
     torch_compile_max_bs: int | None
-    overlap: bool
+    overlap: bool | None
     threads: int | None
     context: int | None
     page_size: int

@@ -26,6 +26,11 @@ class Committed:
     lost: bool = False
     again: bool = False
 
+    @property
+    def ends(self) -> bool:
+        """Whether the sequence cannot simply go on behind these."""
+        return self.complete or self.again or bool(self.error)
+
 
 class Grammars(Protocol):
     """Holds one matcher per constrained slot. Unconstrained slots cost nothing."""

@@ -2,40 +2,30 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import monotonic, perf_counter
 
+from forerun.constrain.grammars import Committed
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.output import Ending, Kept, delta, ended, grammar_ended, keep
-from forerun.engine.overlap import Overlap, carrying
+from forerun.engine.news import failed, grammar_ended, step_trace
+from forerun.engine.output import Ending, Kept, delta, ended, keep
+from forerun.engine.overlap import Overlap, carrying, parted
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import Parts, Running, begin, finish
+from forerun.engine.step import Decided, Parts, Running, StepOver, begin, finish
 from forerun.engine.timing import StageTimer
-from forerun.engine.trace import MAX_STEPS, StepTrace, bounded
+from forerun.engine.trace import MAX_STEPS
 from forerun.errors import EngineError
-from forerun.interface.plan import Outcome, Plan, TokenLogprobs
-from forerun.speculative.tree import NO_DRAFT_ROW, DraftRow, TreeBatch, draft_row
+from forerun.interface.plan import TokenLogprobs
+from forerun.speculative.tree import NO_DRAFT_ROW, draft_row
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
 """How long new requests may have to wait where all that run wait for what may follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepOver:
-    """A step whose outcome is known: its sequences in row order, what it ran, milliseconds."""
-
-    rows: tuple[Sequence, ...]
-    plan: Plan
-    trees: TreeBatch
-    outcome: Outcome
-    ms: float
 
 
 class EngineCore:
@@ -100,17 +90,13 @@ class EngineCore:
         if self._overlap is not None and self._running_on:
             self._finish(self._overlap.advance())
             return True
-        timer = StageTimer()
-        schedule = self.scheduler.plan()
+        schedule, running = self._begin_next()
         if schedule is None:
             if self.live:  # All wait for what may follow.
                 self._grammars.wait(STALL_SECONDS)
             return bool(self.live)
-        if self._open_slots(schedule) and schedule.rows:
-            running = self._begin(schedule, timer)
-            kept = running and self._overlap and self._overlap.keeps(running)
-            if running is not None and not kept:
-                self._finish(running)
+        if running and not (self._overlap and self._overlap.keeps(running)):
+            self._finish(running)
         return True
 
     def check(self) -> None:
@@ -176,9 +162,16 @@ class EngineCore:
                 self._registry.open(sequence)
             except Exception as error:
                 log.exception("request %s could not be opened", sequence.request.id)
-                self.end(sequence.request.id, _failed(error))
+                self.end(sequence.request.id, failed(error))
                 sound = False
         return sound
+
+    def _begin_next(self) -> tuple[Schedule | None, Running | None]:
+        """Plan the next step, and begin it where somebody has a row in it."""
+        timer, schedule = StageTimer(), self.scheduler.plan()
+        if schedule is None or not self._open_slots(schedule) or not schedule.rows:
+            return schedule, None
+        return schedule, self._begin(schedule, timer)
 
     def _begin(self, schedule: Schedule, timer: StageTimer) -> Running | None:
         """Begin the planned step; where that fails, end the requests it was for, and no others."""
@@ -212,20 +205,28 @@ class EngineCore:
         # A step that went on from the one before has what is left of the time since that ended.
         begun = max(running.timer.since, self._finished)
         ms = 1000.0 * (perf_counter() - begun)
-        self._process_outputs(StepOver(running.rows, running.plan, trees, outcome, ms))
-        self._release()
+        over = StepOver(running.rows, running.plan, trees, outcome, ms)
+        # Where nothing runs, the device shall wait for its next step and not for the news.
+        late = overlap is not None and overlap.running is None
+        decided, later = self._commit_outputs(over), list[Decided]()
+        if late:
+            decided, later = parted(over, decided)
+        self._tell_news(over, decided)
         self._finished = perf_counter()
         total = 1000.0 * (self._finished - begun)
         report = step_report(running.plan, outcome, carried, running.timer.ms, total)
         self._parts.policy.observe(report)
         self.metrics.step(report)
+        if overlap is not None and late:
+            overlap.runs(self._begin_next()[1])
+            self._tell_news(over, later)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
         self._failures += 1
         for sequence in rows:
-            self.end(sequence.request.id, _failed(error))
+            self.end(sequence.request.id, failed(error))
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
             raise EngineError(message) from error
@@ -236,9 +237,9 @@ class EngineCore:
             if not self._growing(sequence):
                 self._registry.close(self.scheduler.release(sequence))
 
-    def _process_outputs(self, over: StepOver) -> None:
-        """Make the outcome of every row permanent and tell what is new."""
-        plan, outcome = over.plan, over.outcome
+    def _commit_outputs(self, over: StepOver) -> list[Decided]:
+        """Make the outcome of every row permanent. The rows that have news."""
+        plan, outcome, decided = over.plan, over.outcome, list[Decided]()
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
         for row, sequence in enumerate(over.rows):
             if sequence.over:
@@ -252,12 +253,22 @@ class EngineCore:
             sequence.append(output_tokens[row])
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
-                self._settle(sequence, over, row)
+                sequence.table.rollback(self._growing(sequence))
+                decided.append((row, self._through_grammar(sequence, output_tokens[row])))
+        return decided
 
-    def _settle(self, sequence: Sequence, over: StepOver, row: int) -> None:
+    def _tell_news(self, over: StepOver, decided: list[Decided]) -> None:
+        """Tell the news of these rows, and give back what those had that are over."""
+        for each in decided:
+            self._settle(over, each)
+        self._release()
+
+    def _settle(self, over: StepOver, decided: Decided) -> None:
         """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
-        sequence.table.rollback(self._growing(sequence))
-        outcome = over.outcome
+        row, committed = decided
+        sequence, outcome = over.rows[row], over.outcome
+        if sequence.over:
+            return  # Ended with another row of the same request.
         tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
         drafted = NO_DRAFT_ROW
@@ -266,26 +277,38 @@ class EngineCore:
         self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
         try:
-            kept, again = self._keep(sequence, tokens)
+            kept, again = self._keep(sequence, tokens, committed)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
-            self.end(sequence.request.id, _failed(error))
+            self.end(sequence.request.id, failed(error))
             return
         if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
-            sequence.unsent_trace.append(_trace(sequence, kept, drafted, over, row))
+            sequence.unsent_trace.append(step_trace(sequence, kept, drafted, over, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
         if again and not sequence.over:
             self._registry.close(self.scheduler.preempt(sequence))
             self.metrics.preemptions += 1
             sequence.drop(len(tokens) - len(kept.tokens))
 
-    def _keep(self, sequence: Sequence, tokens: list[int]) -> tuple[Kept, bool]:
-        """Push decided tokens through the grammar, if there is one, and the stop conditions. Also
-        whether those that are not kept must be decided again.
-        """
+    def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
+        """What a sequence's grammar says of decided tokens; None where it has none."""
         if sequence.request.grammar is None or sequence.slot is None:
+            return None
+        try:
+            return self._grammars.commit(sequence.slot, tokens)
+        except Exception as error:
+            log.exception("request %s failed", sequence.request.id)
+            self.end(sequence.request.id, failed(error))
+            return None
+
+    def _keep(
+        self, sequence: Sequence, tokens: list[int], committed: Committed | None
+    ) -> tuple[Kept, bool]:
+        """Push decided tokens through the stop conditions, as far as the grammar lets them count.
+        Also whether those that are not kept must be decided again.
+        """
+        if committed is None:
             return keep(sequence, tokens, self._eos_ids), False
-        committed = self._grammars.commit(sequence.slot, tokens)
         kept = keep(sequence, tokens[: committed.kept], self._eos_ids)
         if kept.ending is None and committed.complete:
             kept = ended(sequence, kept, Ending(Finish.STOP))
@@ -331,25 +354,3 @@ class EngineCore:
         if not self.live[request]:
             del self.live[request]
             self.metrics.longest_output.add(self._longest.pop(request))
-
-
-def _trace(
-    sequence: Sequence, kept: Kept, drafted: DraftRow, over: StepOver, row: int
-) -> StepTrace:
-    """What the step that was just counted did for a sequence."""
-    nodes = bounded(drafted)
-    return StepTrace(
-        number=sequence.tally.steps - 1,
-        position=sequence.reported - len(kept.tokens),
-        tokens=kept.tokens,
-        nodes=nodes,
-        left_out=len(drafted.tokens) - len(nodes.tokens),
-        allowed=int(over.plan.max_nodes[row]),
-        reason=sequence.tally.reason,
-        ms=over.ms,
-    )
-
-
-def _failed(error: Exception) -> Ending:
-    text = f"The engine failed while it ran this request: {error or type(error).__name__}"
-    return Ending(Finish.ERROR, error=text)

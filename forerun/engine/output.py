@@ -4,8 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.constrain.grammars import Committed
-from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish
+from forerun.engine.request import Delta, Finish
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import TokenLogprobs
 
@@ -68,20 +67,6 @@ def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None)
 def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
     """The same, but the sequence ends here."""
     return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
-
-
-def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
-    """The ending of a sequence whose grammar cannot be followed any further, in the
-    matcher's words: at a limit, which the grammar brought about, or because the matcher was lost.
-    """
-    text = (
-        f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
-        f"further. {committed.error.strip().rstrip('.')}. "
-    )
-    if committed.lost:
-        return Ending(Finish.ERROR, error=f"{text}Ask again.")
-    text += "A simpler grammar, or one that leaves fewer ways to read the same text, gets further."
-    return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
 
 
 def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:

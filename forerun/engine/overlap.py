@@ -12,15 +12,22 @@ about an outcome changes but that it is known one step later. So a row that ende
 step n+1 too: what comes of that is dropped, and slot and pages are given back when it is over.
 
 Where the host has a say - a prompt, a grammar, draft tokens from the text,
-somebody waiting for a free slot, too few pages - step n is looked at first, as without overlap.
+somebody waiting for a free slot, too few pages - step n is looked at first. Then step n+1 begins,
+and only then are the news of step n told: stop conditions, text, sinks. Whoever is ended by a
+string, as the text says, runs once more here too.
+
+    device     | step n            |                 | step n+1
+    host        news n-1            look n | plan n+1  news n
 """
 
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Parts, Running
+from forerun.engine.step import Decided, Parts, Running, StepOver
 from forerun.engine.timing import StageTimer
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
 from forerun.interface.plan import CarriedPlan, Outcome
@@ -55,6 +62,7 @@ class Overlap:
         self.running: Running | Carried | None = None
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
+        self._waits = False  # It must be looked at before the next one is planned.
 
     def keeps(self, begun: Running) -> bool:
         """Whether a step that has just begun may run on while the next one is planned; then it
@@ -65,11 +73,20 @@ class Overlap:
         self._run(begun)
         return True
 
+    def runs(self, begun: Running | None) -> None:
+        """A step that has just begun, if one has, is running, while the news of the one before are
+        told. It is carried on from where it can be.
+        """
+        self._run(begun)
+        self._waits = begun is not None and not self._executor.carries(begun.scores)
+
     def advance(self) -> Running:
         """The running step, to be looked at; the one after it runs now, if it could be begun."""
-        before = self.running
+        before, waits = self.running, self._waits
         assert isinstance(before, Running), "it was completed with the step before it"
         self._run(None)
+        if waits:
+            return before
         try:
             self._run(self._begin_after(before))
         except Exception:
@@ -108,10 +125,11 @@ class Overlap:
         self._run(None)
 
     def _run(self, running: Running | Carried | None) -> None:
-        self.running, self._grows = running, {}
+        self.running, self._grows, self._waits = running, {}, False
         if running is not None:
             plan = running.plan
-            grows = (1 + plan.max_depth).tolist()
+            known = 1 if isinstance(plan, CarriedPlan) else np.array(list(map(len, plan.known)))
+            grows = (known + plan.max_depth).tolist()
             self._grows = dict(zip(plan.slots.tolist(), grows, strict=True))
 
     def _begin_after(self, before: Running) -> Carried | None:
@@ -137,6 +155,20 @@ class Overlap:
         if scores is None:
             return None
         return Carried(rows, plan, scores, timer)
+
+
+def parted(over: StepOver, decided: list[Decided]) -> tuple[list[Decided], list[Decided]]:
+    """The rows that end whatever their text says, or are decided again, and need not run on; and
+    the others.
+    """
+    ends: tuple[list[Decided], list[Decided]] = [], []
+    for row, committed in decided:
+        sequence, tokens = over.rows[row], over.outcome.output_tokens[row]
+        stops = sequence.request.stopping.stop_tokens
+        runs_on = sequence.remaining > 0 and not any(token in stops for token in tokens)
+        runs_on = runs_on and (committed is None or not committed.ends)
+        ends[runs_on].append((row, committed))
+    return ends
 
 
 def carrying(executor: Executor) -> OverlapExecutor | None:

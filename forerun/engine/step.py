@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forerun.constrain.grammars import Grammars
+from forerun.constrain.grammars import Committed, Grammars
 from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
@@ -43,6 +43,21 @@ class Running:
     trees: TreeBatch | None
     scores: Scores
     timer: StageTimer
+
+
+@dataclass(frozen=True, slots=True)
+class StepOver:
+    """A step whose outcome is known: its sequences in row order, what it ran, milliseconds."""
+
+    rows: tuple[Sequence, ...]
+    plan: Plan
+    trees: TreeBatch
+    outcome: Outcome
+    ms: float
+
+
+Decided = tuple[int, Committed | None]
+"""A row whose tokens are permanent, their news not told, and what its grammar says of them."""
 
 
 @dataclass(slots=True)

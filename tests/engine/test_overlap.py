@@ -69,6 +69,59 @@ def test_guesses_from_the_text_are_looked_at_first_but_plain_steps_are_not():
     assert engine.stats().carried > 10
 
 
+@pytest.mark.parametrize("name", ["ngram", "erratic"])
+def test_where_the_host_has_a_say_the_next_step_begins_before_the_news_are_told(name):
+    """Draft tokens from the text; log-probabilities that the toy's device does not report."""
+    engine, toy = overlapped(name)
+    changes = {} if name == "ngram" else {"logprobs": 1}
+    ear, request = Ear(), hot("a", max_tokens=30, **changes)
+
+    def sink(delta):
+        toy.events.append(("news", len(ear.tokens("a")) + len(delta.tokens)))
+        ear(delta)
+
+    engine.submit(request, sink)
+    finish(engine)
+    ear.expect(request)
+    order = [what for what, _ in toy.events if what != "do"]
+    assert engine.stats().carried == 0 and order.count("begin") > 8
+    # Look, begin the next, tell: but what ends is told at once, and nothing runs after it.
+    assert order == [
+        "begin",
+        *["look", "begin", "news"] * (order.count("begin") - 1),
+        "look",
+        "news",
+    ]
+
+
+@pytest.mark.parametrize("name", ["ngram", "none"])
+def test_what_a_stop_string_ends_runs_once_more_and_nobody_hears_of_it(name):
+    most = 4 if name == "ngram" else 0
+    engine, _ = overlapped(name, nodes=most, depth=most)
+    whole = reference(ask("a", "ab", 40))[1]
+    requests = [ask("a", "ab", 40, stop=(whole[9:12],)), hot("b", max_tokens=30)]
+    ear = run(engine, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert ear.last("a").finish == Finish.STOP
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_step_that_cannot_begin_before_the_news_fails_alone(number):
+    engine, _ = overlapped("ngram", fails=[("begin", number)])
+    ear = Ear()
+    broken, after = hot("a", max_tokens=30), hot("b", max_tokens=20)
+    engine.submit(broken, ear)
+    finish(engine)
+    last = ear.last("a")
+    assert last.finish == Finish.ERROR and f"begin of step {number} fails" in last.error
+    told = ear.tokens("a")
+    assert told == reference(broken)[0][: len(told)]
+    engine.submit(after, ear)
+    finish(engine)
+    ear.expect(after)
+
+
 def test_without_the_option_every_step_is_looked_at_first():
     toy = CarryingToy(limits())
     run(make("erratic", executor=toy), hot("a"))

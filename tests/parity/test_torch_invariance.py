@@ -17,15 +17,14 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.experts import Mixture
 from forerun.executors.torch.layers import (
     MOST_ROWS,
-    SIZES,
     Linear,
     geglu,
-    invariant_sizes,
     padded_rows,
     rotation,
     softcapped,
     swiglu,
 )
+from forerun.executors.torch.row_sizes import SIZES, invariant_sizes
 from forerun.executors.torch.weights import Weights
 from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec
 from forerun.models.rope import Rope

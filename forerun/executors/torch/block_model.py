@@ -18,8 +18,7 @@ from forerun.executors.torch.block import BlockDrafter, BlockLayer
 from forerun.executors.torch.decoder import Attend, apart
 from forerun.executors.torch.draft_cache import DraftCache, check_block, check_extension
 from forerun.executors.torch.features import on_device
-from forerun.executors.torch.float8 import plain
-from forerun.executors.torch.layers import PLAIN, Heads, Rotary, rotation
+from forerun.executors.torch.layers import PLAIN, Heads, Rotary, plain, rotation
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
 from forerun.executors.torch.weights import some_rows, stacked

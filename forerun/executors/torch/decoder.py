@@ -22,11 +22,11 @@ from forerun.executors.torch.layers import (
     Linear,
     Product,
     Rotary,
-    invariant_sizes,
     padded_rows,
     rotation,
     softcapped,
 )
+from forerun.executors.torch.row_sizes import invariant_sizes
 from forerun.executors.torch.weights import Weights
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint

@@ -12,8 +12,7 @@ from torch import Tensor
 from forerun.errors import ModelError
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.float8 import plain
-from forerun.executors.torch.layers import PLAIN, Heads
+from forerun.executors.torch.layers import PLAIN, Heads, plain
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget

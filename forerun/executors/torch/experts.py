@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.float8 import Rows, plain
-from forerun.executors.torch.layers import FeedForward, Gate, Product, padded_rows
+from forerun.executors.torch.float8 import Rows
+from forerun.executors.torch.layers import FeedForward, Gate, Product, padded_rows, plain
 from forerun.executors.torch.weights import Weights
 from forerun.models.layer_spec import Experts
 

@@ -6,7 +6,7 @@ the sums, by the number of rows. So on the CPU a product is only ever run at a f
 the bits it gets in the largest (docs/decisions/0006).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -20,14 +20,17 @@ from forerun.executors.torch.float8 import (
     Float8Rows,
     Rows,
     float8_rows,
-    plain,
 )
 
 MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
-"""Row counts that are tried, ascending."""
+
+def plain(x: Rows) -> Tensor:
+    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
+    if isinstance(x, Float8Rows):
+        raise TypeError("float8 rows reached a product that is not in float8")
+    return x
 
 
 class Linear:
@@ -190,25 +193,6 @@ def compiled(parts: Elementwise) -> Elementwise:
 
     whole: Elementwise = replace(each(parts), float8=each(parts.float8))
     return whole
-
-
-def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
-    """Row counts of SIZES at which these products give each row the bits of the largest.
-
-    Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
-    largest is always among them; that a row's place in it does not matter is seen from the
-    smaller ones, which take their rows from both its ends.
-    """
-    sizes = set(SIZES)
-    random = torch.Generator().manual_seed(0)
-    for linear in {linear.shape: linear for linear in linears}.values():
-        x = torch.randn(MOST_ROWS, linear.shape[1], generator=random)
-        expected = linear(x)
-        for size in sorted(sizes - {MOST_ROWS}):
-            first, last = linear(x[:size]), linear(x[-size:])
-            if not (torch.equal(first, expected[:size]) and torch.equal(last, expected[-size:])):
-                sizes.discard(size)
-    return tuple(sorted(sizes))
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:

@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from forerun.executors.torch.float8 import plain
 from forerun.executors.torch.geometry import (
     Geometry,
     most_parts,
@@ -26,6 +25,7 @@ from forerun.executors.torch.geometry import (
 )
 from forerun.executors.torch.kernels import Attend
 from forerun.executors.torch.kv import CacheTensor, PagedCache, read
+from forerun.executors.torch.layers import plain
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch

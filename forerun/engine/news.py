@@ -1,0 +1,46 @@
+"""News that few sequences have: endings that are errors, and what a step did for one."""
+
+from forerun.constrain.grammars import Committed
+from forerun.engine.output import Ending, Kept
+from forerun.engine.request import GRAMMAR_LIMIT, Finish
+from forerun.engine.sequence import Sequence
+from forerun.engine.step import StepOver
+from forerun.engine.trace import StepTrace, bounded
+from forerun.speculative.tree import DraftRow
+
+
+def failed(error: Exception) -> Ending:
+    """The ending of a sequence that the engine could not go on with."""
+    text = f"The engine failed while it ran this request: {error or type(error).__name__}"
+    return Ending(Finish.ERROR, error=text)
+
+
+def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
+    """The ending of a sequence whose grammar cannot be followed any further, in the
+    matcher's words: at a limit, which the grammar brought about, or because the matcher was lost.
+    """
+    text = (
+        f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
+        f"further. {committed.error.strip().rstrip('.')}. "
+    )
+    if committed.lost:
+        return Ending(Finish.ERROR, error=f"{text}Ask again.")
+    text += "A simpler grammar, or one that leaves fewer ways to read the same text, gets further."
+    return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
+
+
+def step_trace(
+    sequence: Sequence, kept: Kept, drafted: DraftRow, over: StepOver, row: int
+) -> StepTrace:
+    """What the step that was just counted did for a sequence."""
+    nodes = bounded(drafted)
+    return StepTrace(
+        number=sequence.tally.steps - 1,
+        position=sequence.reported - len(kept.tokens),
+        tokens=kept.tokens,
+        nodes=nodes,
+        left_out=len(drafted.tokens) - len(nodes.tokens),
+        allowed=int(over.plan.max_nodes[row]),
+        reason=sequence.tally.reason,
+        ms=over.ms,
+    )
