@@ -127,6 +127,7 @@ class Steps:
             max_nodes=max(rows * most, sweep.context),
             context=min(arch.context, self._pages * PAGE),
             vocab=arch.vocab,
+            max_scored=rows * most,
         )
         made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
         self.executor: Executor = made

@@ -43,7 +43,7 @@ def there(array):
 
 def sized_of(size, width):
     """A size's tensors, with page tables so wide."""
-    dims = BufferDims(width, SLOTS, 2, 32, 2)
+    dims = BufferDims(width, SLOTS, 2, 32, 2, 16)
     return Sized(size, dims, Room(size.rows, size.total, dims, torch.device("cpu")))
 
 

@@ -18,6 +18,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.models import tiny
+from tests.parity.test_prefill_chunks import Held
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -98,6 +99,40 @@ def test_the_host_holds_a_piece_and_not_the_model():
         tracemalloc.stop()
     assert reader.read > 3e9
     assert most < 3 * module.PIECE
+
+
+MIDDLE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize("kind", ["folder BF16", "BF16", "Q8_0"])
+@pytest.mark.parametrize("device", [CPU, META], ids=str)
+def test_a_file_is_held_once_and_not_twice(kind, device, tmp_path, monkeypatch):
+    """Bytes that NumPy and torch allocate from the opened file to the decoder, at most: on the CPU
+    the model's own and some pieces, beside a device those pieces alone. Mapped files are the
+    system's, which takes their pages back.
+    """
+    monkeypatch.setattr(module, "PIECE", 1 << 16)
+    hf = tiny.model("llama", **MIDDLE)
+    if kind.startswith("folder"):
+        checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, dtype=torch.bfloat16))
+    else:
+        checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", kind))
+    whole = 2 * checkpoint.architecture.parameters
+    del hf
+    tracemalloc.start()
+    try:
+        with Held() as held:
+            Decoder(checkpoint, device, torch.bfloat16)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A query's or key's rows in a llama GGUF are put into order as stored: one matrix.
+    assert most < 2 * 256 * 256 + (1 << 20)
+    assert whole > 6 * (1 << 20)
+    if device == CPU:
+        assert 0.99 * whole < held.most < whole + (1 << 20)
+    else:
+        assert held.most - whole < 1 << 20, "what is on the device, and pieces on their way to it"
 
 
 def test_what_is_not_finite_is_refused_where_that_is_asked(tmp_path):

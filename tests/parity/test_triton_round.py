@@ -44,7 +44,7 @@ rounds = load("triton_round")
 def facts_of(size, trees, decided, seed):
     """A round's facts, of rows with these trees, as the host writes them."""
     random = np.random.default_rng(seed)
-    dims = BufferDims(6, 4, 2, 4300, 2)
+    dims = BufferDims(6, 4, 2, 4300, 2, 16)
     sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
     staging = sized.staging()
     facts = staging.buffers
@@ -55,12 +55,12 @@ def facts_of(size, trees, decided, seed):
     facts["low"][:], facts["high"][:] = random.integers(-(1 << 31), 1 << 31, (2, size.rows))
     facts["temperature"].view(np.float32)[:rows] = random.choice([0.0, 0.8], rows)
     facts["decided"][:rows], facts["count"][:rows] = decided, np.diff(trees.start)
-    facts["table"][:] = random.permutation(facts["table"].size).reshape(facts["table"].shape)
+    table = random.permutation(size.rows * 6).reshape(size.rows, 6).astype(np.int32)
     facts["tokens"][place], facts["depth"][place] = trees.tokens, trees.depth
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     facts["tree_intervals"][:, place] = tree_intervals(trees, row)
     sized.whole.copy_(staging.whole)
-    return sized.there
+    return sized.there | {"table": torch.from_numpy(table)}
 
 
 def trees_of(seed):

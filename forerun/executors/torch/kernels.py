@@ -10,7 +10,8 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise, choose
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.captured.future_map import FutureState, leave, resume
+from forerun.executors.torch.captured.future_map import leave, resume
+from forerun.executors.torch.captured.future_trees import FutureState
 from forerun.executors.torch.float8 import Float8Parts, Rows
 from forerun.executors.torch.geometry import Geometry, attend_dense
 from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter

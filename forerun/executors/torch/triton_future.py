@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.captured.future_map import FutureState
+from forerun.executors.torch.captured.future_trees import FutureState
 from forerun.executors.torch.plain_round import Accepted, Facts
 from forerun.speculative.accept import NOTHING
 

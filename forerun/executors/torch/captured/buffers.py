@@ -13,15 +13,22 @@ from torch import Tensor
 
 from forerun.executors.torch.geometry import programs_for, split_of, tile_nodes, tiles_of
 from forerun.interface.draft_model import CANDIDATES
+from forerun.interface.plan import CarriedPlan, Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.types import AnyArray, Ints
+
+Work = Callable[[], None]
 
 RULES = (
     *("repetition", "frequency", "presence", "min_p"),
     *("top_k", "min_tokens", "top_p_low", "top_p_high"),
 )
 """Facts of rows that ask the sampler for more than a temperature, see shaping.Shaping."""
+
+
+UNTOUCHED = ("sent_to", "parents", "draft_slot", "slot", "tree_intervals", "masks", "split")
+"""Facts of which a blank one is not 0, or nothing is read."""
 
 
 class Size(NamedTuple):
@@ -85,7 +92,7 @@ class Record(NamedTuple):
 
 class BufferDims(NamedTuple):
     """What all sizes have in common: places of a page table's row, slots of sequences, heads that
-    share a key/value head, tokens of the vocabulary, key/value heads.
+    share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
     """
 
     width: int
@@ -93,6 +100,14 @@ class BufferDims(NamedTuple):
     gqa_group: int
     vocab: int
     groups: int
+    page_size: int
+
+
+def changes_of(size: Size, page_size: int) -> int:
+    """Entries of page tables sent with a round, at most: as many as its rows' new positions
+    may begin, and those of the round before, where that was not looked at.
+    """
+    return size.rows * (1 + -(-2 * size.nodes // page_size))
 
 
 def _tiles(size: Size, dims: BufferDims) -> int:
@@ -110,7 +125,8 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         carried         1: begin with what stands there. Of such a row the host knows:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take
-    Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of pages: table [R,W].
+    Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of page tables
+    (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their pages.
     Of attention: split [P,3] (geometry.py). Where it is asked for: RULES of rows; the grammars'
     masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
     """
@@ -120,12 +136,14 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         asked |= dict.fromkeys(RULES, (size.rows,))
     if size.masked:
         asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
+    changes = changes_of(size, dims.page_size)
     return {
+        "sent_to": (changes, 2),  # First, because 64 bits are read where 64 bits begin.
+        "sent": (changes,),
         "where": (2, size.rows),
         **dict.fromkeys((*of_rows, "slot", "carried", "most", "deep", "last"), (size.rows,)),
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
         "tree_intervals": (2, size.total),
-        "table": (size.rows, dims.width),
         "split": (programs_for(_tiles(size, dims), dims.groups), 3),
         **asked,
     }
@@ -152,7 +170,9 @@ class Room:
     def __init__(self, rows: int, nodes: int, dims: BufferDims, device: torch.device) -> None:
         largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
         count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
-        count += 3 * programs_for(nodes, dims.groups)  # Other sizes have more tiles.
+        # Other sizes have more tiles, and more changes.
+        count += 3 * programs_for(nodes, dims.groups)
+        count += 3 * (2 * rows + -(-2 * nodes // dims.page_size))
         self.whole = torch.zeros(count, dtype=torch.int32, device=device)
         self._sides = [Side(count, device.type == "cuda") for _ in range(2)]
 
@@ -175,6 +195,7 @@ class StagingBuffer:
         views = _views(self.whole, shapes)
         self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
         self._nodes, self._slots, self._tiles = size.nodes, dims.slots, _tiles(size, dims)
+        self._width = dims.width
         self._whole = split_of(np.zeros(self._tiles, np.int32), len(self.buffers["split"]))
 
     def begun(self, wait: Callable[[], None]) -> None:
@@ -185,8 +206,9 @@ class StagingBuffer:
         """Rows without a node; what stands in their places sees itself alone."""
         buffers, nodes = self.buffers, self._nodes
         for name, values in buffers.items():
-            if name not in ("parents", "draft_slot", "slot", "tree_intervals", "masks", "split"):
+            if name not in UNTOUCHED:
                 values[...] = 0
+        buffers["sent_to"].view(np.int64)[:] = self._slots * self._width
         if "mask_row" in buffers:
             buffers["mask_row"][:] = -1
         buffers["parents"][:] = NOTHING
@@ -237,3 +259,53 @@ class Sized:
             self._staging[side] = StagingBuffer(self._size, self._dims, side, result)
         self._staging[side].blank()
         return self._staging[side]
+
+
+class PageTables:
+    """Page tables on the device, by slot: rounds are sent what changed since their slots' last.
+
+    A step changes a page or two of a few rows, where whole tables are 8 KB a row of 32k tokens.
+    What is in no plan any more stays there, unread: nobody looks beyond a row's own pages. The slow
+    twin forgets what the device has before every round, so that each is sent its whole tables.
+    """
+
+    def __init__(self, slots: int, width: int, rows: int, device: torch.device) -> None:
+        """Rounds have `rows` rows at most; one slot more is of nobody."""
+        self._table = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        # What the device has when all that was begun is over; -1: nobody knows.
+        self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
+
+    def send(self, buffers: dict[str, AnyArray], plan: Plan | CarriedPlan) -> Work | None:
+        """Write into `buffers` what the device does not have of the plan's tables; where that is
+        more than there is room for, returns what writes it there before the round. Rounds begin in
+        the order of these calls; where one could not begin, `forget`.
+        """
+        slots, table = plan.slots, plan.page_table
+        width = table.shape[1]
+        rows = np.flatnonzero((self._mirror[slots, :width] != table).any(1))
+        if not len(rows):
+            return None
+        new = (self._mirror[slots[rows], :width] != table[rows]) & (table[rows] >= 0)
+        row, column = np.nonzero(new)
+        pages = table[rows[row], column]
+        places = slots[rows[row]].astype(np.int64) * self._mirror.shape[1] + column
+        self._mirror[slots[rows], :width] = table[rows]
+        if len(places) <= len(buffers["sent"]):
+            buffers["sent_to"].view(np.int64)[: len(places), 0] = places
+            buffers["sent"][: len(places)] = pages
+            return None
+        return lambda: self._write(torch.from_numpy(places), torch.from_numpy(pages))
+
+    def forget(self) -> None:
+        """Send everything anew."""
+        self._mirror.fill(-1)
+
+    def of(self, size: Size, facts: dict[str, Tensor]) -> Tensor:
+        """int32[R,W] of a round's rows, after what was sent with it. Launches only."""
+        self._write(facts["sent_to"].view(torch.int64)[:, 0], facts["sent"])
+        return torch.index_select(self._table, 0, facts["slot"], out=self._rows[: size.rows])
+
+    def _write(self, places: Tensor, pages: Tensor) -> None:
+        device = self._table.device
+        self._table.view(-1).scatter_(0, places.to(device), pages.to(device))

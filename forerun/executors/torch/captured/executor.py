@@ -218,7 +218,7 @@ class CapturedExecutor:
         if size.shaping or size.masked:
             self._shaped.fill(staging.buffers, size, plan.slots, masks, place)
             first = self._shaped.stale(plan.slots, lambda row: self._text(plan, row))
-        step = self._begin(size, staging, plan.slots, decided, place, draft_request, first)
+        step = self._begin(size, staging, plan, decided, place, draft_request, first)
         step.masks = masks
         return step
 
@@ -247,25 +247,26 @@ class CapturedExecutor:
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
         decided = np.ones(plan.rows, np.bool_)
-        return self._begin(size, staging, plan.slots, decided, None, draft_request)
+        return self._begin(size, staging, plan, decided, None, draft_request)
 
     def _begin(
         self,
         size: Size,
         staging: StagingBuffer,
-        slots: Ints,
+        plan: Plan | CarriedPlan,
         decided: Bools,
         place: Ints | None,
         draft_request: DraftRequest | None,
         first: Callable[[], None] | None = None,
     ) -> InFlightStep:
         """Launch what `staging` is filled with, after `first`; decided, place: see InFlightStep."""
-        runner, count = self.runner, len(slots)
+        runner, slots, count = self.runner, plan.slots, plan.rows
         staging.buffers["slot"][:count] = slots
         extends = np.zeros(count, np.bool_)
         if draft_request is not None and size.levels:
             extends = decided & np.isin(slots, draft_request.slots)
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
+        changes = runner.tables.send(staging.buffers, plan)
         begun = perf_counter()
 
         def over() -> None:
@@ -274,6 +275,11 @@ class CapturedExecutor:
             self._seconds += now - max(begun, self._read)
             self._read = now
 
+        try:
+            wait = runner.launch(size, staging, [each for each in (changes, first) if each])
+        except BaseException:
+            runner.tables.forget()
+            raise
         self._last = InFlightStep(
             size=size,
             slots=slots,
@@ -281,7 +287,7 @@ class CapturedExecutor:
             extends=extends,
             place=place,
             result=staging.result,
-            wait=runner.launch(size, staging, first),
+            wait=wait,
             over=over,
             logits=runner.logits[: size.total],
             features=runner.features,

@@ -33,7 +33,6 @@ def prepare_inputs(
     chosen = np.flatnonzero(decided)
     _put_choosing(buffers, chosen, plain.seeds[roots], plain.temperatures[roots])
     buffers["position"][chosen] = plain.positions[roots]
-    _put_pages(buffers, plan.page_table)
     buffers["tokens"][place] = trees.tokens
     buffers["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     buffers["depth"][place] = trees.depth
@@ -53,7 +52,6 @@ def prepare_inputs_carried(
     buffers["most"][rows], buffers["deep"][rows] = most, plan.max_depth
     buffers["last"][rows] = plan.ends - 1
     _put_choosing(buffers, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
-    _put_pages(buffers, plan.page_table)
     buffers["parents"].reshape(-1, size.nodes)[rows] = places - 1
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[0, rows] = places
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[1, rows] = 1
@@ -86,11 +84,6 @@ def _put_choosing(
     buffers["low"][rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     buffers["high"][rows] = (seeds >> 32).astype(np.uint32).view(np.int32)
     buffers["temperature"].view(np.float32)[rows] = temperatures
-
-
-def _put_pages(buffers: Buffers, page_table: Ints) -> None:
-    rows, width = page_table.shape
-    buffers["table"][:rows, :width] = np.maximum(page_table, 0)
 
 
 def tree_intervals(trees: TreeBatch, row: AnyArray) -> AnyArray:

@@ -17,7 +17,7 @@ Sampling parameters, grammars' masks and log-probabilities are parts of a round 
 them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
+    PageTables,
     Record,
     Room,
     Size,
@@ -56,6 +57,7 @@ class CudaGraphRunner:
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
+    tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [scored_nodes,F*H] likewise; None where nothing is requested
     """
@@ -76,6 +78,7 @@ class CudaGraphRunner:
             gqa_group=decoder.arch.heads // decoder.arch.kv_heads,
             vocab=limits.vocab,
             groups=cache.groups,
+            page_size=cache.page_size,
         )
         self._device = cache.device
         factors = [rope.attention_factor for rope in decoder.ropes]
@@ -89,6 +92,7 @@ class CudaGraphRunner:
         most = limits.scored_nodes
         rows = min(most, padded_rows(limits.slots))
         self._room = Room(rows, most, self._dims, self._device)
+        self.tables = PageTables(limits.slots, self._dims.width, rows, self._device)
         self._programs = Programs(self.work, records)
         # By size, what it is run as; None: as it is.
         self._runs: dict[Size, Size | None] | None = None
@@ -148,16 +152,16 @@ class CudaGraphRunner:
         return self.of(size).staging()
 
     def launch(
-        self, size: Size, staging: StagingBuffer, first: Callable[[], None] | None = None
+        self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
     ) -> Callable[[], None]:
-        """Begin one round, after all that was begun before and `first`; returns what waits for
-        it.
+        """Begin one round, after all that was begun before and `first`, one by one; returns what
+        waits for it.
         """
         sized, self._ran = self.of(size), size
 
         def work() -> None:
-            if first is not None:
-                first()
+            for each in first:
+                each()
             sized.whole.copy_(staging.whole, non_blocking=True)
             self._programs.run(size)
             staging.result.copy_(sized.record, non_blocking=True)
@@ -185,7 +189,8 @@ class CudaGraphRunner:
     def work(self, size: Size) -> None:
         """One round of this size, on what lies on the device."""
         sized, decoder, cache = self.of(size), self._decoder, self._cache
-        kernels, facts, total = self.kernels, sized.there, size.total
+        kernels, total = self.kernels, size.total
+        facts = sized.there | {"table": self.tables.of(size, sized.there)}
         if self.future is not None:
             facts = kernels.resume(self.future.state, size, facts)
         prepared = kernels.prepare(facts, self._shape)

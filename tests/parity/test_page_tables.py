@@ -1,0 +1,232 @@
+"""Page tables that are sent as differences, against whole ones."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.build.engine import make_engine
+from forerun.client.completion import make_request
+from forerun.executors.torch.captured.buffers import (
+    BufferDims,
+    PageTables,
+    Room,
+    Size,
+    Sized,
+    changes_of,
+)
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.models.folder import FolderCheckpoint
+from tests.models import tiny
+from tests.parity.tape import Tape
+from tests.parity.test_torch_drafting import taped
+from tests.parity.test_torch_eagle_model import Target, learn
+from tests.parity.test_torch_overlap import answered, tokens
+
+CPU = torch.device("cpu")
+SLOTS, WIDTH = 5, 9
+
+
+class Whole(PageTables):
+    """The slow twin: every round is sent its whole tables."""
+
+    def send(self, buffers, plan):
+        self.forget()
+        return super().send(buffers, plan)
+
+
+@dataclass
+class Tables:
+    """What of a plan is looked at."""
+
+    slots: np.ndarray
+    page_table: np.ndarray
+
+
+class Device:
+    """What a round does of it, one after the other."""
+
+    def __init__(self, kind, size, page_size):
+        dims = BufferDims(WIDTH, SLOTS, 2, 32, 2, page_size)
+        self.size, self.tables = size, kind(SLOTS, WIDTH, size.rows, CPU)
+        self.sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
+
+    def run(self, slots, page_table):
+        """The rows' tables, and whether they fitted into the round's own facts."""
+        staging = self.sized.staging()
+        staging.buffers["slot"][: len(slots)] = slots
+        first = self.tables.send(staging.buffers, Tables(slots, page_table))
+        if first is not None:
+            first()
+        self.sized.whole.copy_(staging.whole)
+        return self.tables.of(self.size, self.sized.there).clone().numpy(), first is None
+
+
+PAGES = st.lists(st.integers(0, 40), max_size=WIDTH)
+STEP = st.tuples(
+    st.permutations(range(SLOTS)), st.integers(1, SLOTS), st.lists(PAGES, min_size=5, max_size=5)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEP, min_size=1, max_size=12), st.sampled_from([1, 4, 16]), st.integers(0, 3))
+def test_tables_are_whole_after_any_steps(steps, page_size, lost):
+    """Pages come, go and change their places, slots are taken by others, rounds do not begin."""
+    size = Size(SLOTS + 1, 2)
+    ours, twin = (Device(kind, size, page_size) for kind in (PageTables, Whole))
+    for number, (order, count, pages) in enumerate(steps):
+        slots, width = np.array(order[:count], np.int32), max(map(len, pages[:count]))
+        table = np.full((count, width), -1, np.int32)
+        for row, mine in zip(table, pages, strict=False):
+            row[: len(mine)] = mine
+        if number % 4 == lost:  # It was written, and never began.
+            ours.tables.send(ours.sized.staging().buffers, Tables(slots, table))
+            ours.tables.forget()
+            continue
+        found, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
+        real = table >= 0
+        assert (found[:count, :width][real] == table[real]).all()
+        assert (expected[:count, :width][real] == table[real]).all()
+        assert (found[count:, 0] == 0).all(), "nobody's row is page 0"
+
+
+def test_what_did_not_change_is_not_sent():
+    device = Device(PageTables, Size(SLOTS, 1), 16)
+    table = np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
+    slots = np.array([3, 1], np.int32)
+    assert not device.run(slots, table)[1]  # Two whole rows are more than there is room for.
+    staging = device.sized.staging()
+    assert device.tables.send(staging.buffers, Tables(slots, table)) is None
+    assert not staging.buffers["sent"].any()
+    table[1, 4] = 40
+    assert device.tables.send(staging.buffers, Tables(slots, table)) is None
+    assert staging.buffers["sent"].tolist()[:2] == [40, 0]
+    assert staging.buffers["sent_to"].view(np.int64)[:, 0].tolist()[:2] == [1 * WIDTH + 4, 45]
+
+
+def test_a_step_of_64_rows_of_32k_is_sent_kilobytes():
+    """Room for two pages of every row, whatever the context: before, 2,048 of each were sent."""
+    dims = BufferDims(32_768 // 16, 64, 4, 128_256, 8, 16)
+    size = Size(64, 1)
+    room = Room(64, 64, dims, torch.device("meta"))
+    sized = Sized(size, dims, room)
+    sent = 12 * changes_of(size, 16)
+    assert sent == 1_536
+    assert 4 * sized.whole.numel() == 7_284
+    assert 4 * sized.whole.numel() - sent + 4 * 64 * 2_048 == 530_036
+
+
+class Looking(Tape):
+    """Holds the tables of every round that ran to what its plan said."""
+
+    def __init__(self):
+        super().__init__()
+        self.plans, self.pending, self.checked, self.overflows = {}, None, 0, 0
+        self.wrong = []
+
+    def sent(self, tables, page_table, first):
+        self.pending = tables, page_table.copy()
+        self.overflows += first is not None
+
+    def launch(self, work):
+        wait = super().launch(work)
+        self.plans[self.launched], self.pending = self.pending, None
+        return wait
+
+    def _next(self):
+        super()._next()
+        plan = self.plans.pop(self.done)
+        if plan is not None:
+            tables, expected = plan
+            count, width = expected.shape
+            found, real = tables._rows[:count, :width].numpy(), expected >= 0
+            self.checked += 1
+            if not (found[real] == expected[real]).all():
+                self.wrong.append((self.done, found, expected))
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory):
+    """A small model with a head, on a device that is slow and looks at every table."""
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    folder = tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
+    learned = learn(Target(FolderCheckpoint(folder)), tmp_path_factory.mktemp("draft"))
+    tape, send = Looking(), PageTables.send
+    shape = {"chunked_prefill_size": 128, "context": 128, "page_size": 4, "kv_tokens": 128}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def told(self, buffers, plan):
+            first = send(self, buffers, plan)
+            tape.sent(self, plan.page_table, first)
+            return first
+
+        patch.setattr(PageTables, "send", told)
+        target = taped(folder, learned[0], tape, max_sequences=4, **shape)
+        yield target, tape, learned[1]
+        target.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"speculative_algorithm": "OFF"},
+        {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_draft_tokens": 6,
+            "speculative_num_steps": 5,
+            "speculative_eagle_topk": 1,
+        },
+        {"speculative_algorithm": "NGRAM"},
+    ],
+    ids=lambda changes: changes["speculative_algorithm"],
+)
+def test_every_round_has_its_plans_tables(device, overlap, algorithm):
+    """More requests than slots and pages: sequences are preempted, slots reused, prefixes shared,
+    and with overlap the next tables are sent before this round is over.
+    """
+    target, tape, texts = device
+    random, before = np.random.default_rng(3), (tape.checked, tape.overflows)
+    requests = [
+        make_request(
+            np.array(texts[n % len(texts)][: 6 + n], np.int32),
+            max_tokens=int(random.integers(25, 60)),
+            ignore_eos=True,
+            temperature=0.8 * (n % 2),
+            seed=n,
+        )
+        for n in range(9)
+    ]
+    found, stats = answered(target, requests, overlap, pause=2, **algorithm)
+    assert stats.preemptions > 0 and stats.failed_steps == 0
+    assert not tape.wrong, "a round had another page table"
+    assert tape.checked - before[0] > 30
+    # More than a round has room for goes to those that have just read a prompt, mostly.
+    assert 3 * (tape.overflows - before[1]) < tape.checked - before[0]
+    expected = answered(target, requests, overlap, pause=0, **algorithm)[0]
+    assert tokens(found) == tokens(expected)
+
+
+def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):
+    target, _, texts = device
+    launch, fails = CudaGraphRunner.launch, [True]
+
+    def failing(self, *work):
+        if fails:
+            raise RuntimeError(f"nothing begins today{fails.pop()}")
+        return launch(self, *work)
+
+    monkeypatch.setattr(CudaGraphRunner, "launch", failing)
+    engine = make_engine(target, replace(target.config, speculative_algorithm="OFF"))
+    heard = [[], []]
+    for mine, length in zip(heard, (8, 11), strict=True):
+        request = make_request(np.array(texts[0][:length], np.int32), max_tokens=12)
+        engine.submit(request, mine.append)
+        while engine.step_once():
+            pass
+    engine.shutdown()
+    assert "nothing begins today" in heard[0][-1].error
+    assert heard[1][-1].error is None and len(tokens(heard)[1]) > 0
