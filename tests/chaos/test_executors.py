@@ -27,14 +27,17 @@ from tests.parity.test_torch_captured import twins
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 CASES = 300 if NIGHTLY else 10
 TORCH = {"executor": "torch", "dtype": "float32", "device": "cpu"}
+CAPTURED = TORCH | {"max_sequences": 4}
+"""Few sizes to capture: a tape keeps all that a pool shares between graphs."""
+
 CONFIGS = {
     "cpu": {"executor": "cpu"},
     "cpu, xgrammar": {"executor": "cpu", "grammar_backend": "xgrammar"},
     "cpu, draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE3"},
     "torch": TORCH | {"disable_cuda_graph": True},
     "torch, draft head": TORCH | {"disable_cuda_graph": True, "speculative_algorithm": "EAGLE3"},
-    "torch, captured": TORCH,
-    "torch, captured, draft head": TORCH | {"speculative_algorithm": "EAGLE3"},
+    "torch, captured": CAPTURED,
+    "torch, captured, draft head": CAPTURED | {"speculative_algorithm": "EAGLE3"},
     "jax": {"executor": "jax", "dtype": "float32", "device": "cpu"},
     "toy": {"model": "toy"},
     "toy, xgrammar": {"model": "toy", "grammar_backend": "xgrammar"},
