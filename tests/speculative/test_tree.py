@@ -77,6 +77,14 @@ def test_a_row_says_what_became_of_its_drafts(chain, draft, data):
     assert draft_row(device, 1, accepted) == unknown
 
 
+def test_the_accepted_path_takes_no_branch_of_another_parent():
+    """The same token hangs below both children of the root."""
+    draft = as_draft([4, 5, 6, 6], [-1, -1, 0, 1])
+    trees = batch([np.zeros(1, np.int32)], [draft])
+    assert draft_row(trees, 0, (5, 6)).accepted == [1, 3]
+    assert draft_row(trees, 0, (4, 6, 6)).accepted == [0, 2]
+
+
 def test_an_empty_draft_is_empty_in_every_field():
     nothing = Draft()
     fields = (nothing.tokens, nothing.parents, nothing.score)
