@@ -93,6 +93,8 @@ def command(server: Server, job: Job, port: int) -> list[str]:
             str(port),
         ]
     sizes = ["--max-num-seqs", str(job.streams), "--max-model-len", str(job.context)]
+    # Its share of the memory is wanted free at once, and most of it is not needed here.
+    sizes += ["--gpu-memory-utilization", "0.4"]
     vllm = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.folder)]
     return [*vllm, *sizes, "--dtype", "float32", *local]
 
@@ -132,6 +134,11 @@ def llama_server() -> Path:
     return binary
 
 
+def variables(job: Job) -> dict[str, str]:
+    """Of the environment: vLLM keeps a processor for itself unless it is told which to use."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"0-{job.threads - 1}"}
+
+
 @contextmanager
 def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
     """A started server: its /v1 address, and the seconds until it was ready.
@@ -148,7 +155,13 @@ def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
     with log.open("w") as file:
         file.write(shlex.join(line) + "\n")
         file.flush()
-        process = subprocess.Popen(line, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            line,
+            stdout=file,
+            stderr=file,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | variables(job),
+        )
     try:
         while not _answers(port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:

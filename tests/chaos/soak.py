@@ -124,9 +124,10 @@ def main() -> int:
     ):
         server.golden = {name: server.answer(name) for name in names}
         server.kill_children(KILL_EVERY, names)  # What a kill takes at first, it takes once.
-        # More clients than there will be, so that no pool has to grow for chance later.
-        with Load(server, 2 * CLIENTS, (*names, "new")) as load:
-            assert wait_for(lambda: load.done >= 100)
+        # Many more clients than there will be, so that no pool has to grow for chance later: with
+        # twice as many, four threads came in two hours beside other load.
+        with Load(server, 10 * CLIENTS, (*names, "new")) as load:
+            assert wait_for(lambda: load.done >= 400)
         samples, loads = soak(server, given.minutes, names)
         same = {name: server.answer(name) for name in names} == server.golden
     rises = {name: rise(values) for name, values in samples.items()}
@@ -148,6 +149,10 @@ def main() -> int:
         (name, error["message"]) for name, _, error in refused
     ).most_common():
         print(f"refused {count} times, {name}: {message}")
+    for (name, error), count in Counter(broken).most_common():
+        print(f"broken {count} times, {name}: {error}")
+    for name in grown:
+        print(f"{name} grows: {samples[name]}")
     return 1 if grown or wrong or broken or not same else 0
 
 
