@@ -8,8 +8,10 @@ from safetensors.numpy import save_file
 
 
 def write_folder(model: Any, folder: Path) -> None:
-    """config.json and model.safetensors (float32) of a Llama-family checkpoint, once."""
-    if (folder / "model.safetensors").exists():
+    """config.json, model.safetensors (float32), tokenizer and chat template of a Llama-family
+    checkpoint, once.
+    """
+    if (folder / "chat_template.jinja").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     arch = model.architecture
@@ -37,3 +39,4 @@ def write_folder(model: Any, folder: Path) -> None:
     tensors = {name: checkpoint.tensor(name) for name in checkpoint.names()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     model.tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(model.chat_template)
