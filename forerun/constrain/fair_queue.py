@@ -1,9 +1,9 @@
-"""Who comes next where work of very different sizes waits for one worker."""
+"""Who comes next where work of very different sizes waits for few workers."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from time import monotonic
 
 FORGET = 30.0
@@ -23,7 +23,7 @@ class FairQueue:
         self._changed = threading.Condition()
         self._waiting: list[tuple[float, int]] = []
         self._busy = False
-        self._numbers = count()
+        self._numbers = itertools.count()
         # What each client has used, and until when that is reckoned.
         self._used: dict[str, tuple[float, float]] = {}
 
@@ -60,3 +60,34 @@ class FairQueue:
                 for client, (used, when) in self._used.items()
                 if now - when < 10 * FORGET
             }
+
+
+class LeastWorkedFirst:
+    """So many at a time. Next is who has worked least: an answer of seconds holds up nobody whose
+    answers take milliseconds for longer than one of them.
+
+    count  how many have a turn at one time
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def place(self, worked: float) -> Iterator[None]:
+        """Wait for one's turn, and hold it. worked: in seconds, in all turns so far."""
+        with self._changed:
+            place = worked, next(self._numbers)
+            self._waiting.append(place)
+            self._changed.wait_for(lambda: self._free > 0 and min(self._waiting) == place)
+            self._waiting.remove(place)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()

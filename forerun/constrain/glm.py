@@ -5,6 +5,7 @@ is JSON.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,9 @@ class _Writer:
         for name in required:
             if properties.get(name, False) is False:
                 self._fault(Fault("required", f"{name!r} is not among the properties"))
+        for pattern in self._root.get("patternProperties") or {}:
+            if any(_fits(pattern, name) for name in properties):
+                self._fault(Fault("patternProperties", "it says more of a property that is listed"))
         pairs = []
         for place, (key, value) in enumerate(properties.items()):
             if value is False:
@@ -151,6 +155,14 @@ class _Writer:
         if not self._grammar.lenient:
             raise RequestError(f"{self._grammar.field}: {fault}", self._grammar.field)
         self._out.left.append(f"{self._grammar.field}.{fault.path}")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a name may fit a pattern."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
 
 
 def _whole(pattern: str) -> str:

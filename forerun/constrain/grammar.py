@@ -200,6 +200,7 @@ class _Lengths:
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*,?\d*\}")
+_ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
 def unit_end(pattern: str, start: int, field: str) -> int:
@@ -220,7 +221,7 @@ def unit_end(pattern: str, start: int, field: str) -> int:
 def portable_class(text: str) -> str:
     """A character class in which no character means a set operation."""
     head = "[^" if text.startswith("[^") else "["
-    atoms = re.findall(r"\\.|\[:\w+:\]|.", text[len(head) : -1], re.DOTALL)
+    atoms = re.findall(_ATOM, text[len(head) : -1], re.DOTALL)
     out, index = head, 0
     while index < len(atoms):
         out += _escaped(atoms[index])

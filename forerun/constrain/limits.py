@@ -4,6 +4,7 @@ A text's fate is decided by LIMITS alone: where CALL_LIMITS are reached, or a st
 SLOW, the matcher moves to a process of its own and goes on there (remote_matcher.py).
 """
 
+import re
 from typing import Any
 
 import llguidance
@@ -50,6 +51,9 @@ SLOW = 0.02
 
 RECURSION = 20_000
 """Python frames inside one another in a process that rewrites schemas."""
+
+UNREADABLE = (TypeError, LookupError, AttributeError, ArithmeticError, re.error)
+"""What may become of a source that no rule of rewriting foresees; the source is at fault."""
 
 MEMORY = 2 << 30
 """Address space of a compiling or matching process, in bytes."""

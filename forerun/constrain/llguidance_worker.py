@@ -16,7 +16,15 @@ import llguidance
 
 from forerun.constrain.calls import LEFT_OUT
 from forerun.constrain.gbnf import lark
-from forerun.constrain.limits import CALL_LIMITS, LIMITS, MEMORY, RECURSION, SLOW, json_options
+from forerun.constrain.limits import (
+    CALL_LIMITS,
+    LIMITS,
+    MEMORY,
+    RECURSION,
+    SLOW,
+    UNREADABLE,
+    json_options,
+)
 from forerun.constrain.llguidance_backend import GuidanceAutomaton
 from forerun.constrain.probe import expensive
 from forerun.constrain.rewrite import rewritten
@@ -91,7 +99,7 @@ def fitted(
     brief = False
     for _ in range(MAX_LEFT_OUT if lenient else 0):
         message = _refusal(found.schema, one_line, vocabulary)
-        if not brief and any(words in message for words in _TOO_LARGE):
+        if not brief and any(words in message for words in _TOO_MUCH):
             brief = True
             found = rewritten(schema, plain=False, brief=True)
             left_out = [fault.path for fault in found.unenforced]
@@ -103,8 +111,13 @@ def fitted(
     return found.schema, left_out
 
 
-_TOO_LARGE = ("schema too large", "Schema intersection stack level exceeded", "grammar size")
-"""What llguidance says of a schema that grows beyond its limits as it joins its parts."""
+_TOO_MUCH = (
+    *("schema too large", "Schema intersection stack level exceeded", "grammar size"),
+    "Unsatisfiable schema",
+)
+"""What llguidance says of a schema that grows beyond its limits as it joins its parts, or to which
+rewriting has left no value.
+"""
 
 
 def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) -> str:
@@ -177,6 +190,8 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
         grammar, left_out = translate(**request, vocabulary=vocabulary)
     except (ValueError, RecursionError, MemoryError) as error:
         return {"error": str(error) or type(error).__name__}
+    except UNREADABLE as error:
+        return {"error": f"it cannot be read ({type(error).__name__}: {error})"}
     # Ids of the model's control tokens mean nothing here: the one there is stands for all.
     probe = _TOKEN.sub("<[256]>", grammar)
     matcher = llguidance.LLMatcher(vocabulary, probe, limits=LIMITS, log_level=0)

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 from forerun.constrain.automaton import Vocabulary
+from forerun.constrain.fair_queue import LeastWorkedFirst
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.limits import CALL_SECONDS
 from forerun.errors import EngineError
@@ -24,9 +26,11 @@ from forerun.sandbox import Fault, SandboxProcess
 
 log = logging.getLogger(__name__)
 
-MAX_PROCESSES = 4
-"""Matchers that have a process at one time; others wait. Each takes up to 100 MB, and a
-processor."""
+MAX_PROCESSES = 16
+"""Matchers that have a process at one time; others wait. Each takes up to 100 MB."""
+
+MAX_WORKING = 4
+"""Of these, how many may work at one time: each takes a processor."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.matcher_worker")
 
@@ -39,6 +43,7 @@ class RemoteMatchers:
 
     def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
         self.free = threading.Semaphore(MAX_PROCESSES)
+        self.working = LeastWorkedFirst(MAX_WORKING)
         self._backend, self._vocabulary = backend, vocabulary
 
     def process(self) -> SandboxProcess:
@@ -105,6 +110,8 @@ class RemoteMatcher:
         self._process = matchers.process()
         self._closed = threading.Event()
         self._started = False
+        # Seconds that answers have taken.
+        self._worked = 0.0
 
     @property
     def ready(self) -> bool:
@@ -152,7 +159,12 @@ class RemoteMatcher:
         """Hand jobs to the process until there are no more, or it has failed: then why."""
         first: dict[str, Any] = {"begin": self._begin}
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
-            found = self._process.ask({**first, "take": job})
+            with self._matchers.working.place(self._worked):
+                if self._closed.is_set():  # While it waited: nothing is begun for nobody.
+                    return None
+                begun = monotonic()
+                found = self._process.ask({**first, "take": job})
+                self._worked += monotonic() - begun
             first = {}
             if found is None:
                 return self._failure()

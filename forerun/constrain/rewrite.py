@@ -15,9 +15,10 @@ from forerun.constrain.rewrite_array import arrays
 from forerun.constrain.rewrite_choice import conditional, exclusive_choice, negated
 from forerun.constrain.rewrite_exact import bounds_are_large
 from forerun.constrain.rewrite_keys import with_plain_keys
-from forerun.constrain.rewrite_logic import TYPES, type_of
+from forerun.constrain.rewrite_logic import NOTES, type_of
 from forerun.constrain.rewrite_number import LARGE_BOUND, bounded, exact, exclusive
 from forerun.constrain.rewrite_object import counted, dependencies, depending, named
+from forerun.constrain.rewrite_shapes import check_types, well_formed
 from forerun.constrain.rewrite_string import (
     FORMATS,
     NATIVE,
@@ -28,19 +29,18 @@ from forerun.constrain.rewrite_string import (
     Unenforceable,
     plain_patterns,
 )
-from forerun.constrain.schema import schemas
 
 HOISTED = 20
 """Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
 
 TOO_LARGE = "the schema is too large with it"
+TOO_NARROW = "what can be said of it leaves no text"
 
 _COPIED = (
     "type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems",
     "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
     "multipleOf", "additionalProperties",
 )  # fmt: skip
-_DATES = ("date", "time", "date-time")
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
 
 
@@ -86,17 +86,18 @@ def rewritten(
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
-    exact  the library writes integers of any size, and takes formats for no more than their form
-    brief  conditions and negations are left out, for they may multiply
+    exact  the library writes integers of any size, and knows no format
+    brief  conditions, negations and `contains` are left out, for they may multiply, or what can be
+           said of them may leave nothing
     integers  constants and bounds that would be rounded stay: see rewrite_exact.py
 
     Raises ValueError where a `type` names none: that is a mistake, and not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
-    _check_types(schema)
+    check_types(schema)
     rewriter = Rewriter(schema, exact, brief, integers)
-    found = rewriter.schema(schema, "")
+    found = rewriter.schema(rewriter.root, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
     if plain and isinstance(found, dict):
@@ -104,18 +105,10 @@ def rewritten(
     return Rewritten(found, tuple(rewriter.faults), rewriter.origins)
 
 
-def _check_types(schema: dict[str, Any]) -> None:
-    for path, inner in schemas(schema):
-        named = inner.get("type", [])
-        for name in named if isinstance(named, list) else [named]:
-            if name not in TYPES:
-                where = f"{path}.type" if path else "type"
-                raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
-
-
 class Rewriter:
     """Walks one document.
 
+    root     the document, but for what is malformed
     defined  schemas that others refer to, by name
     origins  and where they stood
     faults   what was left out so far
@@ -127,7 +120,8 @@ class Rewriter:
         self.defined: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.faults: list[Fault] = []
-        self._references = References(root)
+        self.root = well_formed(root, self.fault)
+        self._references = References(self.root)
         self._names: dict[int, str] = {}
         self._depth = 0
 
@@ -145,12 +139,13 @@ class Rewriter:
             place = self._references.found(schema, schema["$ref"])
             if place is None:
                 break
-            if self._references.alone or not isinstance(place.schema, dict):
+            beside = {name: schema[name] for name in schema if name != "$ref"}
+            if self._references.alone or not isinstance(place.schema, dict) or not beside:
                 schema = place.schema
+            elif place.schema.keys() & beside.keys() - NOTES:
+                return {"allOf": [place.schema, beside]}
             else:
-                beside = {name: schema[name] for name in schema if name != "$ref"}
-                schema = {**place.schema, **beside}
-                break
+                return {**place.schema, **beside}
         return schema
 
     def schema(self, raw: Any, path: str) -> Any:
@@ -186,7 +181,7 @@ class Rewriter:
             place = self._references.found(raw, raw[name])
         else:
             place = self._references.dynamic(raw)
-        if place is None:
+        if place is None or not isinstance(place.schema, dict | bool):
             why = f"{raw[name]!r} is not in the schema" if name == "$ref" else "not supported"
             self.fault(path, name, why)
             return {}
@@ -275,9 +270,10 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
             out = also({**out, "pattern": first}, *({"pattern": one} for one in more))
     name = raw.get("format")
     name = SAME.get(name, name) if isinstance(name, str) else None
-    if rewriter.exact and name in _DATES:
-        pattern = {"pattern": RAW_FORMATS[name]}
-        out = also(out, pattern) if "pattern" in out else out | pattern
+    if rewriter.exact and name in RAW_FORMATS:
+        if "pattern" in out:
+            rewriter.fault(path, "format", "not together with pattern")
+        out.setdefault("pattern", RAW_FORMATS[name])
     elif name in NATIVE:
         out["format"] = name
         if name in ("date-time", "time"):
@@ -311,6 +307,9 @@ def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
 
 def _arrays(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
     begin = f"{path}." if path else ""
+    if rewriter.brief and "contains" in raw:
+        rewriter.fault(path, "contains", TOO_NARROW)
+        raw = {name: raw[name] for name in raw if name != "contains"}
     contains = rewriter.schema(raw["contains"], f"{begin}contains") if "contains" in raw else None
     out, faults = arrays(out, raw, contains, rewriter.resolve)
     for name in faults:

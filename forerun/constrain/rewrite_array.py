@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations
 from typing import Any
 
-from forerun.constrain.rewrite_logic import Resolve, key, types, values_of, without_types
+from forerun.constrain.rewrite_logic import Resolve, exact_values, key, types, without_types
 
 MAX_ORDERED = 4
 """Values of which every order is allowed where items must differ."""
@@ -38,8 +38,9 @@ def _unique(out: Schema, raw: Schema, resolve: Resolve, faults: list[str]) -> Sc
     most = raw.get("maxItems")
     if isinstance(most, int) and most <= 1:
         return out
-    items = resolve(raw.get("items"))
-    values = values_of(items) if isinstance(items, dict) else None
+    values = exact_values(out.get("items"))  # Without what could not be said of them.
+    if values is None:
+        values = exact_values(resolve(raw.get("items")))
     if values is None or raw.get("prefixItems") or len(values) > MAX_VALUES:
         faults.append("uniqueItems")
         return out

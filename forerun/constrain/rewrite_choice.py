@@ -3,10 +3,13 @@
 from typing import Any
 
 from forerun.constrain.rewrite_logic import (
+    NOTES,
     TYPES,
     Resolve,
     beside,
     disjoint,
+    exact_values,
+    joined,
     narrowed,
     other_values,
     types,
@@ -16,8 +19,6 @@ from forerun.constrain.rewrite_logic import (
 
 MAX_PAIRS = 2_000
 """Pairs of branches that are compared."""
-
-_NOTES = ("title", "description", "$comment", "default", "examples")
 
 Schema = dict[str, Any]
 
@@ -36,7 +37,7 @@ def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list
         for other, rival in enumerate(sent):
             if other == index:
                 continue
-            if any(disjoint({**left, **part}, rival, resolve) for part in extra if part):
+            if any(disjoint(joined(left, part), rival, resolve) for part in extra):
                 continue
             more = narrowed(left, rival, resolve)
             if more is None:
@@ -55,7 +56,7 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
         return False if schema else {}
     if not isinstance(schema, dict):
         return None
-    rules = {name: value for name, value in schema.items() if name not in _NOTES}
+    rules = {name: value for name, value in schema.items() if name not in NOTES}
     if not rules:
         return False
     if "anyOf" in rules and len(rules) == 1:
@@ -64,7 +65,10 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
     if rules.keys() <= {"const", "enum", "type"} and ("const" in rules or "enum" in rules):
         return other_values(values_of(rules) or [], raw)
     if rules.keys() == {"type"}:
-        left = without_types(types(raw), types(rules) or frozenset(TYPES))
+        allowed, gone = types(raw) or frozenset(TYPES), types(rules) or frozenset()
+        left = without_types(types(raw), gone)
+        if not left and not allowed <= gone | ({"integer"} if "number" in gone else set()):
+            return None
         return {"type": left} if left else False
     objects = raw.get("type") == "object" or rules.get("type") == "object"
     if rules.keys() <= {"required", "type"} and objects:
@@ -75,7 +79,9 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
     return None
 
 
-def conditional(condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve) -> Any:
+def conditional(  # noqa: PLR0911
+    condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve
+) -> Any:
     """`if` over constants and required keys, as a choice; None where it asks for more.
 
     then, otherwise  rewritten
@@ -85,14 +91,14 @@ def conditional(condition: Any, then: Any, otherwise: Any, raw: Schema, resolve:
         return then if condition else otherwise
     if not isinstance(condition, dict):
         return None
-    rules = {name: value for name, value in condition.items() if name not in _NOTES}
+    rules = {name: value for name, value in condition.items() if name not in NOTES}
     if not rules.keys() <= {"properties", "required", "type"}:
         return None
     if rules.get("type", "object") != "object":
         return None
     wanted: dict[str, list[Any]] = {}
     for name, inner in (rules.get("properties") or {}).items():
-        values = values_of(resolve(inner)) if isinstance(resolve(inner), dict) else None
+        values = exact_values(resolve(inner))
         if values is None:
             return None
         wanted[name] = values
@@ -102,6 +108,8 @@ def conditional(condition: Any, then: Any, otherwise: Any, raw: Schema, resolve:
     branches = [{"allOf": [{**yes, "required": required}, then]}]
     for name, values in wanted.items():
         other = other_values(values, resolve(known.get(name, True)))
+        if other is None:
+            return None
         if other is not False:
             no = {"properties": {name: other}, "required": [name]}
             branches.append({"allOf": [no, otherwise]})

@@ -72,5 +72,9 @@ def _plain(schema: Schema) -> None:
     further = schema.get("additionalProperties", True)
     if not properties or further is False or schema.get("patternProperties"):
         return
-    schema["patternProperties"] = {other_than(properties): further}
+    required = schema.get("required", [])
+    schema["properties"] = properties | dict.fromkeys(
+        (name for name in required if name not in properties), further
+    )
+    schema["patternProperties"] = {other_than(schema["properties"]): further}
     schema["additionalProperties"] = False

@@ -6,10 +6,11 @@ what is left may be less than could be.
 """
 
 from collections.abc import Callable, Iterable
-from itertools import product
-from math import inf
+from itertools import pairwise, product
+from math import floor, inf
 from typing import Any
 
+from forerun.constrain.rewrite_number import exact
 from forerun.constrain.rewrite_string import other_than
 
 Schema = dict[str, Any]
@@ -17,6 +18,11 @@ Resolve = Callable[[Any], Any]
 """A schema, or what its reference points to."""
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+NOTES = frozenset(
+    "title description $comment default examples deprecated readOnly writeOnly".split()  # noqa: SIM905
+)
+"""Keywords that say nothing of a value."""
+
 _DEPTH = 4
 
 
@@ -39,13 +45,31 @@ def type_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
+_FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
+"""Types of few values."""
+
+
 def values_of(schema: Schema) -> list[Any] | None:
-    """The only values that it allows; None where there are more than are listed."""
+    """Values beside which it allows no others, though perhaps not all of them; None where it may
+    allow any.
+    """
     if "const" in schema:
         return [schema["const"]]
     if isinstance(schema.get("enum"), list):
         return list(schema["enum"])
-    return [False, True] if schema.get("type") == "boolean" else None
+    return _FEW.get(str(schema.get("type")))
+
+
+def exact_values(schema: Any) -> list[Any] | None:
+    """The values that it allows, all of them and no others; None where that is not so simple."""
+    if not isinstance(schema, dict) or schema.keys() - {"type", "const", "enum"} - NOTES:
+        return None
+    values = values_of(schema)
+    if values is None or {"const", "enum"} <= schema.keys():
+        return None
+    kinds = types(schema) or frozenset()
+    names = kinds | {"integer"} if "number" in kinds else kinds
+    return [value for value in values if type_of(value) in names]
 
 
 def key(value: Any) -> Any:
@@ -89,7 +113,7 @@ def disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
         branches = a.get("anyOf", a.get("oneOf"))
         if isinstance(branches, list) and branches:
             siblings = {name: a[name] for name in a if name not in ("anyOf", "oneOf")}
-            if all(disjoint(_joined(siblings, x), b, resolve, depth + 1) for x in branches):
+            if all(disjoint(joined(siblings, x), b, resolve, depth + 1) for x in branches):
                 return True
     return _disjoint(one, other, resolve, depth)
 
@@ -105,16 +129,19 @@ def _parts(one: Schema, other: Schema) -> Iterable[tuple[Any, Any]]:
     return product(*sides)
 
 
-def _joined(base: Schema, branch: Any) -> Any:
-    """A branch with what stands beside it, as far as that is of use here."""
+def joined(base: Schema, branch: Any) -> Any:
+    """A schema of at least the values that both allow: a branch with what stands beside it, as far
+    as that is of use here.
+    """
     if not isinstance(branch, dict) or "$ref" in branch:
         return branch
-    joined = {**base, **branch}
+    both = {**base, **branch}
     if "required" in base and "required" in branch:
-        joined["required"] = [*base["required"], *branch["required"]]
-    if "properties" in base and "properties" in branch:
-        joined["properties"] = {**base["properties"], **branch["properties"]}
-    return joined
+        both["required"] = [*base["required"], *branch["required"]]
+    for name in ("properties", "patternProperties"):
+        if name in base and name in branch:
+            both[name] = {**base[name], **branch[name]}
+    return both
 
 
 def _disjoint(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
@@ -187,8 +214,8 @@ def beside(base: Schema, branch: Any) -> Any:
     """A branch of a choice, seen together with what stands beside the choice."""
     if not isinstance(branch, dict):
         return branch
-    names = ("type", "required", "properties", "additionalProperties")
-    return _joined({name: base[name] for name in names if name in base}, branch)
+    names = ("type", "required", "properties", "patternProperties", "additionalProperties")
+    return joined({name: base[name] for name in names if name in base}, branch)
 
 
 def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: PLR0911
@@ -216,7 +243,9 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
 
 
 def other_values(gone: list[Any], known: Any) -> Any:
-    """A schema of values that are none of these. known: what else is known of them."""
+    """A schema of values that are none of these; False where there are none, None where none is
+    known. known: what else is known of them.
+    """
     schema = known if isinstance(known, dict) else {}
     values = values_of(schema)
     if values is not None:
@@ -229,6 +258,26 @@ def other_values(gone: list[Any], known: Any) -> Any:
         branches.append({"type": "string", "pattern": other_than(gone)})
     if rest := without_types(allowed, kinds):
         branches.append({"type": rest})
+    if kinds & _NUMBERS and (allowed is None or allowed & _NUMBERS) and all(map(exact, gone)):
+        branches += _between(gone, allowed is None or "number" in allowed)
     if not branches:
-        return False
+        return None if gone else {}
     return branches[0] if len(branches) == 1 else {"anyOf": branches}
+
+
+_NUMBERS = frozenset({"integer", "number"})
+
+
+def _between(gone: list[Any], fractions: bool) -> list[Schema]:
+    """Schemas of the numbers before, between and behind those that are gone."""
+    numbers = sorted({value for value in gone if type_of(value) in _NUMBERS})
+    kind = "number" if fractions else "integer"
+    places = [None, *numbers, None]
+    found = []
+    for low, high in pairwise(places):
+        part: Schema = {"type": kind}
+        part |= {} if low is None else {"exclusiveMinimum": low}
+        part |= {} if high is None else {"exclusiveMaximum": high}
+        if fractions or low is None or high is None or floor(low) + 1 < high:
+            found.append(part)
+    return found

@@ -4,7 +4,8 @@ import re
 from itertools import combinations
 from typing import Any
 
-from forerun.constrain.rewrite_string import lengths
+from forerun.constrain.rewrite_logic import NOTES, types
+from forerun.constrain.rewrite_string import Unenforceable, lengths, plain_patterns
 
 MAX_BRANCHES = 64
 """Alternatives that one keyword may be written as."""
@@ -94,14 +95,18 @@ def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[S
     return found or None
 
 
-def named(schema: Schema, names: Any) -> Schema | None:
+def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
     """The schema with the keys that `propertyNames` allows; None where that cannot be said."""
+    properties = dict(schema.get("properties") or {})
+    out = {**schema, "additionalProperties": False}
+    kinds = types(names) if isinstance(names, dict) else None
+    if names is False or (kinds is not None and "string" not in kinds):
+        out.pop("patternProperties", None)
+        return {**out, "properties": dict.fromkeys(properties, False)}
     if not isinstance(names, dict) or schema.get("patternProperties"):
         return schema if names is True else None
-    rules = {name: value for name, value in names.items() if name != "type"}
-    properties = dict(schema.get("properties") or {})
+    rules = {name: names[name] for name in names if name not in NOTES and name != "type"}
     further = schema.get("additionalProperties", True)
-    out = {**schema, "additionalProperties": False}
     values = [rules["const"]] if "const" in rules else rules.get("enum")
     if isinstance(values, list) and len(rules) == 1:
         kept = {name: value for name, value in properties.items() if name in values}
@@ -116,10 +121,15 @@ def named(schema: Schema, names: Any) -> Schema | None:
         return schema if not rules else None
     if not isinstance(pattern, str) or (properties and further is not False):
         return None
-    if properties:
-        out["properties"] = {
-            name: value if re.search(pattern, name) else False for name, value in properties.items()
-        }
-        return out
-    out["patternProperties"] = {pattern: further}
+    try:
+        if properties:
+            out["properties"] = {
+                name: value if re.search(pattern, name) else False
+                for name, value in properties.items()
+            }
+        else:
+            (plain,) = plain_patterns(pattern)
+            out["patternProperties"] = {plain: further}
+    except (Unenforceable, ValueError, re.error):
+        return None
     return out

@@ -76,11 +76,12 @@ def _path(path: str, key: str) -> str:
 def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
     """The keyword that a message is about: path of its schema, the schema, the keyword."""
     found, quoted = list(schemas(schema)), _quoted(message)
-    if "not disjoint" in message:
+    apart, lines = "not disjoint" in message, {*map(str.strip, message.splitlines())}
+    if apart or "regex parse error" in message:
         for path, inner in found:
             patterns = inner.get("patternProperties") or {}
             for name in reversed(patterns):
-                if f"/{name}/" in message:
+                if f"/{name}/" in message if apart else name in lines:
                     return _path(path, "patternProperties"), patterns, name
     for path, inner in found:
         for key in inner:

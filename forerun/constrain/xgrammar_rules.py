@@ -12,6 +12,7 @@ from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.rewrite import Fault, rewritten
 from forerun.constrain.rewrite_flat import flat
 from forerun.constrain.schema import schemas
+from forerun.constrain.xgrammar_patterns import settled, unwritable
 from forerun.errors import RequestError
 
 _NOTES = frozenset({"$defs"})
@@ -76,7 +77,7 @@ def honoured(schema: Any, lenient: bool) -> tuple[Any, list[str]]:
         here = f"{path}.{keyword}" if path else keyword
         faults.append(Fault(found.original(here), why))
 
-    out = flat(found.schema, fault)
+    out, done = flat(found.schema, fault), set[int]()
     for path, inner in schemas(out):
         while (told := _fault(inner)) is not None:
             place = inner
@@ -85,6 +86,9 @@ def honoured(schema: Any, lenient: bool) -> tuple[Any, list[str]]:
                 place = place[name]
             _leave_out(place, keyword)
             fault(path, told[0], told[1])
+        if id(inner) not in done and isinstance(inner.get("pattern"), str):
+            inner["pattern"] = settled(inner["pattern"])
+        done.add(id(inner))
     if faults and not lenient:
         raise ValueError(f"{faults[0].path} cannot be honoured by xgrammar: {faults[0].why}")
     return out, list(dict.fromkeys(one.path for one in faults))
@@ -137,6 +141,9 @@ def _fault_alone(schema: dict[str, Any], name: str, rules: list[str]) -> tuple[s
 def _fault_in_string(schema: dict[str, Any]) -> tuple[str, str] | None:
     if schema.get("format", "uri") not in _FORMATS:
         return "format", f"unknown format {schema['format']!r}"
+    part = unwritable(schema.get("pattern", ""))
+    if part:
+        return "pattern", f"the character {part} has to be escaped in JSON"
     rules: list[str] = [name for name in ("pattern", "format") if name in schema]
     rules += sorted(_LENGTHS & schema.keys())[:1]
     return (rules[-1], f"not together with {rules[0]}") if len(rules) > 1 else None

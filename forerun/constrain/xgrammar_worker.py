@@ -19,7 +19,7 @@ import numpy as np
 import xgrammar
 
 from forerun.constrain.grammar import Kind
-from forerun.constrain.limits import MEMORY, RECURSION, SLOW
+from forerun.constrain.limits import MEMORY, RECURSION, SLOW, UNREADABLE
 from forerun.constrain.probe import expensive
 from forerun.constrain.xgrammar_backend import (
     VocabularyMasks,
@@ -81,6 +81,8 @@ class Checker:
             constrained = xgrammar.GrammarMatcher(ready).fill_next_token_bitmask(bits)
         except (RuntimeError, ValueError, MemoryError) as error:
             return {"error": str(error) or type(error).__name__}
+        except UNREADABLE as error:
+            return {"error": f"it cannot be read ({type(error).__name__}: {error})"}
         if constrained and not bits.any():
             return {"error": "no text satisfies it"}
         self._warnings.seek(0)

@@ -10,32 +10,115 @@ from typing import Any
 from forerun.constrain.calls import Rules
 from forerun.constrain.grammar import Grammar, Kind
 
-_LISTS = ("anyOf", "oneOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "contains")
+_CHOICES = ("anyOf", "oneOf")
+_MAPS = ("properties", "patternProperties")
+_DEFINED = ("$defs", "definitions")
+_SINGLE = ("additionalItems", "additionalProperties")
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
 """An object schema with one of these says itself what further keys there are, or shares the
 object with another schema, whose keys it must not forbid."""
 
+_PARTS = (
+    *("allOf", "anyOf", "oneOf", "if", "then", "else", "not", "contains"),
+    *("dependentSchemas", "dependencies"),
+)
+_ABOUT_OBJECTS = frozenset((*_OPEN, *_PARTS, "properties", "required", "propertyNames"))
+
 
 def closed(schema: Any) -> Any:
     """The schema with additionalProperties false in every object schema that names properties and
-    says nothing of others. Parts of allOf, if, then, else and not stay: they describe an object
-    together with what stands around them.
+    says nothing of others. What describes an object together with other schemas stays: parts of
+    allOf, if, then, else and not, choices that stand beside properties, what any of these refers
+    to, and an object that such parts give further keys.
+    """
+    shared: set[str] = set()
+    while True:
+        known = len(shared)
+        found = _closed(schema, shared)
+        if len(shared) == known:
+            return found if all(map(_defined, shared)) else schema
+
+
+def _closed(schema: Any, shared: set[str]) -> Any:
+    """See closed. shared: references into what describes an object together with others, to which
+    those are added that are found.
     """
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
+    alone = len(_ABOUT_OBJECTS & schema.keys()) == 1
+    apart = {*map(_defined, shared)}
     for key, value in schema.items():
-        if key in _LISTS and isinstance(value, list):
-            found[key] = [closed(one) for one in value]
+        found[key] = value
+        if key in _DEFINED and isinstance(value, dict):
+            found[key] = {
+                name: _apart(one, shared) if f"{key}/{name}" in apart else _closed(one, shared)
+                for name, one in value.items()
+            }
+        elif key in ("items", "prefixItems") or (alone and _free(key, value)):
+            several = isinstance(value, list)
+            parts = [_closed(one, shared) for one in (value if several else [value])]
+            found[key] = parts if several else parts[0]
         elif key in _MAPS and isinstance(value, dict):
-            found[key] = {name: closed(one) for name, one in value.items()}
-        else:
-            found[key] = closed(value) if key in _SINGLE else value
-    if isinstance(schema.get("properties"), dict) and not any(key in schema for key in _OPEN):
-        found["additionalProperties"] = False
-    return found
+            found[key] = {name: _closed(one, shared) for name, one in value.items()}
+        elif key in _SINGLE:
+            found[key] = _closed(value, shared)
+        elif key in _PARTS:
+            _apart(value, shared)
+    if isinstance(schema.get("$ref"), str) and not alone:
+        shared.add(schema["$ref"])
+    names = schema.get("properties")
+    if not isinstance(names, dict) or any(key in schema for key in _OPEN):
+        return found
+    beside = {key: schema[key] for key in _PARTS if key in schema}
+    return {**found, "additionalProperties": False} if _names_only(names, beside) else found
+
+
+def _free(key: str, value: Any) -> bool:
+    """Whether what stands there describes objects by itself, where nothing stands beside it."""
+    return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)
+
+
+def _apart(part: Any, shared: set[str]) -> Any:
+    """What stays as it is. Whatever it refers to does too."""
+    todo = [part]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                shared.add(value["$ref"])
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return part
+
+
+def _defined(reference: str) -> str:
+    """Of `#/$defs/x` what it refers to, `$defs/x`; empty where that is no definition."""
+    *_, kind, name = ("", "", *reference.split("/"))
+    plain = name.replace("~1", "/").replace("~0", "~")
+    return f"{kind}/{plain}" if kind in _DEFINED else ""
+
+
+def _names_only(names: dict[str, Any], parts: dict[str, Any]) -> bool:
+    """Whether parts of a schema give its objects no keys but these."""
+    todo: list[Any] = [parts]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, list):
+            todo += value
+        elif isinstance(value, dict):
+            if "$ref" in value or "patternProperties" in value:
+                return False
+            for key in ("properties", "required"):
+                given = value.get(key)
+                if isinstance(given, dict | list) and any(str(name) not in names for name in given):
+                    return False
+            for key in _PARTS:
+                inner = value.get(key)
+                by_name = key.startswith("depend")
+                todo += inner.values() if by_name and isinstance(inner, dict) else [inner]
+    return True
 
 
 def closed_grammar(grammar: Grammar) -> Grammar:

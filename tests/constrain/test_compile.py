@@ -72,10 +72,10 @@ def test_errors_name_the_field_and_the_place(grammar, tokens):
 
 
 def test_lenient_schemas_ignore_what_cannot_be_honoured():
-    strict = {"type": "array", "uniqueItems": True, "items": {"type": "null"}}
+    strict = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
     found = compiler("bytes").compile(Grammar.json_schema(strict, lenient=True))
     matcher = Matcher(found)
-    assert all(matcher.advance(token) for token in b"[null, null]")
+    assert all(matcher.advance(token) for token in b"[1, 1]")
 
 
 HOSTILE = [

@@ -2,7 +2,7 @@
 
 import threading
 
-from forerun.constrain.fair_queue import FORGET, FairQueue
+from forerun.constrain.fair_queue import FORGET, FairQueue, LeastWorkedFirst
 
 
 class Office:
@@ -86,3 +86,36 @@ def test_what_was_used_is_forgotten():
     assert office.queue._of("greedy") == 8.0
     office.now += 3 * FORGET
     assert office.queue._of("greedy") == 1.0
+
+
+def test_who_has_worked_least_has_the_next_turn():
+    """Two turns at a time; whoever is in them keeps them until they end."""
+    queue, order, ends, threads = LeastWorkedFirst(2), [], {}, []
+
+    def come(name, worked):
+        ends[name] = threading.Event()
+
+        def work():
+            with queue.place(worked):
+                order.append(name)
+                assert ends[name].wait(60)
+
+        before = len(order) + len(queue._waiting)
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        while len(order) + len(queue._waiting) == before:
+            threads[-1].join(0.001)
+
+    def end(name):
+        before = len(order)
+        ends[name].set()
+        while len(order) == before < len(ends):
+            threading.Event().wait(0.001)
+
+    for name, worked in (("one", 9.0), ("two", 9.0), ("long", 5.0), ("new", 0.0), ("some", 1.0)):
+        come(name, worked)
+    for name in ("one", "new", "two", "some", "long"):
+        end(name)
+    for thread in threads:
+        thread.join(60)
+    assert order == ["one", "two", "new", "some", "long"] and queue._free == 2

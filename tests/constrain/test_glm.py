@@ -69,6 +69,7 @@ def test_what_a_schema_says_of_a_value_holds(parameters, valid, invalid):
         (of({**TEXT, "not": {"pattern": "x"}}), "properties.a.not"),
         (of({"type": "array", "uniqueItems": True}), "properties.a.uniqueItems"),
         ({"type": "object", "required": ["z"]}, "required"),
+        (of(TEXT, patternProperties={"^a": {"minLength": 3}}), "patternProperties"),
     ],
 )
 def test_what_cannot_be_said_is_refused_or_named(parameters, path):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -45,9 +46,16 @@ def request(case: str, grammar, id="r", **options):
 
 
 @pytest.mark.usefixtures("library")
-@pytest.mark.parametrize("case", ["city", "json"])
-@pytest.mark.parametrize("name", ["none", "random"])
-def test_the_text_is_the_same_wherever_it_is_followed(case, name):
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("none", "city"),
+        ("random", "json"),
+        pytest.param("none", "json", marks=pytest.mark.slow),
+        pytest.param("random", "city", marks=pytest.mark.slow),
+    ],
+)
+def test_the_text_is_the_same_wherever_it_is_followed(name, case):
     grammar = CASES[case][0]
     options = {"temperature": 0.8, "seed": 11}
     plain = run(engine("none", "bytes"), request(case, fresh(grammar), **options))
@@ -362,3 +370,71 @@ def test_few_processes_run_at_one_time(monkeypatch):
     remotes[0].close()
     assert answered[1].wait(60) and remotes[1].answer.mask and not remotes[1].answer.error
     remotes[1].close()
+
+
+def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
+    """One works at a time: who has worked least is asked next, however many came first."""
+    monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
+    tokenizer = TOKENIZERS["bytes"]
+    found = fresh(CASES["city"][0], expensive=True)
+    matchers, order, asked = RemoteMatchers("llguidance", tokenizer), [], threading.Event()
+
+    class Process:
+        """Answers once all have asked."""
+
+        def ask(self, request):
+            assert asked.wait(60)
+            return {"mask": "", "complete": False, "error": ""}
+
+        def kill(self):
+            pass
+
+        close = kill
+
+    monkeypatch.setattr(matchers, "process", Process)
+    remotes, heard = [], threading.Semaphore(0)
+    for number, worked in enumerate((7.0, 6.0, 5.0, 0.0)):
+
+        def answered(number=number):
+            order.append(number)
+            heard.release()
+
+        remotes.append(RemoteMatcher(matchers, CASES["city"][0], found.translated.text, answered))
+        remotes[-1]._worked = worked
+        remotes[-1].take([])
+        while len(matchers.working._waiting) < number:
+            threading.Event().wait(0.001)
+        while matchers.working._free:
+            threading.Event().wait(0.001)
+    asked.set()
+    for _ in remotes:
+        assert heard.acquire(timeout=60)
+    assert order == [0, 3, 2, 1]
+    for remote in remotes:
+        remote.close()
+
+
+def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
+    tokenizer, asked = TOKENIZERS["bytes"], threading.Event()
+    found = fresh(CASES["city"][0], expensive=True)
+    matchers, ended = RemoteMatchers("llguidance", tokenizer), threading.Event()
+
+    class Process:
+        def ask(self, request):
+            asked.set()
+
+        def kill(self):
+            pass
+
+        close = ended.set
+
+    monkeypatch.setattr(matchers, "process", Process)
+    remote = RemoteMatcher(matchers, CASES["city"][0], found.translated.text, lambda: None)
+    with ExitStack() as others:
+        for _ in range(remote_matcher.MAX_WORKING):
+            others.enter_context(matchers.working.place(0.0))
+        remote.take([])
+        while not matchers.working._waiting:
+            threading.Event().wait(0.001)
+        remote.close()
+    assert ended.wait(60) and not asked.is_set()

@@ -33,6 +33,10 @@ COUNTRY = {
     "then": {"properties": {"zip": {"pattern": "^[0-9]{5}$"}}},
     "else": {"properties": {"zip": {"pattern": "^[0-9]{4}[A-Z]{2}$"}}},
 }
+THREE = {**PAIR, "properties": {**PAIR["properties"], "c": {"type": "integer"}}}
+ANY_OF_THREE = {"type": ["string", "integer", "null"]}
+KEYED = {**THREE, "properties": {**THREE["properties"], "a": ANY_OF_THREE}, "required": ["a"]}
+UNIQUE = {"type": "array", "uniqueItems": True}
 TEXT = {"type": "string"}
 TAKEN = [
     (PETS, [{"kind": "cat", "n": 1}, {"kind": "wolf"}],
@@ -81,6 +85,28 @@ TAKEN = [
       "type": "array"}, [["a"]], [[1]]),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
       "items": [{"const": 1}, TEXT], "additionalItems": False}, [[1, "a"]], [[1, "a", 2], ["a"]]),
+    ({**THREE, "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+     [{"a": 1}, {"b": 1}, {"c": 1}], [{"a": 1, "c": 1}, {"b": 1, "c": 1}, {"a": 1, "b": 1}]),
+    ({**KEYED, "if": {"properties": {"a": {"type": "string", "enum": [1, "a"]}}},
+      "then": {"required": ["b"]}, "else": {"required": ["c"]}},
+     [{"a": "a", "b": 1}, {"a": 1, "c": 1}], [{"a": 1, "b": 1}, {"a": "a", "c": 1}]),
+    ({**KEYED, "if": {"properties": {"a": {"type": "null"}}}, "then": {"required": ["b"]}},
+     [{"a": None, "b": 1}, {"a": 1}], [{"a": None}]),
+    ({**UNIQUE, "items": {"type": "string", "enum": ["a", None, 1]}}, [["a"], []], [[1], [None]]),
+    ({**UNIQUE, "items": {"enum": ["a", "b"], "not": {"const": "b"}}}, [["a"]],
+     [["a", "a"], ["b"]]),
+    ({**UNIQUE, "maxItems": 2.0, "items": {"enum": [1, 2, 3]}}, [[1, 2]], [[1, 2, 3], [1, 1]]),
+    ({**PAIR, "minProperties": 1.0}, [{"a": 1}], [{}]),
+    ({"type": "object", "propertyNames": {"pattern": '^[^"]+$'}}, [{"a": 1}], [{'"': 1}]),
+    ({"type": "object", "propertyNames": {"type": "integer"}}, [{}], [{"a": 1}]),
+    ({"type": "object", "propertyNames": False, "patternProperties": {"x": TEXT}}, [{}],
+     [{"a": 1}, {"x": "a"}]),
+    ({"type": "integer", "not": {"enum": [0, 2]}}, [-1, 1, 3], [0, 2]),
+    ({"type": "number", "not": {"const": 1}}, [0.5, 1.5, 2], [1, 1.0]),
+    ({"type": ["integer", "string"], "not": {"enum": [1.5, 3]}}, [1, 2, 4, "a"], [3]),
+    ({"type": "object", "required": ['x"y'], "properties": {"a": TEXT}}, [{'x"y': 1}], [{}]),
+    ({**TEXT, "pattern": r"^[\p{Lu}_]+$"}, ["E_A"], ["a", "p", "{"]),
+    ({**TEXT, "pattern": r"^[^\p{L}]+$"}, ["12"], ["a", "É"]),
 ]  # fmt: skip
 
 
@@ -104,6 +130,25 @@ LEFT = [
     ({"type": "object", "minProperties": 2}, "minProperties", {"x": 1}),
     ({"patternProperties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
      "patternProperties.b", {"b": 1}),
+    ({**UNIQUE, "items": {"enum": ["a", "b"], "pattern": "a"}}, "uniqueItems", ["a", "a"]),
+    ({"$defs": {"p": {"properties": {"a": TEXT}, "additionalProperties": False}},
+      "type": "object", "oneOf": [{"$ref": "#/$defs/p", "properties": {}}, {"required": ["a"]}]},
+     "oneOf", {"a": "x"}),
+    ({**KEYED, "if": {"$ref": "#/$defs/b", "required": ["c"]}, "$defs": {"b": {"required": ["b"]}},
+      "then": False}, "if", {"a": "x", "c": 1}),
+    ({**KEYED, "if": {"properties": {"a": {"enum": ["ab", "b"], "pattern": "^a"}}},
+      "then": {"required": ["b"]}}, "if", {"a": "b"}),
+    ({**KEYED, "if": {"properties": {"a": {"const": "b", "enum": ["a"]}}}, "then": False},
+     "if", {"a": "b"}),
+    ({"type": "object", "propertyNames": {"pattern": r"^\p{L}$"}, "properties": {"a": {}},
+      "additionalProperties": False}, "propertyNames", {"a": 1}),
+    ({"type": "object", "properties": {"a": {**TEXT, "required": True}}}, "properties.a.required",
+     {"a": "x"}),
+    ({**TEXT, "minLength": "2"}, "minLength", "x"),
+    ({"type": "object", "properties": ["a"]}, "properties", {"a": 1}),
+    ({"$ref": "#/x/y", "x": {"y": [1]}}, "$ref", 1),
+    ({"type": "integer", "not": {"const": 175928847299117063}}, "not", 5),
+    ({"type": "number", "not": {"type": "integer"}}, "not", 1.5),
 ]  # fmt: skip
 
 
@@ -173,6 +218,23 @@ def test_deep_schemas():
 def test_what_says_the_same_stays_as_it_is():
     schema = {"type": "object", "properties": {"a": TEXT}, "additionalProperties": False}
     assert rewritten({**schema, "title": "t", "examples": [1]}).schema == schema
+
+
+def test_what_can_be_said_of_a_schema_leaves_no_value():
+    """It has values all the same: a request that is not strict gets one."""
+    loose = Grammar.json_schema(
+        {"type": "array", "allOf": [{"contains": {"const": 1}}, {"contains": {"const": 2}}]}, True
+    )
+    assert compiled(loose).unenforced == ("grammar.allOf[0].contains", "grammar.allOf[1].contains")
+    assert fits(loose, "[1, 2]")
+
+
+def test_a_source_that_no_rule_foresees_is_the_requests_fault():
+    odd = {"$ref": "#/x/y", "x": {"y": {"type": "array", "minItems": "2", "uniqueItems": True,
+                                        "items": {"enum": [1]}}}}  # fmt: skip
+    for lenient in (False, True):
+        with pytest.raises(RequestError, match="cannot be read"):
+            compiled(Grammar.json_schema(odd, lenient))
 
 
 def test_a_schema_without_a_value_is_refused_either_way():

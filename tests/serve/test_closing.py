@@ -6,15 +6,21 @@ import pytest
 from starlette.testclient import TestClient
 
 from forerun.config import ServeSettings
+from forerun.constrain.grammar import Grammar
 from forerun.serve.app import create_app
 from forerun.serve.closing import closed
 from forerun.serve.dialogue import dialogue
 from forerun.serve.fields import read
 from forerun.serve.schema import ChatBody
 from tests.cli.toys import toy_loaded
+from tests.constrain.tools import fits
 
 NAMED = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 SHUT = NAMED | {"additionalProperties": False}
+INHERITED = {
+    "$defs": {"base": NAMED},
+    "allOf": [{"$ref": "#/$defs/base"}, {"properties": {"b": NAMED}, "required": ["b"]}],
+}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +41,23 @@ SHUT = NAMED | {"additionalProperties": False}
         ({"properties": {"properties": {"type": "string"}}},
          {"properties": {"properties": {"type": "string"}}, "additionalProperties": False}),
         (True, True),
+        (INHERITED, INHERITED),
+        ({"$defs": {"x": NAMED}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}},
+         {"$defs": {"x": SHUT}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}},
+          "additionalProperties": False}),
+        ({"anyOf": [NAMED], "oneOf": [NAMED]},) * 2,
+        ({"$defs": {"x": NAMED, "y": {"$ref": "#/$defs/x"}},
+          "allOf": [{"$ref": "#/$defs/y"}, {"required": ["b"]}]},) * 2,
+        ({**NAMED, "$defs": {"x": NAMED}, "anyOf": [{"$ref": "#/$defs/x"}]},) * 2,
+        (NAMED | {"anyOf": [{"required": ["b"]}, NAMED]},) * 2,
+        (NAMED | {"if": {"required": ["a"]}, "then": {"properties": {"b": True}}},) * 2,
+        (NAMED | {"dependentSchemas": {"a": {"required": ["b"]}}},) * 2,
+        (NAMED | {"anyOf": [{"properties": {"a": {"const": 1}}}, NAMED]},
+         SHUT | {"anyOf": [{"properties": {"a": {"const": 1}}}, NAMED]}),
+        ({"$ref": "#/x/y", "x": {"y": NAMED}, "items": NAMED},
+         {"$ref": "#/x/y", "x": {"y": NAMED}, "items": SHUT}),
+        ({"allOf": [{"$ref": "#/x/y"}, {}], "x": {"y": NAMED}, "items": NAMED},) * 2,
+        (NAMED | {"oneOf": 5, "then": [{"required": [[]]}]},) * 2,
         ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
     ],
 )  # fmt: skip
@@ -90,3 +113,20 @@ def test_it_is_for_json_only():
         body = {"prompt": "Hi", "structured_outputs": asked}
         error = client.post("/v1/completions", json=body).json()["error"]
         assert error["param"] == "structured_outputs.disable_additional_properties"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        INHERITED | {"type": "object"},
+        {"$defs": {"base": NAMED}, "$ref": "#/$defs/base", "properties": {"b": NAMED},
+         "required": ["b"]},
+        NAMED | {"anyOf": [{"properties": {"b": NAMED}, "required": ["b"]}, NAMED]},
+        {"type": "object", "properties": NAMED["properties"] | {"b": NAMED}, "required": ["a", "b"],
+         "oneOf": [{"properties": {"a": {"const": n}}} for n in (1, 2)]},
+        NAMED | {"dependentSchemas": {"a": {"properties": {"b": NAMED}, "required": ["b"]}}},
+    ],
+)  # fmt: skip
+def test_what_is_closed_still_has_values(schema):
+    """Keys that another part of the schema asks for are not forbidden."""
+    assert fits(Grammar.json_schema(closed(schema)), '{"a": 1, "b": {"a": 1}}')
