@@ -4,9 +4,13 @@
     python bench/replay.py run answers.json [--rows 1 2 4 8] [--set PROBE_EVERY=64 ...]
 
 `run` plays the answers back through the real n-gram drafter and the real policy. A step takes
-what COSTS says of its nodes, LOOK_MS more where the drafter was asked, and NOISE; the policy sees
-reports only, as in service. Printed: speed over plain decoding, tokens per step and row, and how
-often speculation was disabled. `--wrong` replaces every draft by wrong tokens called likely.
+what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter was asked, and NOISE;
+the policy sees reports only, as in service. Printed, of `--seeds` runs: speed over plain decoding
+(mean, range, and range of rounds, which have a policy each); of plain decoding's time what was lost
+(below 0: won) by verifying draft tokens, and what by looking for them; tokens per step and row, and
+draft tokens. `--wrong` replaces every draft by wrong tokens called likely. A server's first round:
+`--tokens 96 --fresh 1 --startup --warm 8`: a new policy, which has what start-up measured from
+noisy steps, and saw short answers end one after another before.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
+from statistics import fmean, median
 
 import numpy as np
 
@@ -26,22 +31,32 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control import acceptance, adaptive, cost_model, slowdown_guard
 from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.calibration import smoothed
+from forerun.control.constants import MIN_REPEATS, NODES, REPEATS, SECONDS
 from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan, SlotInit
-from forerun.models.ngram_table import FILE, read_ngram_table
+from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 
 COSTS = {
     "cpu": StepCosts((1, 2, 4, 8, 16, 32, 64), (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8)),
+    "many": StepCosts((1, 4, 8, 16, 32, 64, 128), (2.9, 3.4, 5.8, 11.5, 22.0, 44.0, 88.0)),
     "flat": StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0)),
     "steep": StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0)),
 }
-LOOK_MS = 0.1
-"""Of the drafter and of choosing, in a step that asks it (docs/log.md: 80 to 180 us a step)."""
+LOOK_MS, ROW_LOOK_MS = 0.1, 0.01
+"""Of the drafter and of choosing, in a step that asks it, and of every row of it (docs/log.md: 80
+to 180 us a step of few rows, 1 ms of 64)."""
+TREE_MS = {"many": 0.7}
+"""What a step with draft tokens takes longer whatever their number, where the table does not say
+it (docs/log.md: 1.2 of 80 ms beside 64 rows)."""
+ROW_MS = {"many": 0.05}
+"""What every row adds that start-up does not see: its news, and its own context. Assumed: the host
+alone takes 2 ms of 64 rows (docs/log.md), their contexts more."""
 NOISE = 0.05
 """Relative spread of a step's time. One step in fifty takes three times as long, and one in 300
 begins a spell of fifty steps that take 1.4 times as long: neighbours."""
@@ -61,23 +76,53 @@ class Stream:
         return self.output[self.done :]
 
 
+class Machine:
+    """What steps take, by a table and by what it does not say, with neighbours that come and go."""
+
+    def __init__(self, table: str, seed: int) -> None:
+        self.costs, self.random = COSTS[table], np.random.default_rng(seed)
+        self._row_ms, self._tree_ms = ROW_MS.get(table, 0.0), TREE_MS.get(table, 0.0)
+        self._spell = 0
+
+    def ms(self, rows: int, nodes: int) -> float:
+        """Of a step when nothing disturbs it."""
+        more = self._row_ms * rows + self._tree_ms * (nodes > rows)
+        return float(self.costs.verify(np.array(nodes))) + more
+
+    def noise(self) -> float:
+        """What the next step takes of that."""
+        noise = float(self.random.normal(1.0, NOISE)) * (3.0 if self.random.random() < 0.02 else 1)
+        self._spell = 50 if self.random.random() < 1 / 300 else max(self._spell - 1, 0)
+        return noise * (1.4 if self._spell else 1.0)
+
+    def start_up(self) -> StepCosts:
+        """What start-up measures here."""
+        times: dict[int, list[float]] = {nodes: [] for nodes in sorted(NODES)}
+        for _ in range(REPEATS):
+            for nodes, taken in times.items():
+                if len(taken) < MIN_REPEATS or sum(taken) < 1000.0 * SECONDS / len(times):
+                    taken.append(self.noise() * float(self.costs.verify(np.array(nodes))))
+        steady = np.maximum.accumulate([median(taken) for taken in times.values()])
+        return StepCosts(tuple(times), tuple(smoothed([*times], steady.tolist())))
+
+
 @dataclass
 class Replay:
     """Plays answers over `rows` slots; counts steps, tokens and virtual milliseconds."""
 
-    costs: StepCosts
+    machine: Machine
     drafter: Drafter
-    answers: Iterator[dict[str, list[int]]]
     wrong: bool = False
+    answers: Iterator[dict[str, list[int]]] = field(default_factory=lambda: iter(()))
     policy: AdaptivePolicy = None  # type: ignore[assignment]
     ms: float = 0.0
     plain_ms: float = 0.0
+    look_ms: float = 0.0
     tokens: int = 0
     rows: int = 0
     verified: int = 0
-    spell: int = 0
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     streams: dict[int, Stream] = field(default_factory=dict)
+    rounds: list[float] = field(default_factory=list)
 
     def fill(self, rows: int) -> bool:
         """Give free slots new answers; False when there is none left for anyone."""
@@ -126,11 +171,8 @@ class Replay:
         outcome = Outcome(counts, tokens, sizes, np.ones(len(out), np.bool_))
         self.drafter.observe(plan, None, outcome)  # type: ignore[arg-type]
         nodes = len(out) + int(sizes.sum())
-        noise = float(self.random.normal(1.0, NOISE)) * (3.0 if self.random.random() < 0.02 else 1)
-        self.spell = 50 if self.random.random() < 1 / 300 else max(self.spell - 1, 0)
-        noise *= 1.4 if self.spell else 1.0
-        step = float(self.costs.verify(np.array(nodes)))
-        look = LOOK_MS * asked
+        noise, step = self.machine.noise(), self.machine.ms(len(out), nodes)
+        look = asked * (LOOK_MS + ROW_LOOK_MS * len(out))
         self.policy.observe(
             step_report(
                 plan,
@@ -141,7 +183,8 @@ class Replay:
             )
         )
         self.ms += step + look
-        self.plain_ms += float(self.costs.verify(np.array(len(out)))) * counts.sum() / len(out)
+        self.look_ms += look
+        self.plain_ms += self.machine.ms(len(out), len(out)) * int(counts.sum()) / len(out)
         self.tokens += int(counts.sum())
         self.rows += len(out)
         self.verified += int(sizes.sum())
@@ -170,7 +213,7 @@ def accepted(draft: Draft, truth: list[int]) -> int:
     return length
 
 
-def record(path: Path, prompts: Path | None, count: int, tokens: int) -> None:
+def record(options: argparse.Namespace) -> None:
     """Answers of the default model, half of them greedy."""
     target = open_target(EngineConfig(kv_tokens=16384, context=2048))
     engine = make_engine(target, target.config)
@@ -179,11 +222,12 @@ def record(path: Path, prompts: Path | None, count: int, tokens: int) -> None:
         make_request(
             encode_chat(target, prompt.messages),
             target.tokenizer.eos_ids,
-            max_tokens=tokens,
+            max_tokens=options.tokens or 160,
+            ignore_eos=options.ignore_eos,
             temperature=0.8 * (index % 2),
             seed=index,
         )
-        for index, prompt in enumerate(islice(read_prompts(prompts), count))
+        for index, prompt in enumerate(islice(read_prompts(options.prompts), options.count))
     ]
     done = complete(engine, requests, 4)
     engine.shutdown()
@@ -192,36 +236,73 @@ def record(path: Path, prompts: Path | None, count: int, tokens: int) -> None:
         {"prompt": request.prompt.tolist(), "output": list(choice.tokens)}
         for request, (choice,) in zip(requests, done, strict=True)
     ]
-    path.write_text(json.dumps(answers))
+    options.answers.write_text(json.dumps(answers))
 
 
 def run(options: argparse.Namespace) -> None:
     """Print one line per cost table and number of rows."""
     for change in options.set:
         name, value = change.split("=")
-        for module in (acceptance, adaptive, cost_model, slowdown_guard):
+        for module in (sys.modules[__name__], acceptance, adaptive, cost_model, slowdown_guard):
             if hasattr(module, name):
                 setattr(module, name, type(getattr(module, name))(float(value)))
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]
+    if options.tokens:
+        answers = [
+            a | {"output": a["output"][: options.tokens]}
+            for a in answers
+            if len(a["output"]) >= options.tokens
+        ]
     draft = shipped_draft("smollm2-135m")
     table = read_ngram_table(Path(draft) / FILE, 49152) if draft else None
     for name in options.tables:
         for rows in options.rows:
-            played = islice(cycle(answers), max(len(answers), 8 * rows))
-            replay = Replay(COSTS[name], ngram_drafter(rows, table), played, options.wrong)
-            told = COSTS[options.told or name]
-            while head := list(islice(played, options.fresh * rows or None)):
-                replay.policy = AdaptivePolicy(told, 8, 8, free=True)
-                replay.answers = iter(head)
-                while replay.fill(rows):
-                    replay.step()
-            facts = replay.policy.describe()
+            played = [replayed(name, rows, answers, table, seed, options) for seed in options.seeds]
+            speeds = [one.plain_ms / one.ms for one in played]
+            rounds = [speed for one in played for speed in one.rounds]
+            plain, steps = sum(one.plain_ms for one in played), sum(one.rows for one in played)
+            look = sum(one.look_ms for one in played) / plain
+            lost = sum(one.ms for one in played) / plain - 1.0
             sys.stdout.write(
-                f"{name:6} {rows:3} rows: {replay.plain_ms / replay.ms:.3f} of plain, "
-                f"{replay.tokens / replay.rows:.2f} tokens per step, "
-                f"{replay.verified / replay.rows:.2f} draft tokens, "
-                f"disabled {facts['times_disabled']}\n"
+                f"{name:6} {rows:3} rows: {fmean(speeds):.3f} of plain "
+                f"({min(speeds):.3f} to {max(speeds):.3f}; "
+                f"rounds {min(rounds):.3f} to {max(rounds):.3f}), "
+                f"lost {lost - look:.4f} verifying {look:.4f} looking, "
+                f"{sum(one.tokens for one in played) / steps:.3f} tokens per step, "
+                f"{sum(one.verified for one in played) / steps:.3f} draft tokens\n"
             )
+            sys.stdout.flush()
+
+
+def replayed(
+    name: str,
+    rows: int,
+    answers: list[dict[str, list[int]]],
+    table: NgramTable | None,
+    seed: int,
+    options: argparse.Namespace,
+) -> Replay:
+    """Every answer, on a machine with this table, with a policy as the options say."""
+    machine = Machine(name, seed)
+    replay = Replay(machine, ngram_drafter(rows, table), options.wrong)
+    played = islice(cycle(answers), max(len(answers), 8 * rows))
+    while head := list(islice(played, options.fresh * rows or None)):
+        told = machine.start_up() if options.startup else COSTS[options.told or name]
+        replay.policy = AdaptivePolicy(told, 8, 8, free=True)
+        if options.warm:
+            # What a prompt waited for, its answer is shorter when all are decoded together.
+            short = [
+                answer | {"output": answer["output"][: 2 + index % options.warm]}
+                for index, answer in enumerate(head[:rows])
+            ]
+            warm = Replay(machine, replay.drafter, options.wrong, iter(short), replay.policy)
+            while warm.fill(rows):
+                warm.step()
+        replay.answers, plain, took = iter(head), replay.plain_ms, replay.ms
+        while replay.fill(rows):
+            replay.step()
+        replay.rounds.append((replay.plain_ms - plain) / (replay.ms - took))
+    return replay
 
 
 def main() -> None:
@@ -231,16 +312,22 @@ def main() -> None:
     parser.add_argument("answers", type=Path)
     parser.add_argument("--prompts", type=Path, help="jsonl of chats (default: built in)")
     parser.add_argument("--count", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument(
+        "--tokens", type=int, help="record: at most; run: of answers that have them"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="record: answers go on after it")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--tables", nargs="+", default=list(COSTS))
     parser.add_argument("--set", nargs="*", default=[], help="constants of control/constants.py")
     parser.add_argument("--wrong", action="store_true")
     parser.add_argument("--fresh", type=int, default=0, help="a new policy after so many answers")
+    parser.add_argument("--startup", action="store_true", help="costs are measured at start-up")
+    parser.add_argument("--warm", type=int, default=0, help="tokens of short answers before")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the machine's noise")
     parser.add_argument("--told", choices=COSTS, help="what start-up measured, if not the truth")
     options = parser.parse_args()
     if options.what == "record":
-        record(options.answers, options.prompts, options.count, options.tokens)
+        record(options)
     else:
         run(options)
 

@@ -96,13 +96,13 @@ class LiveCosts:
         self._level += follow * error
         error *= 1.0 - follow
         below, above, fraction = self._between(nodes)
-        # The counts on both sides share what was learnt: the nearer one more, and the one that is
-        # known less (variances 1 / seen, as in a Kalman filter).
+        # Both sides learn, the nearer and the less known more (variances 1 / seen, as in a Kalman
+        # filter), none more than the error: a lucky step of 65 nodes would make 128 look cheap.
         sides = [(count, w) for count, w in ((above, fraction), (below, 1.0 - fraction)) if w]
         doubts = [w / max(self._seen[count], UNSEEN) for count, w in sides]
         whole = 1.0 + sum(w * doubt for (_, w), doubt in zip(sides, doubts, strict=True))
         for (count, weight), doubt in zip(sides, doubts, strict=True):
-            self._each[count] += max((1.0 - DECAY) * weight, doubt / whole) * error
+            self._each[count] += max((1.0 - DECAY) * weight, min(1.0, doubt / whole)) * error
             self._seen[count] += weight
 
     def describe(self) -> dict[str, float]:

@@ -70,3 +70,13 @@ def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():
     assert live.at_most(8, 0, believed) == believed
     assert live.one(4, 0) == pytest.approx(5.2)  # Of steps of 4 nodes that said nothing.
     assert live.known(6) == pytest.approx(np.mean([live.known(4), live.known(8)]))
+
+
+def test_a_lucky_step_says_little_of_counts_far_away():
+    """65 nodes lie close to 64; what they say of 128 was once eleven times as much."""
+    live = LiveCosts(CPU)
+    for _ in range(5):
+        live.learn(64, 78.8, live.one(64, 0))
+    before = live.one(128, 0) / live.one(64, 0)
+    live.learn(65, 0.97 * live.one(65, 0), live.one(65, 0))
+    assert live.one(128, 0) / live.one(64, 0) == pytest.approx(before, rel=0.05)
