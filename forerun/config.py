@@ -264,7 +264,7 @@ class EngineConfig:
 
     def _check_device(self) -> None:
         kind = self.device.split(":")[0]
-        if not (self.device in ("auto", "cpu", "tpu") or kind == "cuda"):
+        if not re.fullmatch(r"auto|cpu|tpu|cuda(:\d+)?", self.device):
             raise ConfigError(
                 f"device is {self.device!r}, but must be auto, cpu, cuda, cuda:N or tpu."
             )

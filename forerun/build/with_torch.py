@@ -22,23 +22,27 @@ CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 
 
 def _free_memory(config: EngineConfig) -> int:
-    if config.device == "cpu":
-        return memory_available()
-    import torch
-
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.device}, but torch sees no CUDA device here.")
-    return int(torch.cuda.mem_get_info(config.device)[0])
+    return memory_available() if config.device == "cpu" else _cuda_memory(config.device)[0]
 
 
 def _prefill_chunk(config: EngineConfig) -> int:
     """What SGLang takes, by a GPU's memory: its server_args.py, up to 8192."""
     if config.device == "cpu":
         return CHUNK
+    gib = _cuda_memory(config.device)[1] / (1 << 30)
+    return next((chunk for below, chunk in CHUNKS if gib < below), MOST_CHUNK)
+
+
+def _cuda_memory(device: str) -> tuple[int, int]:
+    """Bytes that are free on a CUDA device, and all it has. Raises ConfigError without one."""
     import torch
 
-    gib = torch.cuda.mem_get_info(config.device)[1] / (1 << 30)
-    return next((chunk for below, chunk in CHUNKS if gib < below), MOST_CHUNK)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found <= (torch.device(device).index or 0):
+        seen = f"{found} CUDA devices, numbered from 0," if found else "no CUDA device"
+        raise ConfigError(f"device is {device}, but torch sees {seen} here.")
+    free, whole = torch.cuda.mem_get_info(device)
+    return free, whole
 
 
 def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:

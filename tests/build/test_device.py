@@ -8,6 +8,7 @@ from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.cli import console
 from forerun.config import EngineConfig
+from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 
 
@@ -78,3 +79,9 @@ def test_a_gpu_that_cannot_be_used_is_told_of(machine, monkeypatch):
     console._say_device(target)
     target.close()
     assert len(told) == 1 and "/dev/nvidia0 is there" in told[0]
+
+
+@pytest.mark.parametrize("device", ["cuda:-1", "cuda:", "cuda:x", "cudax", "cpu:0", ""])
+def test_what_names_no_device_is_refused(device):
+    with pytest.raises(ConfigError, match="must be auto, cpu, cuda, cuda:N or tpu"):
+        EngineConfig(device=device)

@@ -108,12 +108,14 @@ def target(folder, tmp_path_factory):
     made.close()
 
 
+@pytest.mark.slow
 def test_start_up_tells_how_far_it_is(target):
     told = target.executor.told
     assert told[-1][0] == "preparing step sizes" and told[-1][1] == told[-1][2] == len(told)
     assert target.config.executor == "jax" and target.config.dtype == "float32"
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_text(target):
     """Two prompts, alone and together, at temperatures 0 and 0.8; then under a grammar."""
     messages = ("the quick brown fox", "jumps over the quick brown fox the quick")
@@ -129,6 +131,7 @@ def test_speculation_changes_no_text(target):
     assert target.executor.describe()["compiled_late"] == 0
 
 
+@pytest.mark.slow
 def test_tuning_compares_settings(target):
     prompts = (Prompt("1", "text", ({"role": "user", "content": "the quick brown fox"},)),)
     setting = Setting("NGRAM", 5, 4, "fixed")

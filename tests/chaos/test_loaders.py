@@ -45,7 +45,7 @@ def memory():
 
 def runs(path, **changes):
     """Open a model and let it say three tokens. None, or the error that refused it."""
-    with bounded(seconds=20, megabytes=None) as verdict:
+    with bounded(loops=600, megabytes=None) as verdict:
         try:
             config = EngineConfig(
                 model=str(path), executor="cpu", context=64, kv_tokens=128, max_sequences=2,
@@ -154,7 +154,7 @@ def test_draft_folders(draft, tmp_path):
         else:
             header, data = safetensors_parts(whole)
             weights.write_bytes(safetensors_whole(mutated(header, random_), data))
-        with bounded(seconds=5, megabytes=64) as verdict:
+        with bounded(loops=150, megabytes=64) as verdict:
             open_draft(folder, TARGET)
         refused += verdict.error is not None
         config.write_text(json.dumps(value))
@@ -175,7 +175,7 @@ def test_ngram_tables(tmp_path):
             path.write_bytes(safetensors_whole(mutated(header, random_), data))
         else:
             path.write_bytes(safetensors_whole(header, damaged(data, random_)[: len(data)]))
-        with bounded(seconds=5, megabytes=64) as verdict:
+        with bounded(loops=150, megabytes=64) as verdict:
             table = read_ngram_table(path, VOCAB)
             for token in range(VOCAB):
                 table.follow(np.array([token], np.int32))

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from fnmatch import fnmatch
 
 import pytest
 
@@ -152,3 +153,11 @@ def test_only_the_composition_root_names_executors():
         for name in naming
         if name.startswith("forerun/train/")
     }
+
+
+def test_pytest_collects_every_folder_of_tests(pytestconfig):
+    """Its own list of folders to leave out has a `build` in it, which hid tests/build for weeks."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()} - {"__pycache__"}
+    hidden = [name for name in folders if any(fnmatch(name, pattern) for pattern in left_out)]
+    assert not [name for name in hidden if not name.startswith(".")]

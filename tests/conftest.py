@@ -1,0 +1,21 @@
+"""What holds for every test."""
+
+from importlib.util import find_spec
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient():
+    """Processes that work are not given up, matchers do not leave the engine's thread, and no less
+    is drafted because a machine is slow or busy: the tests of these limits set them.
+    """
+    if find_spec("llguidance") is None:  # Machines that only run tests/gpu.
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.sandbox.SILENCE", 1000.0)
+        patch.setattr("forerun.constrain.tree_mask.SLOW", 1000.0)
+        patch.setattr("forerun.constrain.jump_forward.PATIENCE", 1000.0)
+        patch.setattr("forerun.constrain.grammar_draft.PATIENCE", 1000.0)
+        yield
