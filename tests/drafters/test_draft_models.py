@@ -30,7 +30,7 @@ from forerun.speculative.draft_tree import Template, TreeShape
 from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
 from tests.models import tiny
 
-TOKENS, DEPTH = 31, 3
+TOKENS, DEPTH = 19, 3
 TEMPERATURES = [0.0, 0.8]
 
 

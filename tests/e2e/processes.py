@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("FORERUN_PYTHON", sys.executable)
 """What servers run in: tests of clients run elsewhere (`make test-clients`)."""
 
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds for what should come soon: machines that test are slow, and busy with other things."""
 
 

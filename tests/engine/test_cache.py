@@ -245,10 +245,10 @@ def spoilt(change):
     [
         lambda table: setattr(table, "length", 3),
         lambda table: setattr(table, "length", 7),
-        lambda table: table.pages.__setitem__(0, table.pages[1]),
+        lambda table: table.pages.reverse(),
         lambda table: table.pages.append(table.pages[2]),
     ],
-    ids=["shorter than what is shared", "longer than reserved", "another page", "a page twice"],
+    ids=["shorter than what is shared", "longer than reserved", "other pages", "a page twice"],
 )
 def test_a_tables_check_sees(change):
     with pytest.raises(AssertionError):
@@ -260,4 +260,22 @@ def test_an_index_s_check_sees_an_entry_of_another_page():
     table = filled(shared, ints(1, 2))
     shared._entries[table.pages[0]].page = 7
     with pytest.raises(AssertionError):
+        shared.check()
+
+
+def test_an_index_s_check_sees_a_page_that_is_kept_and_free():
+    shared = index()
+    table = filled(shared, ints(1, 2))
+    (page,) = table.pages
+    table.release()
+    shared.pool._free.append(page)
+    with pytest.raises(AssertionError, match=r"8 free [+] 0 held [+] 1 kept pages are not 8"):
+        shared.check()
+
+
+def test_an_index_s_check_sees_pages_whose_past_it_has_forgotten():
+    shared = index()
+    first, _ = filled(shared, ints(1, 2, 3, 4)), filled(shared, ints(1, 2, 5, 6))
+    del shared._entries[first.pages[0]]
+    with pytest.raises(AssertionError, match="entries in the tree and by page differ"):
         shared.check()

@@ -4,6 +4,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from forerun.errors import ModelError
 
@@ -15,11 +16,12 @@ class Verdict:
 
 
 @contextmanager
-def bounded(seconds: float = 1.0, megabytes: float | None = 32.0) -> Iterator[Verdict]:
+def bounded(loops: float = 30, megabytes: float | None = 32.0) -> Iterator[Verdict]:
     """Any other exception passes through and fails the test.
 
-    Seconds are of this process's CPU: a busy machine does not fail the test. Counting megabytes
-    makes allocation ten times slower; None = do not count.
+    loops      processor time of this process at most, in what a million additions in Python take
+               it: neither a slow nor a busy machine fails the test
+    megabytes  allocated at most; counting them makes allocation ten times slower; None = do not
     """
     verdict = Verdict()
     peak = 0
@@ -35,6 +37,18 @@ def bounded(seconds: float = 1.0, megabytes: float | None = 32.0) -> Iterator[Ve
         if megabytes is not None:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
-    assert took < seconds, f"took {took:.2f} s"
+    assert took < loops * _loop(), f"took {took:.2f} s, {took / _loop():.0f} loops"
     assert megabytes is None or peak < megabytes * 1e6, f"allocated {peak / 1e6:.0f} MB"
     assert verdict.error is None or len(str(verdict.error)) < 5000
+
+
+@cache
+def _loop() -> float:
+    """Seconds of processor time that a million additions take here."""
+    times = []
+    for _ in range(3):
+        began, total = time.process_time(), 0
+        for number in range(1_000_000):
+            total += number
+        times.append(time.process_time() - began)
+    return min(times)

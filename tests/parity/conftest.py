@@ -1,10 +1,13 @@
 import os
+from contextlib import contextmanager
+from math import inf
 
 import numpy as np
 import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.captured import warm_up
 from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
@@ -18,6 +21,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def captured_all():
+    """No size is left uncaptured because a machine is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_up, "CAPTURE_SECONDS", inf)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +60,29 @@ def default_executor(default_model):
     made.shutdown()
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A small target, whose text a head can learn."""
+    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
+    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def dense(folder):
+    """The same in transformers."""
+    from tests.parity.test_torch_eagle_model import Target
+
+    return Target(FolderCheckpoint(folder))
+
+
+@pytest.fixture(scope="session")
+def learned(dense, tmp_path_factory):
+    """A head that has read half of a few of its texts, and the texts; nobody writes to them."""
+    from tests.parity.test_torch_eagle_model import learn
+
+    return learn(dense, tmp_path_factory.mktemp("draft"))
+
+
 @pytest.fixture
 def random():
     return np.random.default_rng(0)
@@ -63,13 +97,24 @@ def compiled(tmp_path_factory):
     return kept or str(tmp_path_factory.mktemp("compiled"))
 
 
-@pytest.fixture(scope="module")
-def quickly():
-    """XLA compiles with fewer optimisations, which takes half the time."""
+@contextmanager
+def little_optimised():
+    """XLA compiles with fewer optimisations, which takes a third of the time."""
     import jax.stages
 
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_use_fusion_emitters": False,
+    }
     compile_ = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", lambda self: compile_(self, options))
+        yield
+
+
+@pytest.fixture(scope="module")
+def quickly():
+    """Programs of this module are compiled with fewer optimisations."""
+    with little_optimised():
         yield

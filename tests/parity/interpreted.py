@@ -4,6 +4,7 @@ The interpreter is chosen when a kernel is defined, by Triton's own TRITON_INTER
 """
 
 import importlib
+import inspect
 import os
 import sys
 from contextlib import contextmanager
@@ -67,6 +68,50 @@ def _mended(interpreter, float32) -> None:
     interpreter.InterpreterBuilder.create_dot = product
 
 
+def _quickened(interpreter, core) -> None:
+    """Triton 3.6 does again in every call of a function what it has done for the launch (replacing
+    the language's functions), and makes the same types again and again: half of the time.
+    """
+    patch_lang, np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+    type_of_values = core._type_for_tuple_values
+    languages = interpreter.tl, interpreter.tl.core
+    patched, of_function, np_dtypes, types = set(), {}, {}, {}
+
+    def patched_once(fn):
+        """What a launch replaced is in place until its end."""
+        if fn not in of_function:
+            named = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+            of_function[fn] = {n for n, lang in enumerate(languages) if lang in named}
+        if patched and of_function[fn] <= patched:
+            return None
+        scope = patch_lang(fn)
+        if not patched:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(of_function[fn])
+        return scope
+
+    def np_dtype_of(dtype):
+        kind = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
+        if kind.name not in np_dtypes:
+            np_dtypes[kind.name] = np_dtype(kind)
+        return np_dtypes[kind.name]
+
+    def type_of(values, fields=None):
+        if fields or not all(type(value) is core.constexpr for value in values):
+            return type_of_values(values, fields)
+        key = tuple((type(value.value), value.value) for value in values)
+        if not all(kind is int for kind, _ in key):
+            return type_of_values(values, fields)
+        if key not in types:
+            types[key] = type_of_values(values)
+        return types[key]
+
+    interpreter._patch_lang = patched_once
+    interpreter._get_np_dtype = np_dtype_of
+    core._type_for_tuple_values = type_of
+
+
 # Triton's own library is made of kernels too: it must be imported anew, to be interpreted. All
 # but what is compiled, which cannot be.
 for imported in [n for n in sys.modules if n.split(".")[0] == "triton" and "._C" not in n]:
@@ -75,4 +120,6 @@ with _interpreting():
     why = "triton is not installed; `pip install --no-deps triton==3.6.0` lets this run"
     triton = pytest.importorskip("triton", reason=why, exc_type=ImportError)
     importlib.import_module("triton.experimental.gluon")
-    _mended(importlib.import_module("triton.runtime.interpreter"), triton.language.float32)
+    _interpreter = importlib.import_module("triton.runtime.interpreter")
+    _mended(_interpreter, triton.language.float32)
+    _quickened(_interpreter, triton.language.core)

@@ -25,7 +25,6 @@ from itertools import count
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from forerun.executors.torch.captured.graphs import CudaRecorder
 
@@ -47,7 +46,14 @@ def storage(value):
 
 
 def tensors(values):
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    """Of what an operation takes or gives: tensors, and lists, tuples and dictionaries of them."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [tensor for value in values for tensor in tensors(value)]
 
 
 def written(func, args, kwargs):
@@ -58,7 +64,8 @@ def written(func, args, kwargs):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses what waits; tells `cuda` of every launch; appends all to `tape`, if there is one.
+    """Refuses what waits; tells `cuda` of every launch; appends all that computes or writes to
+    `tape`, if there is one, with the tensors that it made and their places among the results.
 
     before: what tensors held that were written in place, by where they lie
     """
@@ -78,10 +85,14 @@ class Watch(TorchDispatchMode):
             self.cuda.launches(func)
         out = func(*args, **(kwargs or {}))
         if self.tape is not None:
-            self.tape.append((func, args, kwargs or {}, out))
+            outs, given = tensors(out), {storage(tensor) for tensor in tensors((args, kwargs))}
+            # Neither a view nor written in place.
+            made = [(place, t) for place, t in enumerate(outs) if storage(t) not in given]
+            # A view that was taken stays one: there is nothing to replay.
+            if made or not outs or any(True for _ in written(func, args, kwargs or {})):
+                self.tape.append((func, args, kwargs or {}, made))
             if self.cuda is not None:
-                given = {storage(tensor) for tensor in tensors((args, kwargs))}
-                self.cuda.allocates(t for t in tensors(out) if storage(t) not in given)
+                self.cuda.allocates(tensor for _, tensor in made)
         return out
 
 
@@ -131,12 +142,12 @@ class Graph:
 
     def replay(self):
         self._cuda.replays += 1
-        for func, args, kwargs, out in self.tape:
-            given = {storage(t) for t in tensors((args, kwargs))}
+        for func, args, kwargs, made in self.tape:
             again = func(*args, **kwargs)
-            for old, new in zip(tensors(out), tensors(again), strict=True):
-                if storage(old) not in given:  # Neither a view nor written in place.
-                    old.copy_(new)
+            if made:
+                outs = [again] if isinstance(again, torch.Tensor) else tensors(again)
+                for place, old in made:
+                    old.copy_(outs[place])
 
 
 class FakeCuda:

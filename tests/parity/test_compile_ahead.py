@@ -23,7 +23,6 @@ BINARIES = {
 """Of a model with a draft head whose chains are up to 3 long: rows are no part of any key."""
 
 
-@pytest.mark.timeout(300)
 def test_ten_thousand_mixed_steps_compile_and_capture_nothing():
     """Rows and nodes of any number, sampling parameters, grammars, reports, drafts in rounds, and
     prompts in between.

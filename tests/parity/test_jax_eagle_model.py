@@ -31,29 +31,12 @@ from tests.parity.test_torch_eagle_model import (
     Twin,
     compare,
     counted,
-    learn,
     opened,
     serve,
     simulated,
 )
 
 SMALL = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
-    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def dense(folder):
-    return Target(FolderCheckpoint(folder))
-
-
-@pytest.fixture(scope="module")
-def learned(dense, tmp_path_factory):
-    return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
 def on_xla(folder, twin, compiled, warm=False, **changes):

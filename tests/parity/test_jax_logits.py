@@ -1,5 +1,7 @@
 """The JAX executor's logits are those of transformers on the same weights."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.models.arch import FAMILIES
 from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
+from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_logits import VARIANTS
 
@@ -38,6 +41,13 @@ CASES = [
     ("qwen3", "tied"),
 ]
 FAST = [("llama", "plain"), ("qwen3", "tied"), ("gemma3_text", "plain"), ("qwen3_moe", "plain")]
+
+
+@pytest.fixture(autouse=True)
+def compiler(request):
+    """The first case is compiled as it is for a server, the others with fewer optimisations."""
+    with nullcontext() if request.node.name.endswith("[llama-plain]") else little_optimised():
+        yield
 
 
 @pytest.mark.parametrize(

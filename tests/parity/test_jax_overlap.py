@@ -6,7 +6,7 @@ import pytest
 from forerun.client.completion import make_request
 from forerun.executors.jax import JaxOverlapExecutor
 from forerun.executors.jax.programs import Programs
-from tests.parity.test_jax_eagle_model import dense, folder, learned, on_xla  # noqa: F401 - fixtures
+from tests.parity.test_jax_eagle_model import on_xla
 from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
 
 SLOW = pytest.mark.slow
@@ -25,7 +25,7 @@ def drafting(shape):
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def target(request, folder, learned, compiled, quickly):  # noqa: F811
+def target(request, folder, learned, compiled, quickly):
     """The target and head, which compile what they need when they need it; and how they draft."""
     shape = drafting(request.param)
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +39,7 @@ def target(request, folder, learned, compiled, quickly):  # noqa: F811
 @pytest.mark.parametrize("drafts", [pytest.param(False, marks=SLOW), True])
 def test_texts_and_trees_are_those_without_overlap(
     target,
-    learned,  # noqa: F811
+    learned,
     trees,  # noqa: F811
     temperature,
     drafts,
@@ -73,7 +73,7 @@ KINDS = {
 
 
 @SLOW
-def test_requests_that_come_and_go(target, learned):  # noqa: F811
+def test_requests_that_come_and_go(target, learned):
     """More than there are slots, of other lengths each, with every sampling parameter."""
     made, shape = target
     requests = [
@@ -96,7 +96,7 @@ def test_requests_that_come_and_go(target, learned):  # noqa: F811
 
 @SLOW
 @pytest.mark.parametrize(("kind", "carried"), [(1, False), (2, True), (3, False), (5, True)])
-def test_who_is_carried(target, learned, kind, carried):  # noqa: F811
+def test_who_is_carried(target, learned, kind, carried):
     made, shape = target
     request = make_request(
         learned[1][0][:12], max_tokens=9, ignore_eos=True, temperature=0.8, **KINDS[kind]
@@ -106,7 +106,7 @@ def test_who_is_carried(target, learned, kind, carried):  # noqa: F811
     assert tokens(found) == tokens(answered(made, [request], False, **shape)[0])
 
 
-def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monkeypatch):  # noqa: F811
+def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monkeypatch):
     """In all but the first and the last; and each is still one dispatch. A last one that may have
     no draft token is begun when the one before is read, which could end the answer.
     """

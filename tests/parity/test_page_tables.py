@@ -19,11 +19,8 @@ from forerun.executors.torch.captured.buffers import (
     changes_of,
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.models.folder import FolderCheckpoint
-from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import taped
-from tests.parity.test_torch_eagle_model import Target, learn
 from tests.parity.test_torch_overlap import answered, tokens
 
 CPU = torch.device("cpu")
@@ -149,11 +146,8 @@ class Looking(Tape):
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory):
+def device(folder, learned):
     """A small model with a head, on a device that is slow and looks at every table."""
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
-    folder = tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
-    learned = learn(Target(FolderCheckpoint(folder)), tmp_path_factory.mktemp("draft"))
     tape, send = Looking(), PageTables.send
     shape = {"chunked_prefill_size": 128, "context": 128, "page_size": 4, "kv_tokens": 128}
     with pytest.MonkeyPatch.context() as patch:

@@ -210,6 +210,7 @@ def test_a_gpu_is_planned_by_its_memory(monkeypatch, total, chunk):
     """From what the device reports: SGLang's chunk, and 88 % of what is free."""
     free = int((total - 0.5) * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total * GIB))
     config = EngineConfig(model="x", device="cuda", executor="torch", dtype="bfloat16")
     assert ENTRY.prefill_chunk(config) == chunk

@@ -14,28 +14,11 @@ from forerun.executors.torch import CapturedExecutor, TorchEagleModel, executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.kernels import SLOW_TWINS
-from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.tape import Tape
-from tests.parity.test_torch_eagle_model import SWITCHES, Target, Twin, learn, opened, serve
+from tests.parity.test_torch_eagle_model import SWITCHES, Twin, opened, serve
 
 KERNELS = SLOW_TWINS
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
-    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def dense(folder):
-    return Target(FolderCheckpoint(folder))
-
-
-@pytest.fixture(scope="module")
-def learned(dense, tmp_path_factory):
-    return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
 def taped(folder, twin, tape=None, **changes):

@@ -36,12 +36,6 @@ SWITCHES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
-    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
 def checkpoint(folder):
     return FolderCheckpoint(folder)
 
@@ -61,11 +55,6 @@ class Target:
         output = self._model(tokens, output_hidden_states=True)
         states = [output.hidden_states[layer] for layer in layers] or [tokens]
         return torch.cat(states, -1), output.logits.argmax(-1)
-
-
-@pytest.fixture(scope="module")
-def dense(checkpoint):
-    return Target(checkpoint)
 
 
 class Twin:
@@ -323,11 +312,6 @@ def _unrolled(twin, features, texts, steps):
         tokens = texts[:, (places + step + 1).clamp(max=length - 1)]
         read, hidden = twin.head(twin.embed[tokens], hidden, *turn, attend)
         yield twin.head.logits(read)
-
-
-@pytest.fixture(scope="module")
-def learned(dense, tmp_path_factory):
-    return learn(dense, tmp_path_factory.mktemp("draft"))
 
 
 def learn(dense, folder, begin=None):

@@ -21,11 +21,9 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import ASKED
-from forerun.models.folder import FolderCheckpoint
-from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
-from tests.parity.test_torch_eagle_model import Target, learn, opened, opened_config
+from tests.parity.test_torch_eagle_model import opened, opened_config
 from tests.shape.walk import Walk
 
 FILES, LINES = 38, 7_400
@@ -44,17 +42,6 @@ SHAPES = [OFF] + [
     for nodes, depth, width in [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
 ]
 """No drafter; chains; trees of which all, or the best, are verified."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6)
-    return tiny.save_folder(hf, tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def learned(folder, tmp_path_factory):
-    return learn(Target(FolderCheckpoint(folder)), tmp_path_factory.mktemp("draft"))
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,13 @@ from forerun.speculative.draft_tree import (
     DraftTree,
     Template,
     TemplateTree,
+    TreeShape,
     best_first,
     block_draft,
     full_draft,
+    full_size,
     grow,
+    pruned,
 )
 from forerun.speculative.tree import DraftSource
 
@@ -35,13 +38,16 @@ class Model:
     def __init__(self, seed: int, coarse: bool) -> None:
         self.seed, self.coarse = seed, coarse
         self.expanded: list[tuple[int, ...]] = []
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     def log_probs(self, path: tuple[int, ...]) -> np.ndarray:
-        random = np.random.default_rng([self.seed, *path])
-        logits = random.normal(0, 2, WORDS)
-        if self.coarse:
-            logits = np.round(logits / 2)
-        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        if path not in self._known:
+            random = np.random.default_rng([self.seed, *path])
+            logits = random.normal(0, 2, WORDS)
+            if self.coarse:
+                logits = np.round(logits / 2)
+            self._known[path] = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        return self._known[path]
 
     def expand(self, growth: DraftTree, nodes: np.ndarray, width: int):
         tokens, values = [], []
@@ -272,12 +278,94 @@ def test_children_that_are_not_there_end_a_template():
     assert tree.tokens.tolist() == [5] and len(tree.frontier()) == 0
 
 
+def test_what_comes_after_a_child_that_is_not_there_has_its_own_children():
+    tree = TemplateTree(Template((-1, -1, -1, 0, 1), (0, 1, 3, 0, 1)))
+    # No first child, and two candidates where four were wanted.
+    tree.extend(np.array([[5, 6]], np.int32), np.array([[-np.inf, -1.0]], np.float32))
+    assert tree.tokens.tolist() == [6] and tree.frontier().tolist() == [0]
+    tree.extend(np.array([[7, 8]], np.int32), np.array([[-1.0, -2.0]], np.float32))
+    assert tree.tokens.tolist() == [6, 8] and tree.parents.tolist() == [-1, 0]
+
+
 @pytest.mark.parametrize(
-    ("parents", "ranks"), [((0,), (0,)), ((-1, 2), (0, 0)), ((-1, -1), (1, 1)), ((-1,), (-1,))]
+    ("parents", "ranks"),
+    [((0,), (0,)), ((-1, 2), (0, 0)), ((-2,), (0,)), ((-1, -1), (1, 1)), ((-1,), (-1,))],
 )
 def test_what_is_no_template_is_refused(parents, ranks):
     with pytest.raises(ValueError, match="a template's node"):
         Template(parents, ranks)
+
+
+def test_a_template_has_a_rank_for_each_parent():
+    for parents, ranks in [((-1,), ()), ((), (0,)), ((-1, 0), (0,))]:
+        with pytest.raises(ValueError, match="argument 2 is"):
+            Template(parents, ranks)
+
+
+def test_a_template_is_as_wide_as_its_last_child():
+    assert Template((-1, 0), (2, 0)).width == 3
+    assert Template((-1,), (0,)).width == 1
+    empty = Template((), ())
+    assert empty.width == 1 and empty.below == {}
+    assert len(TemplateTree(empty).frontier()) == 0
+
+
+# --- shapes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("width", "nodes", "holds"),
+    [(3, 0, False), (3, 1, True), (3, 4, True), (3, 9, True), (3, 10, False), (2, 5, False),
+     (1, 0, True), (1, 7, True)],
+)  # fmt: skip
+def test_a_full_tree_holds_a_blocks_best_paths_where_no_level_can_have_more(width, nodes, holds):
+    assert TreeShape(width, 4, nodes=nodes).full(block=True) == holds
+    assert TreeShape(width, 4, nodes=nodes).full(block=False)
+
+
+def test_nobody_has_said_how_many_nodes_unless_told():
+    assert TreeShape(3, 4) == TreeShape(3, 4, template=None, nodes=0)
+
+
+def test_a_shape_begins_its_kind_of_tree():
+    template = Template((-1, 0), (4, 0))
+    for block in (False, True):
+        assert not TreeShape(1, 2, template).full(block)
+    assert TreeShape(1, 2, template).children == 5 and TreeShape(3, 2).children == 3
+    assert type(TreeShape(1, 2, template).tree()) is TemplateTree
+    assert type(TreeShape(3, 2).tree()) is DraftTree
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_full_tree_has_width_nodes_and_then_their_squares(width):
+    """As many as are grown where every node has `width` children."""
+    tree = DraftTree(width)
+    for level in range(5):
+        assert full_size(width, level) == len(tree.tokens)
+        shape = len(tree.frontier()), width
+        tree.extend(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+
+
+def test_a_chain_that_ends_early_is_cut_there():
+    tokens, parents = np.array([5, 6, 7], np.int32), np.array([-1, 0, 1], np.int32)
+    for end in (-np.inf, np.nan):
+        value = np.log(np.array([0.5, 0.25, 1.0], np.float32))
+        value[2] = end
+        draft = full_draft(1, 3, 9, tokens, parents, value)
+        assert draft.tokens.tolist() == [5, 6] and draft.parents.tolist() == [-1, 0]
+        assert draft.score.tolist() == [0.5, 0.25]
+
+
+def test_kept_nodes_keep_their_parents_and_sources():
+    tokens, parents = np.array([5, 6, 7, 8], np.int32), np.array([-1, -1, 1, 0], np.int32)
+    score = np.array([0.1, 0.9, 0.8, 0.05], np.float32)
+    source = np.array([DraftSource.NGRAM, DraftSource.TABLE, DraftSource.NGRAM, 0], np.int32)
+    draft = pruned(tokens, parents, score, np.array([1, 2]), source)
+    assert draft.tokens.tolist() == [6, 7] and draft.parents.tolist() == [-1, 0]
+    assert draft.score.tolist() == score[1:3].tolist()
+    assert draft.sources() == [DraftSource.TABLE, DraftSource.NGRAM]
+    # A child of what is not kept hangs below the root.
+    assert pruned(tokens, parents, score, np.array([1, 3]), source).parents.tolist() == [-1, -1]
 
 
 # --- blocks ----------------------------------------------------------------------------
@@ -320,9 +408,9 @@ def test_a_blocks_tree_is_the_heaviest_there_is(seed, depth, count, nodes, coars
 
 def test_a_block_of_one_candidate_each_is_a_chain_and_ends_where_there_is_none():
     tokens = np.array([[4], [5], [6], [7]], np.int32)
-    log_probs = np.log(np.array([[0.5], [1.5], [0.25], [0.0]], np.float32))
     with np.errstate(divide="ignore"):
-        draft = block_draft(tokens, log_probs, 9)
+        log_probs = np.log(np.array([[0.5], [1.5], [0.25], [0.0]], np.float32))
+    draft = block_draft(tokens, log_probs, 9)
     assert draft.tokens.tolist() == [4, 5, 6] and draft.parents.tolist() == [-1, 0, 1]
     assert draft.score.tolist() == [0.5, 0.5, 0.125]
     broken = block_draft(tokens, np.full((4, 1), np.nan, np.float32), 9)
@@ -339,3 +427,11 @@ def test_equal_offers_are_taken_in_their_order():
     assert draft.tokens.tolist() == [10, 11]
     assert draft.sources() == [DraftSource.GRAMMAR, DraftSource.TABLE]
     assert len(best_first([], lambda offer, number: [], 2)) == 0
+
+
+def test_equal_paths_of_a_block_are_taken_level_by_level():
+    """The better ranks of a level first, then the earlier parent; whatever their tokens are."""
+    tokens = np.array([[9, 8], [3, 2], [1, 0]], np.int32)
+    draft = block_draft(tokens, np.zeros((3, 2), np.float32), 99)
+    assert draft.tokens.tolist() == [9, 8, 3, 3, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert draft.parents.tolist() == [-1, -1, 0, 1, 0, 1, 2, 3, 4, 5, 2, 3, 4, 5]

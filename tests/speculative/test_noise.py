@@ -84,9 +84,16 @@ def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
     assert (gumbel(3, 5, 49152)[:1001] == gumbel(3, 5, 1001)).all()
 
 
-def test_extreme_words_stay_finite():
-    for word in (0, 2**32 - 1):
-        assert math.isfinite(-math.log(-math.log((word + 0.5) / 2**32)))
+@pytest.mark.parametrize(
+    ("token", "position", "word"), [(1775258044, 2, 0), (1748120863, 3, 2**32 - 1)]
+)
+def test_extreme_words_stay_finite(token, position, word):
+    """The least and the greatest word there are, at tokens where seed 0 has them: the half that is
+    added is all that keeps their logarithms finite, and is seen nowhere else.
+    """
+    assert slow_philox([token // 4, position, 0, 0], (0, 0))[token % 4] == word
+    (noise,) = gumbel_of(0, position, np.array([token], np.int32))
+    assert noise == pytest.approx(-math.log(-math.log((word + 0.5) / 2**32)), rel=2e-7)
 
 
 def test_the_remembered_noise_cannot_be_changed():

@@ -18,7 +18,18 @@ from tests.models import tiny
 STOPS = (2, 17, 40)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "gemma3_text", "qwen2_moe"])
+FAMILIES = ["llama", "gemma3_text", "qwen3", "gemma2", "qwen2_moe"]
+
+
+def of_some(count):
+    """Runs always for so many families, for the others with the slow tests: what writes is the same
+    for all of them, and that they compute what they should is seen in greedy text.
+    """
+    others = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[count:]]
+    return pytest.mark.parametrize("folder", [*FAMILIES[:count], *others], indirect=True)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     hf = tiny.model(request.param, max_position_embeddings=512)
     return tiny.save_folder(hf, tmp_path_factory.mktemp(request.param))
@@ -69,6 +80,7 @@ def test_greedy_text_is_the_engines(folder, target):
     assert len({len(ids) for ids in dense.values()}) > 3
 
 
+@of_some(1)
 def test_ends_at_a_stop_id_or_at_the_limit(target):
     asks = [Ask(p, 1.0, i, 40) for i, p in enumerate(prompts(40))]
     found = outputs(DenseAuthor(target, STOPS, width=16, context=128, longest=64), asks)
@@ -80,6 +92,7 @@ def test_ends_at_a_stop_id_or_at_the_limit(target):
     assert 0 < ends < 40
 
 
+@of_some(1)
 def test_context_ends_an_output_and_refuses_a_prompt(target):
     author = DenseAuthor(target, [], width=2, context=32, longest=64)
     long = np.arange(3, 34, dtype=np.int32)
@@ -90,6 +103,7 @@ def test_context_ends_an_output_and_refuses_a_prompt(target):
         author.ask(9, Ask(np.zeros(32, np.int32), 0.0, 0, 1))
 
 
+@of_some(1)
 def test_samples_the_tempered_distribution(target):
     prompt, count, temperature = prompts(4)[3], 1500, 2.5
     asks = [Ask(prompt, temperature, i, 1) for i in range(count)]
@@ -107,6 +121,7 @@ def test_samples_the_tempered_distribution(target):
     assert off(logits.softmax(-1).numpy()) > 6  # The test would see a forgotten temperature.
 
 
+@of_some(2)
 def test_rows_do_not_see_their_predecessors(target):
     """One row, used again and again, writes what a fresh one writes."""
     asks = [Ask(p, 0.0, 0, 33) for p in prompts(5)]
@@ -141,6 +156,7 @@ def test_programs_do_the_work_once_per_call():
     assert programs.captured == (1, 2)
 
 
+@of_some(2)
 def test_steps_need_no_new_tensors_between_replays(target):
     """The captured step reads and writes the author's own tensors: addresses must not move."""
     author = DenseAuthor(target, [2], width=4, context=128, longest=40)
