@@ -5,6 +5,8 @@ spent on a typo.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     path = config.getoption("--outcomes", default=None)
-    if path is not None:
+    if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Outcomes(path))
 
 
@@ -40,6 +42,29 @@ class Outcomes:
             seen |= {"outcome": report.outcome, "why": str(report.longrepr)[-2000:]}
         if report.when == "teardown":
             self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A bad memory access on the device ends every later call of its process: leave such a worker
+    of pytest-xdist, which starts another, and say why on stderr.
+    """
+    report = yield
+    worker = hasattr(item.config, "workerinput")
+    if worker and HERE in item.path.parents and report.failed and not answers():
+        sys.__stderr__.write(f"{item.nodeid}: the device's context is lost\n{report.longrepr}\n")
+        sys.__stderr__.flush()
+        os._exit(1)
+    return report
+
+
+def answers():
+    """Whether this process can still use its device."""
+    try:
+        torch.cuda.is_available() and torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def rehearsed(config):
