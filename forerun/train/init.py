@@ -47,7 +47,7 @@ def start_from_target(
             target(f"{last}post_attention_layernorm.weight")
         )
         small(head.fc.weight, 0.01)
-        head.fc.weight[:, -width:] += torch.eye(width)
+        head.fc.weight[:, -width:] += torch.eye(width, device=head.fc.weight.device)
         # layer.input_layernorm stays 1: embeddings come to the scale of one, as queries expect.
         head.norm.weight.copy_(target("model.norm.weight"))
         head.lm_head.weight.copy_(vocabulary.rows)

@@ -31,7 +31,7 @@ def learned(dense, tmp_path_factory):
 
 
 @pytest.mark.parametrize("changes", SWITCHES)
-@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.08)])
 def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, changes, dtype, error):
     executor = TorchExecutor(dense.checkpoint, limits(tiny.VOCAB), device, dtype)
     compare(Twin(dense, tmp_path, changes), executor, error)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.executors.torch import CapturedExecutor
 from forerun.models.folder import FolderCheckpoint
 from tests.parity.test_torch_eagle_model import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
@@ -17,9 +18,12 @@ def learned(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder, learned, device):
-    target = opened(
-        folder("llama", layers=6), learned[0], device, chunked_prefill_size=256, context=128
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Each size is captured when it comes up: the tests below draft in other shapes.
+        patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+        target = opened(
+            folder("llama", layers=6), learned[0], device, chunked_prefill_size=256, context=128
+        )
     yield target
     target.close()
 

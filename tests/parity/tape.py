@@ -12,7 +12,7 @@ on what is on it, is an error.
     workspaces  a stream's first product allocates one that stays: within a capture it lies in that
                 capture's pool, and dies with it for everyone who captures on that stream later
     devices     kernels are launched on the current device, wherever their tensors are
-    graphs      none is destroyed while it may still run
+    graphs      none is destroyed while it may still run, or during somebody's capture
 """
 
 import re
@@ -227,6 +227,8 @@ class FakeCuda:
 
     def _destroyed(self, pool):
         pool.end()
+        if self._capturing is not None:
+            self.faults.append("a graph was destroyed during a capture")
         if self.unfinished():
             self.faults.append("a graph was destroyed while it ran")
 

@@ -117,6 +117,30 @@ def test_no_graph_is_destroyed_while_it_may_run(recorder):
         wait()
 
 
+@RECORDERS
+def test_no_graph_is_destroyed_during_a_capture(recorder):
+    """As seen on an H100: an engine that was closed is collected while the next one captures."""
+    cuda, before = FakeCuda(), gc.get_threshold()
+    gc.set_threshold(1_000_000)  # Nothing is collected before the capture.
+    try:
+        gone = Programs(lambda size: torch.ones(2).add_(size), recorder(cuda=cuda))
+        captured(gone, 1)
+        gone.itself = gone
+
+        def work(size):
+            gc.set_threshold(1)
+            boxes = [[] for _ in range(3000)]
+            torch.ones(2).add_(len(boxes))
+
+        tape = recorder(cuda=cuda)
+        with breaks(recorder, "destroyed during a capture"):
+            del gone
+            tape.capture(lambda: work(1))
+            assert gc.isenabled()
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_streams_of_a_recorder_are_its_own():
     """Warm-ups and captures of one recorder run on one stream, which is no other recorder's."""
     cuda, streams = FakeCuda(), []

@@ -58,7 +58,8 @@ class Float8Linear:
 def float8_rows(x: Tensor) -> Float8Rows:
     """[M,K] in float8, a scale for each row. NaN stays NaN."""
     wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / _FLOAT8_MOST
+    # Times the inverse: CUDA divides by a number so, the CPU does not.
+    scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) * (1 / _FLOAT8_MOST)
     numbers = (wide / scale).clamp(-_FLOAT8_MOST, _FLOAT8_MOST).to(FLOAT8)
     return Float8Rows(numbers, scale)
 

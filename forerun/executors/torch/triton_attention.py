@@ -71,7 +71,7 @@ def _see(
 
     Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
     """
-    WIDE: tl.constexpr = triton.next_power_of_2(E)
+    WIDE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
     e = tl.arange(0, WIDE)
     place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
     k = tl.load(keys + place, mask=real, other=0.0).to(q.dtype)
@@ -196,7 +196,7 @@ def _attend(
     line = tl.arange(0, LINES)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
     mine = (line < nodes * GQA_GROUP) & (node < end) & works
-    WIDE: tl.constexpr = triton.next_power_of_2(E)
+    WIDE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
     e = tl.arange(0, WIDE)
     query = node - behind
     place = (query * heads + head)[:, None] * E + e[None, :]

@@ -22,8 +22,7 @@ def narrowed(value, out, scales, row, at, there, width):
     """
     # Greatest or NaN: a maximum alone would drop that.
     bad = tl.sum(value * 0, 0)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 0), 1e-12), tl.full([], 448.0, tl.float32))
-    scale = scale + bad
+    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1 / 448.0) + bad
     tl.store(scales + row, scale)
     numbers = tl.clamp(tl.div_rn(value, tl.zeros_like(value) + scale), -448.0, 448.0)
     tl.store(out + row * width + at, numbers.to(out.dtype.element_ty), mask=there)
@@ -147,7 +146,7 @@ def _store(
         # Greatest or NaN: a maximum alone would drop that.
         bad = tl.sum(first * 0, 0) + tl.sum(second * 0, 0)
         most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
-        scale = tl.maximum(most, 1e-12) / 448.0 + bad
+        scale = tl.maximum(most, 1e-12) * (1 / 448.0) + bad
         tl.store(scales + where, scale)
         by = tl.zeros_like(first) + scale
         first = tl.clamp(tl.div_rn(first, by), -448.0, 448.0)

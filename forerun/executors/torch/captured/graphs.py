@@ -5,7 +5,10 @@ A CUDA graph replays them all in one launch. It freezes addresses and shapes, so
 changes from step to step must live in tensors made beforehand, and nothing may wait for the host.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from time import perf_counter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -50,6 +53,24 @@ class Recorder(Protocol):
         ...
 
 
+_CAPTURING = Lock()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """One capture at a time in the process, and no garbage collection during it: collected graphs
+    of an owner that is gone would be destroyed in its middle, and CUDA makes it invalid for that.
+    """
+    with _CAPTURING:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()
+
+
 class CudaRecorder:
     """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
 
@@ -90,7 +111,7 @@ class CudaRecorder:
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """One graph. Other threads may go on using the device meanwhile."""
-        with self.cuda.device(self._device):
+        with self.cuda.device(self._device), uncollected():
             graph = self.cuda.CUDAGraph()
             with self.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
