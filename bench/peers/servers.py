@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from environments import ENVIRONMENTS, LLAMA, OUT, interpreter
+
+from forerun.bench.launch import healthy
 
 HERE = Path(__file__).parent
 START_SECONDS = 900.0
@@ -163,7 +164,7 @@ def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
             env=os.environ | variables(job),
         )
     try:
-        while not _answers(port):
+        while not healthy(port):
             if process.poll() is not None or time.monotonic() - started > START_SECONDS:
                 raise RuntimeError(f"{server.name} did not start: {log.read_text()[-600:]}")
             time.sleep(0.1)
@@ -175,14 +176,6 @@ def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/health", timeout=5.0, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == httpx.codes.OK
 
 
 def missing_tools() -> str | None:
