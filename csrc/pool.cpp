@@ -22,8 +22,8 @@ constexpr double kCrowded = 0.8;     // of 1 / n: too much
 constexpr double kWasted = 0.02;     // seconds beyond that before a thread less takes part,
 constexpr double kTried = 0.005;     // and where the last one was only being tried
 constexpr double kCalm = 0.2;        // of 1 / n: nothing
-constexpr double kShortest = 0.5;    // seconds of calm before a thread more is tried,
-constexpr double kLongest = 16.0;    // doubled when that failed, up to this
+constexpr double kShortest = 0.5;    // seconds of calm before a thread more is tried, and of its trial;
+constexpr double kLongest = 16.0;    // the calm is doubled when that failed, up to this
 
 double seconds(clockid_t clock) {
     timespec now;
@@ -62,17 +62,20 @@ void Crowd::observe(double wall, double lost) {
     const double share = lost_ / wall_;
     wasted_ = std::max(0.0, wasted_ + lost_ - wall_ * kCrowded / active_);
     calm_ = share < kCalm / active_ ? calm_ + wall_ : 0;
+    held_ = probing_ ? held_ + wall_ : 0;
     wall_ = lost_ = 0;
     if (wasted_ > (probing_ ? kTried : kWasted) && active_ > 1) {
         patience_ = probing_ ? std::min(2 * patience_, kLongest) : kShortest;
         probing_ = false;
         wasted_ = calm_ = 0;
         active_--;
-    } else if (calm_ > patience_) {
+    } else if (held_ > kShortest) {
+        // Not calm, perhaps, but nothing was wasted all the while: the last one was right.
+        probing_ = false;
+    } else if (calm_ > patience_ && active_ < most_) {
         calm_ = 0;
-        // With as many threads as there may be, so long a calm says that the last one was right.
-        probing_ = active_ < most_;
-        if (probing_) active_++;
+        probing_ = true;
+        active_++;
     }
 }
 

@@ -15,7 +15,8 @@ namespace forerun {
 // Threads that meet at barriers run at the pace of the slowest: one that has lost its core to
 // somebody else holds up all. So when some thread has been kept off its core for so much time that
 // one thread less would have been faster, one thread less takes part; after a calm while, one more
-// is tried. A short disturbance changes nothing. Results never depend on the number.
+// is tried, and has proved itself after half a second of runs that were no slower for it. A short
+// disturbance changes nothing. Results never depend on the number.
 class Crowd {
 public:
     explicit Crowd(int most) : most_(most), active_(most) {}
@@ -32,6 +33,7 @@ private:
     double calm_ = 0;             // seconds of undisturbed runs since the last change
     double patience_ = 0.5;       // how many of them before one thread more is tried
     bool probing_ = false;        // the last change was one more, and may yet prove wrong
+    double held_ = 0;             // seconds of runs in which it has not
 };
 
 // `run(work)` calls work(0) on the caller and work(1..threads() - 1) on the pool's own threads, all
