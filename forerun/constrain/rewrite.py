@@ -6,8 +6,7 @@ pattern. Every rewriting allows what was allowed or less: never more. What remai
 named, with its path.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from forerun.constrain.references import Place, References
@@ -18,6 +17,7 @@ from forerun.constrain.rewrite_keys import with_plain_keys
 from forerun.constrain.rewrite_logic import NOTES, type_of
 from forerun.constrain.rewrite_number import LARGE_BOUND, bounded, exact, exclusive
 from forerun.constrain.rewrite_object import counted, dependencies, depending, named
+from forerun.constrain.rewrite_origin import Fault, Origins, Rewritten
 from forerun.constrain.rewrite_shapes import check_types, well_formed
 from forerun.constrain.rewrite_string import (
     FORMATS,
@@ -44,38 +44,6 @@ _COPIED = (
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A keyword that is left out. path: where it stands, itself included."""
-
-    path: str
-    why: str
-
-    def __str__(self) -> str:
-        """As an error says it."""
-        return f"{self.path} cannot be honoured: {self.why}"
-
-
-@dataclass(frozen=True, slots=True)
-class Rewritten:
-    """A schema in fewer keywords.
-
-    unenforced  what it does not say any more
-    origins     where the schemas of its `$defs` came from
-    """
-
-    schema: Any
-    unenforced: tuple[Fault, ...] = ()
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    def original(self, path: str) -> str:
-        """Where what now stands at `path` came from, as nearly as can be told."""
-        if not path.startswith("$defs."):
-            return path
-        name, _, rest = path.removeprefix("$defs.").partition(".")
-        return ".".join(part for part in (self.origins.get(name, ""), rest) if part)
-
-
 def rewritten(
     schema: Any,
     plain: bool = True,
@@ -100,6 +68,7 @@ def rewritten(
     found = rewriter.schema(rewriter.root, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
+        rewriter.origins.note(found, "", rewriter.root)
     if plain and isinstance(found, dict):
         with_plain_keys(found)
     return Rewritten(found, tuple(rewriter.faults), rewriter.origins)
@@ -110,7 +79,7 @@ class Rewriter:
 
     root     the document, but for what is malformed
     defined  schemas that others refer to, by name
-    origins  and where they stood
+    origins  where schemas stood
     faults   what was left out so far
     exact, brief, integers  see rewritten
     """
@@ -118,7 +87,7 @@ class Rewriter:
     def __init__(self, root: dict[str, Any], exact: bool, brief: bool, integers: bool) -> None:
         self.exact, self.brief, self.integers = exact, brief, integers
         self.defined: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
+        self.origins = Origins()
         self.faults: list[Fault] = []
         self.root = well_formed(root, self.fault)
         self._references = References(self.root)
@@ -165,6 +134,7 @@ class Rewriter:
         if "$ref" in raw or "$dynamicRef" in raw or "$recursiveRef" in raw:
             out = self._referring(raw, path)
             if self._references.alone:
+                self.origins.note(out, path, raw)
                 return out
         out |= {name: raw[name] for name in _COPIED if name in raw}
         self._inner(raw, path, out)
@@ -173,6 +143,7 @@ class Rewriter:
             if found is False:
                 return False
             out = found
+        self.origins.note(out, path, raw)
         return out
 
     def _referring(self, raw: dict[str, Any], path: str) -> dict[str, Any]:
@@ -195,7 +166,6 @@ class Rewriter:
         if name is None or (fresh and name not in self.defined):
             name = self._names[id(place.schema)] = f"d{len(self.defined)}"
             self.defined[name] = True
-            self.origins[name] = place.path
             depth, self._depth = self._depth, 0
             self.defined[name] = self._rewritten(place.schema, place.path)
             self._depth = depth

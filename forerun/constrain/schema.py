@@ -1,6 +1,7 @@
 """Where in a JSON schema a keyword stands, so that an error can name its path."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,13 +77,15 @@ def _path(path: str, key: str) -> str:
 def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
     """The keyword that a message is about: path of its schema, the schema, the keyword."""
     found, quoted = list(schemas(schema)), _quoted(message)
-    apart, lines = "not disjoint" in message, {*map(str.strip, message.splitlines())}
-    if apart or "regex parse error" in message:
-        for path, inner in found:
-            patterns = inner.get("patternProperties") or {}
-            for name in reversed(patterns):
-                if f"/{name}/" in message if apart else name in lines:
-                    return _path(path, "patternProperties"), patterns, name
+    apart, read = "not disjoint" in message, _patterns(message)
+    for path, inner in found if apart or read else ():
+        patterns = inner.get("patternProperties") or {}
+        for name in reversed(patterns):
+            if f"/{name}/" in message if apart else name in read:
+                return _path(path, "patternProperties"), patterns, name
+    for path, inner in found if read else ():
+        if inner.get("pattern") in read:
+            return path, inner, "pattern"
     for path, inner in found:
         for key in inner:
             if key in quoted:
@@ -92,6 +95,15 @@ def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | Non
             if isinstance(value, str) and value.lstrip("#") and value.lstrip("#") in message:
                 return path, inner, key
     return None
+
+
+def _patterns(message: str) -> list[str]:
+    """The lines of a message that says what is wrong with a pattern: one of them is the pattern.
+    None where it says something else.
+    """
+    lines = [line.strip() for line in message.splitlines()]
+    quoted = re.findall(r" in regex /(.*)/$", lines[0]) if lines else []
+    return lines if "regex parse error" in message else [one.replace("\\/", "/") for one in quoted]
 
 
 def _quoted(message: str) -> set[str]:

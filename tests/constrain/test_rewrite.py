@@ -37,7 +37,7 @@ THREE = {**PAIR, "properties": {**PAIR["properties"], "c": {"type": "integer"}}}
 ANY_OF_THREE = {"type": ["string", "integer", "null"]}
 KEYED = {**THREE, "properties": {**THREE["properties"], "a": ANY_OF_THREE}, "required": ["a"]}
 UNIQUE = {"type": "array", "uniqueItems": True}
-TEXT = {"type": "string"}
+TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
 TAKEN = [
     (PETS, [{"kind": "cat", "n": 1}, {"kind": "wolf"}],
      [{"kind": "cow"}, {"kind": "cat", "n": ""}]),
@@ -148,6 +148,16 @@ LEFT = [
     ({"type": "object", "properties": ["a"]}, "properties", {"a": 1}),
     ({"$ref": "#/x/y", "x": {"y": [1]}}, "$ref", 1),
     ({"type": "integer", "not": {"const": 175928847299117063}}, "not", 5),
+    ({"oneOf": [{**TEXT, "pattern": "(?:^x)?b"}, {"const": 1}]}, "oneOf[0].pattern", "y"),
+    ({"oneOf": [{**CAT, "required": ["kind"]}, {**DOG, "required": ["n"], "properties": {"n": {
+        **TEXT, "pattern": "a(^x)?b"}}}]}, "oneOf[1].properties.n.pattern", {"n": "y"}),
+    ({"$defs": {"p.q": {"oneOf": [INTEGER, {**TEXT, "pattern": "a/(^x)?b"}]}}, "items": {
+        "oneOf": [{"$ref": "#/$defs/p.q"}, {"type": "null"}]}}, "$defs.p.q.oneOf[1].pattern",
+     ["y"]),
+    ({"allOf": [{"oneOf": [INTEGER, {**TEXT, "pattern": "(^x)?b"}]}, {"type": ["string", "null"]}]},
+     "allOf[0].oneOf[1].pattern", "y"),
+    ({"additionalItems": {**TEXT, "pattern": "(^x)?b"}, "items": [INTEGER],
+      "$schema": "http://json-schema.org/draft-07/schema#"}, "additionalItems.pattern", [1, "y"]),
     ({"type": "number", "not": {"type": "integer"}}, "not", 1.5),
 ]  # fmt: skip
 
@@ -162,6 +172,15 @@ def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, 
     loose = Grammar.json_schema(schema, lenient=True, field=field)
     assert compiled(loose).unenforced == (f"{field}.{path}",)
     assert fits(loose, json.dumps(value))
+
+
+def test_what_is_left_out_of_a_choice_is_named_by_the_clients_own_path(library):
+    inner = {"type": "object", "patternProperties": {"^x": TEXT, "^xy": INTEGER}}
+    schema = {"type": "object", "properties": {"p": {"oneOf": [inner, INTEGER]}}}
+    found = compiled(Grammar.json_schema(schema, lenient=True)).unenforced
+    assert [path.removesuffix(".^xy") for path in found] == [
+        "grammar.properties.p.oneOf[0].patternProperties"
+    ]
 
 
 @pytest.mark.parametrize("count", [6, 8])

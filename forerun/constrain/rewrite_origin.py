@@ -1,0 +1,130 @@
+"""Where the parts of a rewritten schema came from, so that what is left out of it can be named by
+the path that stands in the schema as it was sent.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_SAYS = {
+    "pattern": ("format", "not"),
+    "properties": ("propertyNames", "not"),
+    "patternProperties": ("propertyNames",),
+    "additionalProperties": ("unevaluatedProperties", "propertyNames", "not"),
+    "prefixItems": ("items", "uniqueItems", "contains"),
+    "items": ("additionalItems", "contains"),
+    "enum": ("not",),
+    "type": ("not",),
+}
+"""Keyword -> those that may be written with it."""
+_CHOICES = (
+    "oneOf", "if", "not", "dependentSchemas", "dependentRequired", "dependencies", "contains",
+    "uniqueItems", "minProperties", "maxProperties", "pattern", "format", "propertyNames",
+)  # fmt: skip
+"""Those that may become choices, or several schemas at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A keyword that is left out. path: where it stands, itself included."""
+
+    path: str
+    why: str
+
+    def __str__(self) -> str:
+        """As an error says it."""
+        return f"{self.path} cannot be honoured: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """made: a rewritten schema; path: where it stood as `raw`, the schema as it was sent."""
+
+    made: dict[str, Any]
+    path: str
+    raw: dict[str, Any]
+
+
+class Origins:
+    """The schemas of one rewritten document, with where they stood in the one that was sent."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Origin] = {}  # By identity: equal schemas stand in many places.
+
+    def note(self, made: Any, path: str, raw: dict[str, Any]) -> None:
+        """Remember what became of the schema at `path`."""
+        if isinstance(made, dict):
+            self._known[id(made)] = _Origin(made, path, raw)
+
+    def original(self, root: Any, path: str) -> str:
+        """Where what stands at `path` of the rewritten `root` came from, as nearly as can be told.
+
+        What nothing in the schema that was sent corresponds to is named by the keyword that it was
+        written for.
+        """
+        node, left, tail = root, path, list[str]()
+        origin = self._known.get(id(root))
+        while left:
+            found = _step(node, left, root)
+            if found is None:
+                tail.append(left)
+                break
+            step, node, left = found
+            tail.append(step)
+            known = self._known.get(id(node))
+            if known is not None:
+                origin, tail = known, []
+        if origin is None:
+            return path
+        tail = [part for part in tail if part]
+        keyword = tail[0].partition("[")[0].partition(".")[0] if tail else ""
+        if tail and keyword not in origin.raw:
+            tail = _said(keyword, origin.raw) or tail
+        return ".".join(part for part in (origin.path, *tail) if part).replace(".[", "[")
+
+
+def _said(keyword: str, raw: dict[str, Any]) -> list[str]:
+    """The keyword of the schema that was sent which became this one, alone; or none."""
+    names = (*_SAYS.get(keyword, ()), *_CHOICES)
+    return [name for name in names if name in raw][:1]
+
+
+def _step(node: Any, path: str, root: Any) -> tuple[str, Any, str] | None:
+    """The first step of a path, what stands there, and the rest of the path; None where there is
+    nothing. What is joined with a schema, by `allOf` or `$ref`, counts as part of it.
+    """
+    if isinstance(node, list) and path.startswith("["):
+        index, _, rest = path[1:].partition("]")
+        if index.isdecimal() and int(index) < len(node):
+            return f"[{index}]", node[int(index)], rest.removeprefix(".")
+    if not isinstance(node, dict):
+        return None
+    names = [name for name in node if path == name or path.startswith((f"{name}.", f"{name}["))]
+    if names:
+        name = max(names, key=len)
+        return name, node[name], path[len(name) :].removeprefix(".")
+    parts = node.get("allOf") or []
+    if "$ref" in node and isinstance(root, dict):
+        parts = [*parts, root.get("$defs", {}).get(str(node["$ref"]).rpartition("/")[2])]
+    part = next((part for part in parts if _has(part, path)), None)
+    return None if part is None else ("", part, path)
+
+
+def _has(part: Any, path: str) -> bool:
+    return isinstance(part, dict) and _step(part, path, None) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A schema in fewer keywords.
+
+    unenforced  what it does not say any more
+    origins     where its parts came from
+    """
+
+    schema: Any
+    unenforced: tuple[Fault, ...] = ()
+    origins: Origins = field(default_factory=Origins)
+
+    def original(self, path: str) -> str:
+        """Where what now stands at `path` came from, as nearly as can be told."""
+        return self.origins.original(self.schema, path)
