@@ -23,7 +23,7 @@ from forerun.constrain.rewrite_string import (
     FORMATS,
     NATIVE,
     NO_LEAP_SECOND,
-    NUMBERS,
+    NOTED_FORMATS,
     RAW_FORMATS,
     SAME,
     Unenforceable,
@@ -252,7 +252,7 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     elif name in FORMATS:
         pattern = {"pattern": FORMATS[name]}
         out = also(out, pattern) if "pattern" in out else out | pattern
-    elif name is not None and name not in NUMBERS:
+    elif name is not None and name not in NOTED_FORMATS:
         rewriter.fault(path, "format", f"unknown format {name!r}")
     return out
 

@@ -69,8 +69,12 @@ NO_LEAP_SECOND = ":[0-5][0-9]:[0-5][0-9]"
 """In a time: libraries allow second 60 at any, JSON Schema only at some."""
 
 SAME = {"idn-email": "email", "idn-hostname": "hostname"}
-NUMBERS = frozenset("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float double".split())  # noqa: SIM905
-"""Names of OpenAPI's for numbers; JSON Schema has formats of strings only."""
+NOTED_FORMATS = frozenset(
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float double password binary".split()  # noqa: SIM905
+)
+"""Formats of OpenAPI's that say nothing of a value: of numbers, for JSON Schema has formats of
+strings only, and of strings that are hidden as they are typed or may be anything.
+"""
 
 
 class Unenforceable(Exception):  # noqa: N818

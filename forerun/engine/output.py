@@ -34,9 +34,11 @@ class Kept(NamedTuple):
 def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
     """Push decided tokens through the stop conditions and the text stream, one by one.
 
-    An end-of-text id is no `reason`; any other stop token or string is.
+    An end-of-text id is no `reason`; any other stop token or string is. Before min_tokens, a stop
+    token that ends no text is text itself: it only comes where a grammar allows nothing else.
     """
     stopping, text = sequence.request.stopping, ""
+    early = sequence.sampling.min_tokens - sequence.reported
     kept: list[int] = []
     room = stopping.max_tokens - sequence.reported
     ending = Ending(Finish.LENGTH) if room <= 0 else None
@@ -44,7 +46,7 @@ def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) 
         if ending is not None:
             break
         kept.append(token)
-        is_stop = token in stopping.stop_tokens
+        is_stop = token in stopping.stop_tokens and (len(kept) > early or token in eos_ids)
         if not is_stop or stopping.include_stop:
             piece = sequence.stream.push(token)
             text += piece.text

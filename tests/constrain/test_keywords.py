@@ -49,6 +49,9 @@ EXAMPLES = {
     "`format`: date, time, uuid, ipv4, email": ({**TEXT, "format": "date"}, ["2024-02-29"],
                                                 ["2023-02-31"]),
     "`format`: json-pointer, regex": ({**TEXT, "format": "json-pointer"}, ["/a"], ["a"]),
+    "`format`: password, binary, int64": ({**OBJECT, "properties": {
+        "a": {**TEXT, "format": "password"}, "b": {**TEXT, "format": "binary"},
+        "c": {**INTEGER, "format": "int64"}}}, [{"a": "x", "b": "x\ty", "c": 2**70}], [{"a": 1}]),
     "`format`: another": ({**TEXT, "format": "martian"}, ["x"], []),
     "`properties`, `required`": ({**PAIR, "required": ["a"]}, [{"a": 1}], [{}, {"b": 1}]),
     "`additionalProperties`": ({**OBJECT, "additionalProperties": INTEGER}, [{"x": 1}],

@@ -162,6 +162,23 @@ def test_min_tokens_beyond_the_end_does_not_break_a_complete_text():
         assert ear.text() in ("Paris", "Amsterdam")
 
 
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_token_that_the_grammar_needs_before_min_tokens_is_text(include_stop):
+    grammar, stop = compiled(Grammar.regex("ab{3,8}c")), ord("b")
+    options = {"stop_tokens": (stop, *BYTES.eos_ids), "include_stop": include_stop}
+    request = ask("r", "x", 60, grammar=grammar, min_tokens=6, logit_bias=((stop, 30.0),), **options)
+    for name in ("none", "random", "grammar"):
+        ear = run(engine(name, "bytes"), request)
+        assert ear.text() == "abbbc", "three are needed, further ones are suppressed"
+        assert (ear.last().finish, ear.last().stop_reason) == (Finish.STOP, None)
+    grammar = compiled(Grammar.regex("ab{8}c"))
+    for name in ("none", "random", "grammar"):
+        ear = run(engine(name, "bytes"), replace(request, grammar=grammar))
+        assert ear.text() == "abbbbb" + "b" * include_stop
+        assert ear.tokens() == list(b"abbbbbb")
+        assert (ear.last().finish, ear.last().stop_reason) == (Finish.STOP, stop)
+
+
 def test_ignored_end_of_text_still_ends_the_grammar():
     grammar = compiled(Grammar.regex("a+"))
     request = ask("r", "x", 60, stop_tokens=(), grammar=grammar, temperature=3.0, seed=5)
