@@ -2,7 +2,8 @@
 
     python bench/real_schemas.py count --data DIR --out counts.json   both libraries, by default and
                                                                       strictly
-    python bench/real_schemas.py walk --data DIR --out walks.jsonl    random texts of strict grammars
+    python bench/real_schemas.py walk --data DIR --out walks.jsonl    random texts of strict
+                                                                      grammars
     python bench/real_schemas.py check --data DIR --walks walks.jsonl held against `jsonschema`,
                                                                       which must be installed
 
@@ -44,13 +45,18 @@ SECONDS = 3.0
 """For the walks of one schema."""
 
 
+def say(text: str) -> None:
+    """One line of the report."""
+    sys.stdout.write(text + "\n")
+
+
 def drawn(data: Path) -> dict[str, dict[str, Any]]:
     """The schemas by name, the same for the same packages."""
     found: dict[str, dict[str, Any]] = {}
     for name, count, patterns in SOURCES:
         paths = sorted(path for pattern in patterns for top in data.glob(pattern)
                        for path in top.rglob("*.json"))  # fmt: skip
-        Random(name).shuffle(paths)
+        Random(name).shuffle(paths)  # noqa: S311
         known: dict[str, dict[str, Any]] = {}
         for path in paths:
             schema = _schema(path)
@@ -90,11 +96,11 @@ def count(schemas: dict[str, dict[str, Any]], out: Path) -> None:
             rows = [row[f"{library} {how}"] for row in table.values()]
             taken = [row for row in rows if isinstance(row, list)]
             whole = sum(not row for row in taken)
-            print(f"{library:10} {how:7} taken {len(taken)} of {len(rows)}, enforced whole {whole}")
+            say(f"{library:10} {how:7} taken {len(taken)} of {len(rows)}, enforced whole {whole}")
         out.write_text(json.dumps(table, indent=1) + "\n")
-    left_out = [set(map(_keyword, row["llguidance default"])) for row in table.values()
+    left_out = [{*map(_keyword, row["llguidance default"])} for row in table.values()
                 if isinstance(row["llguidance default"], list)]  # fmt: skip
-    print(Counter(keyword for row in left_out for keyword in row).most_common(12))
+    say(f"left out: {Counter(name for row in left_out for name in row).most_common(12)}")
 
 
 def _keyword(path: str) -> str:
@@ -112,7 +118,7 @@ def _told(compiler: Compiler, schema: dict[str, Any], lenient: bool) -> list[str
 def walk(schemas: dict[str, dict[str, Any]], library: str, each: int, out: Path) -> None:
     """Random texts of each strict grammar, one JSON line per walk; text null where none ended."""
     tokenizer = Tokenizer.byte_level()
-    compiler, random = Compiler(tokenizer, backend(library, tokenizer)), Random(1)
+    compiler, random = Compiler(tokenizer, backend(library, tokenizer)), Random(1)  # noqa: S311
     with out.open("w") as file:
         for name, schema in schemas.items():
             try:
@@ -167,12 +173,12 @@ def check(schemas: dict[str, dict[str, Any]], walks: Path) -> int:
             error = next(validators[name].iter_errors(json.loads(text)), None)
         except Exception as problem:  # noqa: BLE001  Whatever it cannot read of a schema.
             counts["not checked"] += 1
-            print(f"{name}: {type(problem).__name__}: {problem}"[:200])
+            say(f"{name}: {type(problem).__name__}: {problem}"[:200])
             continue
         counts["valid" if error is None else "invalid"] += 1
         if error is not None:
-            print(f"{name}: {error.message[:200]} at {list(error.absolute_schema_path)}: {text}")
-    print(f"{dict(counts)}, {len(validators)} schemas")
+            say(f"{name}: {error.message[:200]} at {list(error.absolute_schema_path)}: {text}")
+    say(f"{dict(counts)}, {len(validators)} schemas")
     return counts["invalid"]
 
 
@@ -187,7 +193,7 @@ def main() -> int:
     parser.add_argument("--grammar-backend", default="llguidance")
     arguments = parser.parse_args()
     schemas = drawn(arguments.data)
-    print(f"{len(schemas)} schemas: {dict(Counter(name.split('/')[0] for name in schemas))}")
+    say(f"{len(schemas)} schemas: {dict(Counter(name.split('/')[0] for name in schemas))}")
     if arguments.what == "check":
         return min(check(schemas, arguments.walks), 1)
     if arguments.what == "walk":

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from forerun.bench.fuzz_case import (
-    GRAMMARS,
     SHAPES,
     Asked,
     Case,
@@ -28,6 +27,7 @@ from forerun.bench.fuzz_case import (
     read,
     simpler,
 )
+from forerun.bench.fuzz_grammars import GRAMMARS, taken
 from forerun.bench.mixed import told_otherwise
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, make_engine, open_target
@@ -76,6 +76,7 @@ class Fuzzer:
             [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
             self._reference_target.memory.limits.vocab,
             self._reference_target.config.device != "cpu",
+            taken(config.grammar_backend),
             seed,
         )
         self._target: tuple[dict[str, Any], Target] | None = None
@@ -95,8 +96,8 @@ class Fuzzer:
         while not enough(self.report):
             if self.report.cases % CASES_PER_TARGET == 0:
                 shape = self._source.shape()
-            head = self._config.speculative_algorithm.startswith("EAGLE")
-            case = Case(shape | self._source.drafting(head), self._source.requests())
+            drafting = self._source.drafting(self._config.algorithm)
+            case = Case(shape | drafting, self._source.requests())
             what = self.check(case)
             self.report.cases += 1
             if what is not None:

@@ -1,7 +1,7 @@
 """Cases of differential fuzzing: what one is, drawing one, making one smaller, and their files."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,30 +9,13 @@ from typing import Any
 import numpy as np
 
 from forerun import __version__
+from forerun.algorithms import Algorithm, capacity
 from forerun.config import EngineConfig
-from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError
-from forerun.speculative.draft_tree import full_size
 from forerun.types import Ints
 
 SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_tokens")
 """What a case changes of the executor itself, which is then opened anew."""
-
-GRAMMARS: dict[str, Callable[[], Grammar]] = {
-    "open object": lambda: Grammar.json_schema(
-        {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
-    ),
-    "closed object": lambda: Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
-            "required": ["name", "ok"],
-            "additionalProperties": False,
-        }
-    ),
-    "enum": lambda: Grammar.json_schema({"enum": ["red", "green", "blue", "bluish"]}),
-    "regex": lambda: Grammar.regex(r"(ab|cd){1,6}e?[0-9]{2,4}"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +24,7 @@ class Asked:
 
     prompt    token ids
     options   keyword options of forerun.client.completion.make_request
-    grammar   a name of GRAMMARS, or None
+    grammar   a name of fuzz_grammars.GRAMMARS, or None
     speculation  fields of forerun.engine.request.Speculation
     arrives   step before which it is submitted
     aborts    step before which it is aborted, or None
@@ -77,10 +60,14 @@ class CaseSource:
     texts    int32[.] token ids that prompts are cut from
     vocab    V
     overlap  whether the executor can overlap steps
+    grammars names of those that requests may have
     """
 
-    def __init__(self, texts: list[Ints], vocab: int, overlap: bool, seed: int) -> None:
+    def __init__(
+        self, texts: list[Ints], vocab: int, overlap: bool, grammars: Iterable[str], seed: int
+    ) -> None:
         self._texts, self._vocab, self._overlap = texts, vocab, overlap
+        self._grammars = tuple(grammars)
         self._random = np.random.default_rng(seed)
 
     def _pick(self, *values: Any) -> Any:
@@ -96,18 +83,18 @@ class CaseSource:
             "kv_tokens": self._pick(256, 256, 256, 2048),
         }
 
-    def drafting(self, head: bool = False) -> dict[str, Any]:
-        """How an engine speculates: fields of EngineConfig. head: a draft head grows trees of a
-        width, which hold no more than so many draft tokens.
+    def drafting(self, method: Algorithm) -> dict[str, Any]:
+        """How an engine speculates with a method: fields of EngineConfig. What a draft model grows
+        are trees of a width, which hold no more than so many draft tokens.
         """
         if self._random.random() < 0.1:
             return {"speculative_algorithm": "OFF"}
         shape: dict[str, Any] = {}
         nodes = self._pick(1, 2, 4, 8, 16)
-        steps = min(nodes, self._pick(1, 2, 4, 8))
-        if head:
-            width = self._pick(1, 2, 4)
-            nodes = min(nodes, full_size(width, steps))
+        steps = min(nodes, self._pick(1, 2, 4, 8), method.max_steps or nodes)
+        if method.model and method.name != "AUTO":
+            width = min(self._pick(1, 2, 4), method.max_topk or 4)
+            nodes = min(nodes, capacity(steps, width, method.block) - 1)
             shape = {"speculative_eagle_topk": width}
         return shape | {
             "speculative_num_draft_tokens": nodes + 1,
@@ -128,7 +115,7 @@ class CaseSource:
                 Asked(
                     prompt=prompt,
                     options=self._options(),
-                    grammar=self._pick(*GRAMMARS) if self._random.random() < 0.25 else None,
+                    grammar=self._pick(*self._grammars) if self._random.random() < 0.25 else None,
                     speculation=self._pick({}, {}, {}, {"max_nodes": 2}, {"enabled": False}),
                     arrives=arrives,
                     aborts=aborts if self._random.random() < 0.15 else None,
@@ -160,6 +147,7 @@ class CaseSource:
             "logprobs": (None, None, None, 0, 3),
             "prompt_logprobs": (None,) * 7 + (1,),
             "min_tokens": (0, 0, 0, 5),
+            "stop_token_ids": ((), (), (), tuple(ids)),
             "n": (1, 1, 1, 3),
             "stop": ((), (), ("e",), ("th", "an o")),
             "include_stop": (False, True),

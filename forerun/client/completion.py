@@ -78,7 +78,7 @@ class Completion:
 
 _names = itertools.count()
 _SAMPLING = {item.name for item in fields(Sampling)} - {"stop_tokens"}
-_STOPPING = {"max_tokens", "stop", "include_stop"}
+_STOPPING = {"max_tokens", "stop", "stop_token_ids", "include_stop"}
 
 
 def make_request(
@@ -92,7 +92,8 @@ def make_request(
     grammar: Compiled | None = None,
     **options: Any,
 ) -> Request:
-    """A request from keyword options: every field of `Sampling`, plus stop and include_stop.
+    """A request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
+    include_stop.
 
     `eos` are the model's end-of-text ids; `temperature` is 0 (greedy) unless given. Statistics
     are always asked for. Raises RequestError naming an option that does not exist.
@@ -103,7 +104,8 @@ def make_request(
         raise RequestError(f"There is no sampling option {name!r}.", name)
     if len(prompt) == 0:
         raise RequestError("The prompt is empty; give at least one token.", "prompt")
-    stop_tokens = () if ignore_eos else tuple(eos)
+    ends = () if ignore_eos else eos
+    stop_tokens = tuple(dict.fromkeys((*ends, *options.get("stop_token_ids", ()))))
     chosen = {"temperature": 0.0} | {key: options[key] for key in options if key in _SAMPLING}
     stop = options.get("stop") or ()
     return Request(

@@ -25,9 +25,9 @@ class LLM:
 
     Keyword options of the constructor are the fields of `EngineConfig`. Those of the methods
     are the fields of `Sampling` (temperature, top_p, seed, ...) plus max_tokens, n, stop,
-    include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar` that the text
-    must follow; unknown ones raise RequestError. Temperature is 0 unless given. `options` has
-    them with their types.
+    stop_token_ids, include_stop, ignore_eos, and `grammar`, a `forerun.constrain.grammar.Grammar`
+    that the text must follow; unknown ones raise RequestError. Temperature is 0 unless given.
+    `options` has them with their types.
     """
 
     def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineOptions]) -> None:

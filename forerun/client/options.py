@@ -59,6 +59,7 @@ class AskOptions(TypedDict, total=False):
     max_tokens: int
     n: int
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
     include_stop: bool
     ignore_eos: bool
     temperature: float

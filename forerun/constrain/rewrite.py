@@ -302,8 +302,10 @@ def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any
         else:
             out = found
     for name, all_needs in dependencies(raw).items():
+        schemas = raw.get("dependentSchemas")
+        keyword = "dependentSchemas" if name in (schemas or ()) else "dependencies"
         for needs in all_needs:
-            known = rewriter.schema(needs, f"{begin}dependencies.{name}")
+            known = rewriter.schema(needs, f"{begin}{keyword}.{name}")
             out = also(out, depending(name, known, out.get("required") or []))
     return out
 

@@ -2,6 +2,7 @@
 the path that stands in the schema as it was sent.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,17 +76,36 @@ class Origins:
                 origin, tail = known, []
         if origin is None:
             return path
-        tail = [part for part in tail if part]
-        keyword = tail[0].partition("[")[0].partition(".")[0] if tail else ""
-        if tail and keyword not in origin.raw:
-            tail = _said(keyword, origin.raw) or tail
-        return ".".join(part for part in (origin.path, *tail) if part).replace(".[", "[")
+        return _joined(origin.path, _named(_joined(*tail), origin.raw))
 
 
-def _said(keyword: str, raw: dict[str, Any]) -> list[str]:
-    """The keyword of the schema that was sent which became this one, alone; or none."""
-    names = (*_SAYS.get(keyword, ()), *_CHOICES)
-    return [name for name in names if name in raw][:1]
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts)).replace(".[", "[")
+
+
+def _named(path: str, raw: dict[str, Any]) -> str:
+    """A path in a rewritten schema as one in what was sent: the choice that it leads through may
+    be ours, and the keyword another one.
+    """
+    inner: str | None = path
+    while inner:
+        if _stands(raw, inner):
+            return inner
+        choice = re.match(r"(?:anyOf|allOf)\[\d+\]\.", inner)
+        inner = inner[choice.end() :] if choice else None
+    keyword = re.split(r"[.\[]", path)[0]
+    names = (keyword, *_SAYS.get(keyword, ()), *_CHOICES)
+    return next((name for name in names if name in raw), "")
+
+
+def _stands(schema: Any, path: str) -> bool:
+    """Whether a path leads to something in a schema, and not through what is joined with it."""
+    while path:
+        found = _step(schema, path, None)
+        if found is None or not found[0]:
+            return False
+        _, schema, path = found
+    return True
 
 
 def _step(node: Any, path: str, root: Any) -> tuple[str, Any, str] | None:

@@ -22,6 +22,7 @@ from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny
 from tests.parity.tape import Tape
+from tests.parity.test_rounds_that_draft import make
 from tests.parity.test_torch_captured import twins
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
@@ -30,17 +31,39 @@ TORCH = {"executor": "torch", "dtype": "float32", "device": "cpu"}
 CAPTURED = TORCH | {"max_sequences": 4}
 """Few sizes to capture: a tape keeps all that a pool shares between graphs."""
 
+MODELS = {
+    "prediction layer": {"speculative_algorithm": "NEXTN", "model": "one layer"},
+    "prediction layers": {"speculative_algorithm": "NEXTN", "model": "three layers"},
+    "small model": {"speculative_algorithm": "STANDALONE", "draft": "first layers"},
+    "other vocabulary": {"speculative_algorithm": "STANDALONE", "draft": "poorer"},
+    "block": {"speculative_algorithm": "DFLASH", "draft": "both ways"},
+    "causal block": {"speculative_algorithm": "DFLASH", "draft": "causal"},
+}
+"""Draft models other than heads; draft and model name a folder of `drafts`."""
+EAGER = TORCH | {"disable_cuda_graph": True}
+ALWAYS = "torch, captured, other vocabulary", "torch, captured, block"
+"""What `make chaos` runs of those on torch; `make chaos-nightly` runs all."""
+
 CONFIGS = {
     "cpu": {"executor": "cpu"},
     "cpu, xgrammar": {"executor": "cpu", "grammar_backend": "xgrammar"},
     "cpu, draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE3"},
-    "torch": TORCH | {"disable_cuda_graph": True},
-    "torch, draft head": TORCH | {"disable_cuda_graph": True, "speculative_algorithm": "EAGLE3"},
+    "torch": EAGER,
+    "torch, draft head": EAGER | {"speculative_algorithm": "EAGLE3"},
     "torch, captured": CAPTURED,
     "torch, captured, draft head": CAPTURED | {"speculative_algorithm": "EAGLE3"},
     "jax": {"executor": "jax", "dtype": "float32", "device": "cpu"},
+    "cpu, n-grams and draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE+NGRAM"},
+    "cpu, one token of a head": {"executor": "cpu", "speculative_algorithm": "NAIVE"},
     "toy": {"model": "toy"},
     "toy, xgrammar": {"model": "toy", "grammar_backend": "xgrammar"},
+}
+EXECUTORS = {"cpu": {"executor": "cpu"}, "torch": EAGER, "torch, captured": CAPTURED}
+CONFIGS |= {
+    f"{where}, {what}": EXECUTORS[where] | MODELS[what]
+    for where in EXECUTORS
+    for what in MODELS
+    if NIGHTLY or where == "cpu" or f"{where}, {what}" in ALWAYS
 }
 
 
@@ -63,14 +86,22 @@ def head(model, tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("drafts"))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_answer_depends_on_speculation(name, model, head, monkeypatch):
-    changes = {"model": str(model)} | CONFIGS[name]
+def test_no_answer_depends_on_speculation(name, model, head, drafts, monkeypatch):
+    changes = {"model": str(model), "draft_on_error": "stop"} | CONFIGS[name]
+    if changes.get("speculative_algorithm") in ("NEXTN", "STANDALONE", "DFLASH"):
+        draft = changes.pop("draft", None)
+        changes["model"] = str(drafts / CONFIGS[name].get("model", "target"))
+        changes["speculative_draft_model_path"] = str(drafts / draft) if draft else None
     if name == "jax" and importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed")
-    if "draft head" in name:
+    elif "head" in name:
         changes["speculative_draft_model_path"] = str(head)
-        changes["draft_on_error"] = "stop"
     if "captured" in name:
         monkeypatch.setattr(executor, "kernels_for", twins)
         monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
@@ -83,4 +114,4 @@ def test_no_answer_depends_on_speculation(name, model, head, monkeypatch):
     assert ("Captured" in used) == ("captured" in name), used
     assert report.failure is None, report.failure
     assert report.cases == CASES and report.draft_tokens > 0
-    assert report.accepted > 0 or "draft head" in name
+    assert report.accepted > 0 or "head" in name

@@ -28,7 +28,11 @@ def test_typed_options_are_the_real_ones():
         p.name for p in signature(make_request).parameters.values() if p.kind == p.KEYWORD_ONLY
     }
     sampling = {item.name for item in fields(Sampling)} - {"stop_tokens"}
-    assert AskOptions.__annotations__.keys() == named | sampling | {"stop", "include_stop"}
+    assert AskOptions.__annotations__.keys() == named | sampling | {
+        "stop",
+        "stop_token_ids",
+        "include_stop",
+    }
 
 
 def test_the_package_loads_nothing_before_it_is_asked():

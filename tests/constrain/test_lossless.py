@@ -166,7 +166,8 @@ def test_min_tokens_beyond_the_end_does_not_break_a_complete_text():
 def test_a_stop_token_that_the_grammar_needs_before_min_tokens_is_text(include_stop):
     grammar, stop = compiled(Grammar.regex("ab{3,8}c")), ord("b")
     options = {"stop_tokens": (stop, *BYTES.eos_ids), "include_stop": include_stop}
-    request = ask("r", "x", 60, grammar=grammar, min_tokens=6, logit_bias=((stop, 30.0),), **options)
+    options |= {"min_tokens": 6, "logit_bias": ((stop, 30.0),)}
+    request = ask("r", "x", 60, grammar=grammar, **options)
     for name in ("none", "random", "grammar"):
         ear = run(engine(name, "bytes"), request)
         assert ear.text() == "abbbc", "three are needed, further ones are suppressed"
