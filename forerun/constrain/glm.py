@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.rewrite import Fault, rewritten
+from forerun.constrain.rewrite import rewritten
+from forerun.constrain.rewrite_origin import Fault
 from forerun.constrain.rewrite_string import RAW_FORMATS
 from forerun.errors import RequestError
 

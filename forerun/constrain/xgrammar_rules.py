@@ -9,7 +9,8 @@ import re
 from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
-from forerun.constrain.rewrite import Fault, rewritten
+from forerun.constrain.rewrite import rewritten
+from forerun.constrain.rewrite_origin import Fault
 from forerun.constrain.rewrite_flat import flat
 from forerun.constrain.schema import schemas
 from forerun.constrain.xgrammar_patterns import settled, unwritable
