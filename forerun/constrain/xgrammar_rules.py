@@ -10,8 +10,8 @@ from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.rewrite import rewritten
-from forerun.constrain.rewrite_origin import Fault
 from forerun.constrain.rewrite_flat import flat
+from forerun.constrain.rewrite_origin import Fault
 from forerun.constrain.schema import schemas
 from forerun.constrain.xgrammar_patterns import settled, unwritable
 from forerun.errors import RequestError

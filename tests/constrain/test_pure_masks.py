@@ -44,14 +44,38 @@ SCHEMAS = {
     "any of": {"anyOf": [*KINDS, {"type": "array", "items": NUMBER}, NUMBER]},
     "enum": record({"name": {"enum": ["name", "age", 1, None, True]}, "kind": {"enum": [1, 12]}}),
     "anything": {"type": "object"},
+    "tree": {"$ref": "#/$defs/node", "$defs": {"node": record({
+        "age": NUMBER, "name": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+        "kind": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+    }, **CLOSED)}},
+    "mutual": {"$ref": "#/$defs/a", "$defs": {
+        "a": {"anyOf": [NUMBER, {"type": "array", "items": {"$ref": "#/$defs/b"}}]},
+        "b": record({"name": {"$ref": "#/$defs/a"}}, required=["name"]),
+    }},
+    "a large constant": {"type": "array", "items": {"enum": [10**30, 10**30 + 1, 2**63, "1"]}},
+}  # fmt: skip
+LARGE = {
+    "beyond 2^63": {"type": "array", "items": {**NUMBER, "minimum": 2**63 - 5, "maximum": 2**64}},
+    "beyond 10^30": record({"age": {**NUMBER, "minimum": 10**30}, "name": {"const": -(10**30)}}),
+    "between": {"type": "array", "items": {**NUMBER, "minimum": -(10**30), "maximum": 10**31 + 7}},
 }
-GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in SCHEMAS.items()}
+REFUSED = "xgrammar", "beyond 10^30"
+"""It has no rule for a bound on one side."""
+GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in (SCHEMAS | LARGE).items()}
 GRAMMARS |= {
     "one line": GRAMMARS["open with tags"].on_one_line(),
     "regex": Grammar.regex('("name"|"age"):[1-3]*(true|false)?'),
+    "left recursion": Grammar.grammar(
+        'root ::= sum "}"\nsum ::= sum "," part | part\npart ::= [0-9]{1,3} | "{" root'
+    ),
+    "hidden left recursion": Grammar.grammar(
+        'root ::= a\na ::= b a "," c | c\nb ::= "1"?\nc ::= "{" a "}" | "name" | "age" d\n'
+        'd ::= d [0-9] | ""'
+    ),
+    "nothing in between": Grammar.grammar('root ::= x x x "1"\nx ::= "" | "[" x "]" | x "{}"'),
     "recursive": Grammar.grammar('root ::= "{" (key root | "1") "}"\nkey ::= ("name" | "age") ":"'),
 }
-FAST = ("open", "closed", "regex")
+FAST = ("open", "closed", "regex", "tree", "beyond 2^63", "left recursion")
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in GRAMMARS]
 ENDED = (set[int](), [], True, "")
 
@@ -121,8 +145,10 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(name):
+def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(library, name):
     """Steps ahead, back and for good in any order, and questions between them or not."""
+    if (library, name) == REFUSED:
+        pytest.skip("refused")
     for seed in range(10):
         walk = Walk(name, seed)
         random, matcher = walk.random, Matcher(compiled(GRAMMARS[name], "spanning"))
@@ -160,8 +186,10 @@ def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
+def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(library, name):
     """Step after step as the engine makes them, with what the grammar drafts by itself."""
+    if (library, name) == REFUSED:
+        pytest.skip("refused")
     slots, many = np.zeros(1, np.int32), np.array([14], np.int32)
     size = TOKENIZERS["spanning"].vocab_size
     for seed in range(10):
