@@ -34,13 +34,12 @@ class Kept(NamedTuple):
 def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
     """Push decided tokens through the stop conditions and the text stream, one by one.
 
-    An end-of-text id is no `reason`; any other stop token or string is. Before min_tokens, a stop
-    token that ends no text is text itself: it only comes where a grammar allows nothing else.
+    An end-of-text id is no `reason`; any other stop token or string is. Before min_tokens such a
+    token is text: it only comes where a grammar allows nothing else.
     """
-    stopping, text = sequence.request.stopping, ""
-    early = sequence.sampling.min_tokens - sequence.reported
+    stopping, text, told = sequence.request.stopping, "", sequence.reported
     kept: list[int] = []
-    room = stopping.max_tokens - sequence.reported
+    room, early = stopping.max_tokens - told, sequence.sampling.min_tokens - told
     ending = Ending(Finish.LENGTH) if room <= 0 else None
     for token in tokens:
         if ending is not None:

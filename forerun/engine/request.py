@@ -43,8 +43,7 @@ class Stopping:
 
     max_tokens      output tokens at most
     stop            strings; the text ends before the first (or after it, with include_stop)
-    stop_tokens     ids, end-of-text ids included unless the request ignores them; the others end
-                    nothing before min_tokens
+    stop_tokens     ids, end-of-text ids included unless ignored; others not before min_tokens
     """
 
     max_tokens: int
