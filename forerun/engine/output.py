@@ -34,8 +34,7 @@ class Kept(NamedTuple):
 def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
     """Push decided tokens through the stop conditions and the text stream, one by one.
 
-    An end-of-text id is no `reason`; any other stop token or string is. Before min_tokens such a
-    token is text: it only comes where a grammar allows nothing else.
+    An end-of-text id is no `reason`; any other stop is, but before min_tokens a token is text.
     """
     stopping, text, told = sequence.request.stopping, "", sequence.reported
     kept: list[int] = []
