@@ -315,13 +315,11 @@ def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[
 
 def host_share(executor: Executor, work: Callable[[], object], times: int = 1) -> float | None:
     """Share of the time of `work` that passes outside of captured rounds; None without any."""
-    if not isinstance(executor, CapturedExecutor):
-        return None
     before, begun = executor.describe(), time.perf_counter()
     for _ in range(times):
         work()
     taken, after = time.perf_counter() - begun, executor.describe()
-    if after["rounds"] == before["rounds"]:
+    if after.get("rounds") == before.get("rounds"):
         return None
     return 1.0 - float(after["round_seconds"] - before["round_seconds"]) / taken
 

@@ -20,7 +20,9 @@ class StepReport:
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
     prefill       whether some row ran more than one known token
-    carried       the device drafted by itself: nobody saw a draft before the step was over
+    carried       the step began before the one before it was looked at, and what it verified came
+                  of that, on the device: nobody saw a draft before the step was over
+    constrained   a grammar has a say: such a step is never carried, draft tokens or not
     ms            milliseconds by stage, the names of STAGES and "host"
     """
 
@@ -32,6 +34,7 @@ class StepReport:
     cached: int
     prefill: bool
     carried: bool
+    constrained: bool
     ms: dict[str, float]
 
     @property
@@ -61,5 +64,6 @@ def step_report(
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
         prefill=max(known) > 1,
         carried=carried,
+        constrained=bool(plan.some_constrained),
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
     )

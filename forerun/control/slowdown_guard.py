@@ -17,6 +17,7 @@ from forerun.control.constants import (
     LOSS_SHARE,
     MAX_CREDIT,
     MIN_REPEATS,
+    NEW_OUTLIER,
     NEW_SHARE,
     OUTLIER_FACTOR,
 )
@@ -29,6 +30,7 @@ class SlowdownGuard:
     """What steps cost on this machine now, and what speculation has won or lost.
 
     costs           of steps, corrected by every step
+    late            how many times as long a step takes that is not carried, where steps are
     disabled        speculation has used up its credit: no draft tokens in the coming step
     times_disabled  how often it was
     saved           plain steps saved so far; negative: lost
@@ -41,6 +43,7 @@ class SlowdownGuard:
         self.saved = self.gain = 0.0
         self._credit = CREDIT
         self._brought, self._paid, self._looks = INITIAL_SPEED, 1.0, MIN_REPEATS
+        self.late, self._carried, self._late_steps = 1.0, 0, 0
 
     @property
     def speed(self) -> float:
@@ -93,11 +96,16 @@ class SlowdownGuard:
             return
         rows, nodes = report.rows, report.nodes
         ms = report.total_ms - report.ms["draft"] - report.ms["mask"]
-        believed = plain = spent = self.costs.one(nodes, report.cached)
+        believed = plain = self.costs.one(nodes, report.cached)
+        late = self._lateness(report, ms / believed)
+        spent = late * believed
         if nodes > rows:
             plain = self.costs.one(rows, report.cached * rows // nodes)
-            spent = min(ms, OUTLIER_FACTOR * self.costs.at_most(nodes, report.cached, believed))
-        self.costs.learn(nodes, ms, believed)
+            longest = late * self.costs.at_most(nodes, report.cached, believed)
+            spent = min(ms, OUTLIER_FACTOR * longest)
+        if report.constrained or not any(report.allowed):
+            plain *= late  # It would not have been carried either.
+        self.costs.learn(nodes, ms / late, believed)
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain
         if any(report.allowed):
@@ -108,6 +116,18 @@ class SlowdownGuard:
             self._paid += weight * (paid - self._paid)
             self.gain += weight * (brought - paid - self.gain)
         self._settle(brought - paid, any(report.allowed))
+
+    def _lateness(self, report: StepReport, ratio: float) -> float:
+        """How many times as long the step took as one that is carried; ratio: as what is believed,
+        which is said of carried steps once there are such.
+        """
+        self._carried += report.carried
+        if report.carried or self._carried < MIN_REPEATS:
+            return 1.0
+        self._late_steps += 1
+        weight = max(1.0 - DECAY, 1.0 / self._late_steps)
+        self.late += weight * (min(max(ratio, 1.0), NEW_OUTLIER) - self.late)
+        return self.late
 
     def _settle(self, gain: float, asked: bool) -> None:
         """`gain` plain steps were won (< 0: lost) in the last step; whether a drafter was asked."""
@@ -127,6 +147,7 @@ class SlowdownGuard:
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.saved, 1),
             "speed_over_plain": round(self.speed, 3),
+            "late_over_carried": round(self.late, 2),
             "disabled": self.disabled,
             "times_disabled": self.times_disabled,
         }

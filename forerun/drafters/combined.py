@@ -210,7 +210,7 @@ class CombinedDrafter:
         """The head's."""
         return self._head.draft_request(_for_model(plan) if isinstance(plan, Plan) else plan)
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
         """Lookup needs the text, and a head that is not asked the features of every step."""
         return False
 

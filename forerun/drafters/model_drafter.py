@@ -7,7 +7,9 @@ forgetting this costs acceptance silently. From the last of them the tree grows
 a device that can do so extends and drafts by itself (`DraftRequest`); then nothing is left to do.
 
 Of a sequence that nobody wants draft tokens for, what the model would read is only kept ("at zero
-the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again.
+the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again. Steps
+that draft by themselves go on following it for a while instead, so that the next step can begin
+before they are looked at; after that it is not drafted for any more.
 """
 
 from collections.abc import Callable
@@ -36,6 +38,10 @@ from forerun.types import AnyArray, Ints
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
 answer is one, and pages that later requests reuse should hold its entries."""
+FOLLOWED = 64
+"""The same where steps extend the model themselves, and it reads features. Keeping these on the
+host made a plain step of 16 rows take twice its time (docs/log.md, first session on a GPU). A look
+waits so long at most while a draft token costs less than a plain one (constants: LOSS_SHARE)."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind with its features kept, see KeptFeatures. One that lags further
 is not drafted for any more."""
@@ -78,6 +84,8 @@ class ModelDrafter:
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
         self._states: list[DraftState | None] = [None] * limits.slots
+        # Whether steps have extended the model; steps without a budget until it rests.
+        self._within, self._patience = False, PATIENCE
 
     def begin(self, slot_init: SlotInit) -> None:
         """Remember the known tokens; features come with the steps."""
@@ -102,9 +110,12 @@ class ModelDrafter:
         rows: list[int] = []
         lazy: list[int] = []
         for row in range(plan.rows):
+            state = self._state(plan, row)
+            state.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else state.idle + 1
             if drafts is not None and drafts.rows[row]:
+                self._within, self._patience = True, FOLLOWED if self._reads else PATIENCE
                 ready = int(plan.kv_len[row] + outcome.n_tokens[row])
-                self._state(plan, row).draft_extended(ready, drafts, row)
+                state.draft_extended(ready, drafts, row)
                 continue
             chains[row] = chain = self._permanent(plan, trees, outcome, row, paths[row])
             if len(chain.nodes):
@@ -141,20 +152,19 @@ class ModelDrafter:
         A prompt is never put off: its pages are shared. Pages of text that is put off lack the
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
-        state = self._state(plan, row)
-        if not state.current:
-            return True
-        state.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else state.idle + 1
-        return state.idle > PATIENCE and len(plan.known[row]) == 1
+        state, short = self._state(plan, row), len(plan.known[row]) == 1
+        return not state.current or (short and state.idle > self._patience)
 
     def _keep(
         self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None
     ) -> None:
-        """Keep what extending these rows takes."""
-        rows = [row for row in rows if self._state(plan, row).begin != LOST]
-        if not rows:
-            return
+        """Keep what extending these rows takes; nothing of those that were followed until now."""
+        for row in rows:
+            if self._state(plan, row).idle > self._patience == FOLLOWED:
+                self._state(plan, row).give_up()
         kept, begin = None, 0
+        if not (rows := [row for row in rows if self._state(plan, row).begin != LOST]):
+            return
         if self._reads and features is not None:
             kept = features.select(np.concatenate([chains[row].nodes for row in rows])).keep()
         for row in rows:
@@ -243,24 +253,27 @@ class ModelDrafter:
     def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
         """Let the step do what would come after it, of rows that the model is not behind with.
 
-        As deep as draft tokens are wanted now, which mostly is what will be wanted then; in powers
-        of two, because a device prepares for every depth that it meets.
+        As deep as draft tokens are wanted now, which mostly is what will be wanted then, or one
+        level: the model keeps up. In powers of two: a device prepares for every depth it meets.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
-        if depth == 0 or not self.traits.drafts_on_device:
+        if not self.traits.drafts_on_device or (depth == 0 and not self._within):
             return None
-        levels = min(1 << (depth - 1).bit_length(), self.traits.max_depth)
+        levels = min(1 << max(depth - 1, 0).bit_length(), self.traits.max_depth)
         states = [self._state(plan, row) for row in range(plan.rows)]
         # What begins behind pages that another filled has no root before it was extended once.
         first = self._about.runs_roots
-        followed = [state.current and (state.ready > 0 or not first) for state in states]
-        return DraftRequest(plan.slots[followed], self._shape.width, levels)
+        lately = [state.idle < self._patience for state in states]
+        current = [state.current and (state.ready > 0 or not first) for state in states]
+        slots = plan.slots[current & ((plan.max_nodes > 0) | lately | (not self._within))]
+        return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
-        """Where the running step drafts for every row, so shall the coming one. Without a draft
-        token the features would be kept for later, on the host.
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+        """Where the running step drafts for every row that is not lost: nothing of it is needed on
+        the host, and where nobody drafts for a row any more, nothing of the coming one.
         """
-        return bool(plan.max_depth.any()) and bool(np.isin(plan.slots, drafting).all())
+        lost = [self._state(plan, row).begin == LOST for row in range(plan.rows)]
+        return bool((np.isin(plan.slots, drafting) | np.array(lost)).all())
 
     def _blocks(self, plan: Plan, rows: list[int]) -> list[Draft]:
         """Drafts of these rows, in one pass."""

@@ -234,7 +234,7 @@ class NgramDrafter:
     def draft_request(self, plan: Plan | CarriedPlan) -> None:
         """There is no draft model."""
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

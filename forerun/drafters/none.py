@@ -23,7 +23,7 @@ class NoDrafter:
     def draft_request(self, plan: Plan | CarriedPlan) -> None:
         """There is no draft model."""
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
         """Nothing to propose, nothing to observe."""
         return True
 

@@ -30,7 +30,7 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Decided, Parts, Running, StepOver
 from forerun.engine.timing import StageTimer
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
-from forerun.interface.plan import CarriedPlan, Outcome
+from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from forerun.speculative.tree import TreeBatch
 
 log = logging.getLogger("forerun.engine")
@@ -134,12 +134,13 @@ class Overlap:
 
     def _begin_after(self, before: Running) -> Carried | None:
         """Begin the step after `before`; None where that must be looked at first."""
-        traits, drafting = self._parts.drafter.traits, self._executor.drafting(before.scores)
-        # Mostly the next step draft tokens if this one does, and a policy should be asked once.
-        draft_tokens = before.plan.max_nodes.any()
-        if (draft_tokens and not (traits.drafts_on_device and len(drafting))) or (
-            traits.needs_features and not draft_tokens
-        ):
+        drafting = self._executor.drafting(before.scores)
+
+        def carries(plan: Plan | CarriedPlan) -> bool:
+            return self._parts.ask_drafter(lambda drafter: drafter.carry(plan, drafting), False)
+
+        # Mostly the next step has draft tokens if this one does, and a policy should be asked once.
+        if not carries(before.plan):
             return None
         timer = StageTimer()
         planned = self._scheduler.plan_next(before.rows, before.plan)
@@ -147,7 +148,7 @@ class Overlap:
         if planned is None:
             return None
         plan, rows = planned
-        if not self._parts.ask_drafter(lambda drafter: drafter.carry(plan, drafting), False):
+        if not carries(plan):
             return None
         timer.lap("draft")
         next_draft = self._parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)

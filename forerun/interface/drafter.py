@@ -59,9 +59,10 @@ class Drafter(Protocol):
         """
         ...
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
         """Whether the coming step may be a carried one: then there is no `propose`, and it begins
-        before the running step is observed. Changes nothing.
+        before the running step is observed. Asked with the running step's plan first, which saves
+        planning in vain, then with the coming one's. Changes nothing.
 
         drafting  int32[.] slots whose next draft the running step makes
 

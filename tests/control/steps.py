@@ -57,6 +57,7 @@ def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=F
         cached=cached * nodes,
         prefill=False,
         carried=carried,
+        constrained=False,
         ms={"draft": draft_ms, "mask": 0.0, "verify": ms, "host": 0.0},
     )
 
@@ -74,10 +75,13 @@ def seen(policy):
 class Text:
     """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
     as often as it says.
+
+    late  how many times as long a step takes that looks for draft tokens: others are carried
     """
 
-    def __init__(self, costs, rows, honesty, match=0.6, seed=0):
+    def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None):
         self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
+        self.late = late
         self.random = np.random.default_rng(seed)
         self.ms = self.tokens = self.drafted = 0.0
         self.verified: list[int] = []
@@ -111,7 +115,9 @@ class Text:
             self.drafted += len(row)
         sizes = list(map(len, kept))
         ms = float(self.costs.verify(self.rows + sum(sizes)))
-        policy.observe(report_of(out, sizes, ms, allowed=allowed))
+        carried = self.late is not None and not any(allowed)
+        ms *= 1.0 if carried else self.late or 1.0
+        policy.observe(report_of(out, sizes, ms, allowed=allowed, carried=carried))
         self.ms += ms
         self.verified.append(sum(sizes))
 

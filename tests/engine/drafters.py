@@ -51,7 +51,7 @@ class _Informed:
     def draft_request(self, plan: Plan | CarriedPlan) -> None:
         """Whatever guides CarryingToy needs no asking."""
 
-    def carry(self, plan: CarriedPlan, drafting: Ints) -> bool:
+    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
         """Whether CarryingToy asks for the draft tokens, when it comes to them."""
         return self.traits.drafts_on_device or not plan.max_nodes.any()
 

@@ -14,6 +14,8 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
+from forerun.control.policy import Budget, FixedPolicy
+from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
@@ -203,6 +205,39 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     assert tokens(found) == tokens(expected)
     assert slow[0].executor.runner.future.state.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
+
+
+class Resting(FixedPolicy):
+    """Draft tokens in the first steps of an engine, then none."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        object.__setattr__(self, "steps", iter(range(10**6)))
+
+    def budgets(self, slots, kv_len, constrained=False):
+        if next(self.steps) < 8:
+            return super().budgets(slots, kv_len, constrained)
+        return [Budget(0, 0, "not now")] * len(slots)
+
+
+@pytest.mark.parametrize("followed", [6, 100])
+def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch, followed):
+    """While the model is followed, and when it is given up."""
+    monkeypatch.setattr(model_drafter, "FOLLOWED", followed)
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
+    requests = asked(learned[1], 0.8, (40, 40, 40))
+    expected, _ = answered(eager, requests, False, **OFF)
+    wanted, ask = [], ModelDrafter.draft_request
+
+    def noted(self, plan):
+        wanted.append(ask(self, plan))
+        return wanted[-1]
+
+    monkeypatch.setattr(ModelDrafter, "draft_request", noted)
+    found, stats = answered(slow[0], requests, True, **SHAPES[2])
+    assert tokens(found) == tokens(expected)
+    assert stats.carried > 0.7 * stats.steps > 20
+    assert (wanted[-1] is not None) == (followed == 100)
 
 
 def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypatch):

@@ -10,24 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-
-class Sortable(Protocol):
-    """What has an order and a hash: a number, or a tuple of some."""
-
-    def __lt__(self, other: Any, /) -> bool:
-        """Whether it comes first."""
-        ...
-
-    def __hash__(self) -> int:
-        """As for a key of a dictionary."""
-        ...
-
-
-Size = TypeVar("Size", bound=Sortable)
+Size = TypeVar("Size", bound=int | tuple[int, ...])
 """What tells programs of one kind apart."""
 
 
@@ -58,17 +45,16 @@ _CAPTURING = Lock()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """One capture at a time in the process, and no garbage collection during it: collected graphs
-    of an owner that is gone would be destroyed in its middle, and CUDA makes it invalid for that.
+    """One capture at a time, and no garbage collection during it: CUDA makes a capture invalid in
+    whose middle a graph is destroyed, of an owner that is gone.
     """
     with _CAPTURING:
-        collecting = gc.isenabled()
+        work_on = gc.enable if gc.isenabled() else gc.disable
         gc.disable()
         try:
             yield
         finally:
-            if collecting:
-                gc.enable()
+            work_on()
 
 
 class CudaRecorder:
