@@ -72,6 +72,7 @@ class AdaptivePolicy:
         self._price, self._priced, self._age = 0.0, 0, 0
         # Steps since a draft token was verified, and since one was plain.
         self._idle, self._drafted, self._probing = 0, 0, False
+        self._plain = 0  # So many steps from now on are plain.
 
     def open(self, slot: int) -> None:
         """Start from what others taught; be asked at once, beside free drafters when due."""
@@ -127,7 +128,9 @@ class AdaptivePolicy:
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         unknown = self.guard.costs.known(len(slots)) < MIN_REPEATS
         if why is None and (unknown or self._drafted >= PROBE_EVERY):
-            why = reasons.PLAIN
+            self._plain = 1 if self._levels is not None else self.guard.plain_at_once
+        if why is None and self._plain:
+            self._plain, why = self._plain - 1, reasons.PLAIN
         if why is not None:
             return [Budget(0, 0, why)] * len(slots)
         if self._levels is None:

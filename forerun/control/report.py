@@ -20,8 +20,7 @@ class StepReport:
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
     prefill       whether some row ran more than one known token
-    carried       the step began before the one before it was looked at, and what it verified came
-                  of that, on the device: nobody saw a draft before the step was over
+    carried       begun before the one before it was looked at: the device drafted by itself
     constrained   a grammar has a say: such a step is never carried, draft tokens or not
     ms            milliseconds by stage, the names of STAGES and "host"
     """

@@ -43,7 +43,9 @@ class SlowdownGuard:
         self.saved = self.gain = 0.0
         self._credit = CREDIT
         self._brought, self._paid, self._looks = INITIAL_SPEED, 1.0, MIN_REPEATS
-        self.late, self._carried, self._late_steps = 1.0, 0, 0
+        self.late, self._late_steps = 1.0, 0
+        # Steps that were carried; whether draft tokens were allowed in the last step.
+        self._carried, self._asked = 0, False
 
     @property
     def speed(self) -> float:
@@ -51,6 +53,13 @@ class SlowdownGuard:
         a mean of the last few of these.
         """
         return self._brought / self._paid
+
+    @property
+    def plain_at_once(self) -> int:
+        """Plain steps in a row that tell what one takes: what follows a prompt or a look is not
+        carried, where steps are.
+        """
+        return MIN_REPEATS if self._carried else 1
 
     @property
     def max_loss(self) -> float:
@@ -103,30 +112,32 @@ class SlowdownGuard:
             plain = self.costs.one(rows, report.cached * rows // nodes)
             longest = late * self.costs.at_most(nodes, report.cached, believed)
             spent = min(ms, OUTLIER_FACTOR * longest)
-        if report.constrained or not any(report.allowed):
+        asked, before, self._asked = any(report.allowed), self._asked, any(report.allowed)
+        if report.constrained or not (asked or before):
             plain *= late  # It would not have been carried either.
         self.costs.learn(nodes, ms / late, believed)
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain
-        if any(report.allowed):
+        if asked:
             # A plain mean at first, in which what is believed before counts for a few.
             self._looks += 1
             weight = max(1.0 - DECAY, 1.0 / self._looks)
             self._brought += weight * (brought - self._brought)
             self._paid += weight * (paid - self._paid)
             self.gain += weight * (brought - paid - self.gain)
-        self._settle(brought - paid, any(report.allowed))
+        self._settle(brought - paid, asked or before)
 
     def _lateness(self, report: StepReport, ratio: float) -> float:
         """How many times as long the step took as one that is carried; ratio: as what is believed,
-        which is said of carried steps once there are such.
+        which is said of carried steps once there are such. Steps without draft tokens teach it.
         """
         self._carried += report.carried
         if report.carried or self._carried < MIN_REPEATS:
             return 1.0
-        self._late_steps += 1
-        weight = max(1.0 - DECAY, 1.0 / self._late_steps)
-        self.late += weight * (min(max(ratio, 1.0), NEW_OUTLIER) - self.late)
+        if report.nodes == report.rows:
+            self._late_steps += 1
+            weight = max(1.0 - DECAY, 1.0 / self._late_steps)
+            self.late += weight * (min(max(ratio, 1.0), NEW_OUTLIER) - self.late)
         return self.late
 
     def _settle(self, gain: float, asked: bool) -> None:

@@ -233,9 +233,11 @@ class ModelDrafter:
         self._catch_up(plan)
         drafts = [NO_DRAFT] * plan.rows
         rows: list[int] = []
+        most = 1 if self._within else self.traits.max_depth  # More would take passes of its own.
         for row, nodes in enumerate(plan.max_nodes.tolist()):
-            depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             state = self._state(plan, row)
+            there = state.drafted[0].levels if state.drafted else most
+            depth = min(int(plan.max_depth[row]), self.traits.max_depth, there)
             if nodes > 0 and depth > 0 and state.ready == plan.kv_len[row]:
                 ready = state.draft(depth, nodes, bool(plan.constrained[row]))
                 if ready is None:
@@ -263,9 +265,9 @@ class ModelDrafter:
         states = [self._state(plan, row) for row in range(plan.rows)]
         # What begins behind pages that another filled has no root before it was extended once.
         first = self._about.runs_roots
-        lately = [state.idle < self._patience for state in states]
+        recent = [state.idle < self._patience for state in states]
         current = [state.current and (state.ready > 0 or not first) for state in states]
-        slots = plan.slots[current & ((plan.max_nodes > 0) | lately | (not self._within))]
+        slots = plan.slots[current & ((plan.max_nodes > 0) | recent | (not self._within))]
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:

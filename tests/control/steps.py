@@ -76,12 +76,13 @@ class Text:
     """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
     as often as it says.
 
-    late  how many times as long a step takes that looks for draft tokens: others are carried
+    late  how many times as long a step takes that looks for draft tokens, or comes after one that
+          does: others are carried
     """
 
     def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None):
         self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
-        self.late = late
+        self.late, self.asked = late, True
         self.random = np.random.default_rng(seed)
         self.ms = self.tokens = self.drafted = 0.0
         self.verified: list[int] = []
@@ -115,7 +116,8 @@ class Text:
             self.drafted += len(row)
         sizes = list(map(len, kept))
         ms = float(self.costs.verify(self.rows + sum(sizes)))
-        carried = self.late is not None and not any(allowed)
+        carried = self.late is not None and not any(allowed) and not self.asked
+        self.asked = any(allowed)
         ms *= 1.0 if carried else self.late or 1.0
         policy.observe(report_of(out, sizes, ms, allowed=allowed, carried=carried))
         self.ms += ms

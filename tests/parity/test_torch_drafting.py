@@ -13,7 +13,9 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel, executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.kernels import SLOW_TWINS
+from forerun.interface.features import KeptFeatures
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_eagle_model import SWITCHES, Twin, opened, serve
@@ -110,6 +112,10 @@ def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temper
     assert few <= depth < many / 4
 
 
+def kept_whole(features):
+    return KeptFeatures(features.tensor().float().cpu().numpy())
+
+
 class Uneven(FixedPolicy):
     """Other wishes for every sequence and step, now and then none."""
 
@@ -166,6 +172,8 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     than what was grown ahead.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
+    # What is followed by rounds is kept for later without them: here with all its bits.
+    monkeypatch.setattr(TorchFeatures, "keep", kept_whole)
 
     def run(target):
         return answered(target, mixed(learned[1]), speculative_eagle_topk=width)
@@ -173,7 +181,7 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     monkeypatch.undo()
     assert carried == behind == answered(pair[1], mixed(learned[1]), speculative_algorithm="OFF")
-    same(drafts, expected, rtol=1e-2)  # Features that were kept for later have 16 bits.
+    same(drafts, expected)
     assert few < many
 
 
