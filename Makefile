@@ -51,13 +51,17 @@ test-slow: tools
 test-slower: tools
 	PYTHONPATH=$(CURDIR)/tests/chaos/slower $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
 
-# What an adversary would try: faults, load, damaged files, statistics. 20 minutes on two quiet cores.
-chaos: tools
+# What an adversary would try: faults, load, damaged files, statistics, whatever /openapi.json allows
+# and forbids. 25 minutes on two quiet cores.
+chaos: tools $(CLIENTS)/document/.ready
 	$(BIN)/python -m pytest -q -m chaos tests/chaos
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/document/bin/python -m pytest -q tests/clients/test_document.py
 
 # The same, longer: more cases, kills and connections.
-chaos-nightly: tools
+chaos-nightly: tools $(CLIENTS)/document/.ready
 	CHAOS=nightly $(BIN)/python -m pytest -q -m chaos tests/chaos
+	CHAOS=nightly FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/document/bin/python -m pytest -q \
+		tests/clients/test_document.py
 
 # A server under mixed traffic; nothing may grow. Two hours, or MINUTES=10.
 MINUTES ?= 120
@@ -84,15 +88,17 @@ test-browser: tools
 
 # Client libraries against the server (docs/clients.md). They want different versions of the same
 # things, so each group lives in a virtual environment of its own.
-test-clients: setup
-	@for group in agents evaluation load; do \
-		test -x $(CLIENTS)/$$group/bin/python || $(PYTHON) -m venv $(CLIENTS)/$$group; \
-		$(CLIENTS)/$$group/bin/python -m pip install --quiet --disable-pip-version-check \
-			-r tests/clients/$$group.txt || exit 1; \
-	done
-	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/agents/bin/python -m pytest -q tests/clients/test_agents.py tests/clients/test_document.py
+test-clients: setup $(CLIENTS)/agents/.ready $(CLIENTS)/document/.ready $(CLIENTS)/evaluation/.ready \
+	$(CLIENTS)/load/.ready
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/agents/bin/python -m pytest -q tests/clients/test_agents.py
+	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/document/bin/python -m pytest -q tests/clients/test_document.py
 	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/evaluation/bin/python -m pytest -q tests/clients/test_evaluation.py
 	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/load/bin/python -m pytest -q tests/clients/test_load.py
+
+$(CLIENTS)/%/.ready: tests/clients/%.txt
+	@test -x $(CLIENTS)/$*/bin/python || $(PYTHON) -m venv $(CLIENTS)/$*
+	@$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu

@@ -50,7 +50,9 @@ def test_every_grammar_is_taken_or_known_to_be_refused(backend):
             except RequestError:
                 continue
             found.add(name)
-            assert compiled.expensive or name != "ambiguous"
+            if (backend, name) == ("llguidance", "many keys"):
+                first = compiled.begin()
+                assert not first.take(ord("{")) and first.error, "it goes on in a process"
     finally:
         target.close()
     assert found == expected and len(found) >= 8
