@@ -57,7 +57,7 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self.guard = SlowdownGuard(costs)
+        self.guard = SlowdownGuard(costs, free)
         self.acceptance = Acceptance(0 if free else max_depth, merged)
         width = max_nodes // max_depth
         self._levels = None if free else LevelBudgets(self.guard, self.acceptance, width)

@@ -46,17 +46,21 @@ class Lookahead(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """Chooses draft tokens and learns from what became of them."""
-
-    def open(self, slot: int) -> None:
-        """A sequence took the slot; forget its predecessor."""
-        ...
+class Budgets(Protocol):
+    """What a scheduler asks of a policy."""
 
     def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
         """One budget per row of the coming step: slots int32[B], cached tokens int32[B]; whether
         a grammar holds some row.
         """
+        ...
+
+
+class Policy(Budgets, Protocol):
+    """Chooses draft tokens and learns from what became of them."""
+
+    def open(self, slot: int) -> None:
+        """A sequence took the slot; forget its predecessor."""
         ...
 
     def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:

@@ -35,17 +35,22 @@ class SlowdownGuard:
     times_disabled  how often it was
     saved           plain steps saved so far; negative: lost
     gain            the same of a step that draft tokens were looked for in, a mean of the last few
+
+    free  draft tokens are looked for on the host, in the text: no step is carried on from one that
+          does, and the loss is theirs
     """
 
-    def __init__(self, measured: StepCosts) -> None:
+    def __init__(self, measured: StepCosts, free: bool = False) -> None:
         self.costs = LiveCosts(measured)
         self.disabled, self.times_disabled = False, 0
         self.saved = self.gain = 0.0
         self._credit = CREDIT
         self._brought, self._paid, self._looks = INITIAL_SPEED, 1.0, MIN_REPEATS
         self.late, self._late_steps = 1.0, 0
-        # Steps that were carried; whether draft tokens were allowed in the last step.
-        self._carried, self._asked = 0, False
+        # Steps that were carried; whether draft tokens were looked for in the last step, which no
+        # step is carried on from; whether it had a prompt, which none is either.
+        self._carried, self._looked, self._prompt = 0, False, True
+        self._free = free
 
     @property
     def speed(self) -> float:
@@ -102,6 +107,7 @@ class SlowdownGuard:
         Masks are not counted: a plain step under a grammar needs them too.
         """
         if report.prefill:
+            self._prompt = True
             return
         rows, nodes = report.rows, report.nodes
         ms = report.total_ms - report.ms["draft"] - report.ms["mask"]
@@ -112,9 +118,11 @@ class SlowdownGuard:
             plain = self.costs.one(rows, report.cached * rows // nodes)
             longest = late * self.costs.at_most(nodes, report.cached, believed)
             spent = min(ms, OUTLIER_FACTOR * longest)
-        asked, before, self._asked = any(report.allowed), self._asked, any(report.allowed)
-        if report.constrained or not (asked or before):
+        asked, before = any(report.allowed), self._looked
+        self._looked = self._free and asked
+        if report.constrained or self._prompt or not (self._looked or before):
             plain *= late  # It would not have been carried either.
+        self._prompt = False
         self.costs.learn(nodes, ms / late, believed)
         brought = sum(map(len, report.tokens)) / rows
         paid = (spent + report.ms["draft"]) / plain

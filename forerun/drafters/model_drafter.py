@@ -38,10 +38,10 @@ from forerun.types import AnyArray, Ints
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
 answer is one, and pages that later requests reuse should hold its entries."""
-FOLLOWED = 64
+FOLLOWED = 32
 """The same where steps extend the model themselves, and it reads features. Keeping these on the
 host made a plain step of 16 rows take twice its time (docs/log.md, first session on a GPU). A look
-waits so long at most while a draft token costs less than a plain one (constants: LOSS_SHARE)."""
+waits so long while a draft token costs half of a plain one (constants: LOSS_SHARE)."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind with its features kept, see KeptFeatures. One that lags further
 is not drafted for any more."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
-from forerun.control.policy import Budget, Policy
+from forerun.control.policy import Budget, Budgets
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(
         self,
         limits: ExecutorLimits,
-        policy: Policy,
+        policy: Budgets,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:

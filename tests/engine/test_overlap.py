@@ -299,6 +299,16 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     assert (stats.carried > stats.steps / 2) == (not features)
 
 
+def test_who_looks_now_and_then_does():
+    """A plan with draft tokens from the text is thrown away before it is begun; its budget is not."""
+    toy, policy, looks = CarryingToy(limits()), Counting(), []
+    object.__setattr__(policy, "observe", lambda report: looks.append(any(report.allowed)))
+    engine = make("ngram", executor=toy, overlap=True, policy=policy)
+    request = hot("a", max_tokens=120)
+    run(engine, request).expect(request)
+    assert sum(looks) >= policy.asked // 7 > 10
+
+
 def test_adaptive_guessing_sees_every_step():
     costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
     policy, toy = PolicyOnTable(costs, 4, 4), CarryingToy(limits())

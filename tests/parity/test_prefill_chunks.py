@@ -62,7 +62,7 @@ def large(monkeypatch, **changes):
     monkeypatch.setattr(executor, "check_fits", lambda *_: None)
     numbers = {"page_size": 16, "pages": 2048, "slots": 64, "context": 32_768, "max_scored": 512}
     most = ExecutorLimits(**numbers | {"max_nodes": CHUNK} | changes, vocab=LLAMA.vocab)
-    return TorchExecutor(RandomCheckpoint(LLAMA), most, "meta", "bfloat16")
+    return TorchExecutor(RandomCheckpoint(LLAMA), most, "meta", "bfloat16", prompts="triton")
 
 
 @pytest.mark.parametrize("behind", [0, CHUNK])

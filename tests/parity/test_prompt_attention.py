@@ -15,7 +15,9 @@ from tests.parity.driver import Driver, Row, as_draft, limits
 def made(checkpoint, monkeypatch):
     """Executors of a family as on a device with kernels, whose twins these are."""
     monkeypatch.setattr(module, "kernels_for", lambda device: SLOW_TWINS)
-    return lambda family, **how: TorchExecutor(checkpoint(family), limits(tiny.VOCAB), **how)
+    return lambda family, prompts="triton", **how: TorchExecutor(
+        checkpoint(family), limits(tiny.VOCAB), prompts=prompts, **how
+    )
 
 
 @pytest.fixture

@@ -168,8 +168,8 @@ def answered(target, requests, **changes):
 
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
-    """Also prompts between rounds, rows the device cannot decide, and trees that must be deeper
-    than what was grown ahead.
+    """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than
+    were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     # What is followed by rounds is kept for later without them: here with all its bits.
@@ -181,7 +181,12 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     monkeypatch.undo()
     assert carried == behind == answered(pair[1], mixed(learned[1]), speculative_algorithm="OFF")
-    same(drafts, expected)
+    firsts, others = (
+        {tuple(where): draft.tokens[0] for *where, draft in each if len(draft)}
+        for each in (drafts, expected)
+    )
+    shared = firsts.keys() & others.keys()
+    assert len(shared) > 20 and all(firsts[where] == others[where] for where in shared)
     assert few < many
 
 

@@ -93,7 +93,7 @@ class TorchExecutor:
         dtype: str = "float32",
         compile: bool = False,
         kv_dtype: str = "same",
-        prompts: str = "triton",
+        prompts: str = "auto",
     ) -> None:
         arch = checkpoint.architecture
         self.limits = limits
@@ -109,6 +109,8 @@ class TorchExecutor:
         self._choices: dict[int, int] = {}
         kernels = self.kernels = kernels_for(self.device)
         self._prompts_natively = prompts == "torch_native"
+        if prompts == "auto":  # FlashAttention knows 16 bits.
+            self._prompts_natively = kernels is not None and self.dtype != torch.float32
         if self._prompts_natively and kernels is None:
             raise ConfigError(
                 f"prefill-attention-backend {prompts} is for cuda, but device is {device}, where "
