@@ -127,7 +127,9 @@ def test_slow_heads_are_given_up(server):
         with Load(server, names=NAMES) as load:
             for turn, byte in enumerate(b"GET /health HTTP/1.1\r\nX-Slow: "):
                 for sock in slow:
-                    sock.send(bytes([byte]))
+                    # On a slow machine some are given up while the last bytes are sent.
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        sock.send(bytes([byte]))
                 before = load.done
                 assert wait_for(lambda before=before: load.done > before), turn
             # Each is closed without an answer: recv returns nothing, or it was reset.
