@@ -24,6 +24,7 @@ from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.verify import intervals
 from tests.models import tiny
+from tests.parity.cuts import lost, mixed, shaping_of
 from tests.parity.driver import Driver, Row, as_draft, limits
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -278,6 +279,22 @@ def test_choices_are_the_plain_ones(kernels, device, vocab):
         mine.noise.seeds, theirs.noise.seeds
     )
     torch.testing.assert_close(mine.rotary, theirs.rotary, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
+def test_cuts_are_the_twins(kernels, device, scale):
+    """Of 64 rows of a vocabulary of 128k, and of some with two nodes, ties and excluded tokens."""
+    vocab = 128256 if device != "cpu" else 9001
+    draw = torch.Generator(device).manual_seed(5)
+    for rows, nodes, coarse in ((64, 1, False), (42, 2, True)):
+        logits = torch.randn(rows, nodes, vocab, device=device, generator=draw) * scale
+        if coarse:
+            logits = logits.mul(64).round().div(64)
+            logits[::2, 1, vocab // 3 :] = -torch.inf
+        asked = (mixed(vocab) * 4)[:rows]
+        shaping = shaping_of(asked, nodes, device)
+        apart = lost(logits, asked, shaping, kernels.cut(logits, shaping))
+        assert (apart < 1e-4).all(), apart.max()
 
 
 def test_float8_products_are_the_twins(device):

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from forerun.executors.torch import (
     triton_attention,
     triton_choice,
+    triton_cut,
     triton_draft,
     triton_future,
     triton_layers,
@@ -56,7 +57,8 @@ class Kernel:
         names = self.function.arg_names
         views = {p.name for p in self.function.params if p.do_not_specialize_on_alignment}
         pointers = {n for n, kind in self.signature.items() if kind.startswith("*")} - views
-        whole = [*pointers, *({"group_stride"} & self.signature.keys())]
+        varied = {p.name for p in self.function.params if p.do_not_specialize}
+        whole = [*pointers, *({"group_stride", "vocab"} & self.signature.keys() - varied)]
         source = ASTSource(
             self.function,
             self.signature | dict.fromkeys(self.constants, "constexpr"),
@@ -146,6 +148,12 @@ def kernel(function, kinds, constants, warps):
 def choice(dtype):
     kinds = (f"*{dtype}", "*i64", "*i32", "*fp32", "*fp32", "*i32", ("i32", 2))
     return kernel(triton_choice._choose, kinds, {"CHUNK": triton_choice.CHUNK}, 8)
+
+
+def cut():
+    kinds = ("*fp32", 3), ("*i32", 3), ("*fp32", 2), ("i32", 2)
+    constants = {name: getattr(triton_cut, name) for name in ("FEW", "ROWS", "LANES")}
+    return kernel(triton_cut._cut, kinds, constants, triton_cut.WARPS)
 
 
 def prepared(nodes, half):
@@ -345,6 +353,7 @@ def matrix(arch):
         },
         "gelu gate": gate("bf16", gelu=True),
         **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
+        "cut": cut(),
         **{f"prepare {nodes} nodes": prepared(nodes, 64) for nodes in (1, 8, 64)},
         **{f"walk {nodes} nodes": walked(nodes, 128_256) for nodes in (1, 8, 64)},
         **{f"resume {n} nodes of a chain": resumed(n, 1, 8) for n in (1, 8)},

@@ -15,7 +15,7 @@ compiling = load("compile_ahead")
 
 BINARIES = {
     **dict.fromkeys(("_norm", "_add_norm", "_gate", "_enter", "_merge", "_choose"), 1),
-    **dict.fromkeys(("_rotation", "_candidates", "_grow", "_inputs"), 1),
+    **dict.fromkeys(("_cut", "_rotation", "_candidates", "_grow", "_inputs"), 1),
     # By tiles of 16, 32 and 64 queries; by nodes of a row, to the next power of two.
     **dict.fromkeys(("_attend", "_prepare", "_walk", "_resume", "_leave"), 3),
     **{"_follow": 2, "_move": 2},

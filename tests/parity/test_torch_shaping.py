@@ -6,9 +6,10 @@ import torch
 
 from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
-from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import RULES, Size
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
+from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.executors.torch.shaping import reported
 from forerun.interface.plan import SlotInit
 from forerun.speculative.accept import NOTHING
@@ -65,7 +66,9 @@ def chosen(rows, samplings, histories, logits, masks):
         torch.tensor([s.temperature for s in samplings]).repeat_interleave(NODES),
     )
     with Watch():
-        found = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, choose)
+        found = rows.choose(
+            size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, SLOW_TWINS
+        )
     return found.view(ROWS, NODES).numpy()
 
 

@@ -13,6 +13,7 @@ from triton.runtime.jit import KernelInterface
 from forerun.executors.torch import (
     triton_attention,
     triton_choice,
+    triton_cut,
     triton_draft,
     triton_future,
     triton_layers,
@@ -22,8 +23,8 @@ from forerun.executors.torch import (
 from forerun.machine import cores
 
 MODULES = (
-    *(triton_attention, triton_choice, triton_draft, triton_future, triton_layers, triton_merge),
-    triton_round,
+    *(triton_attention, triton_choice, triton_cut, triton_draft, triton_future, triton_layers),
+    *(triton_merge, triton_round),
 )
 
 

@@ -60,6 +60,10 @@ class Shaping:
         return Shaping(self.history[rows], self.bias[rows], rules, *mine, self.cuts)
 
 
+Cut = Callable[[Tensor, Shaping], Tensor]
+"""(logits float32[R,N,V], contiguous, what their rows ask for) -> what `cut` says."""
+
+
 def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
     """bool[...,V]: what masks allow. words int32[R,ceil(V/32)]; which int32[...] row of a node, -1
     = everything.
@@ -70,7 +74,7 @@ def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
     return found | (which < 0)[..., None]
 
 
-def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
+def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None, cut: Cut) -> Tensor:
     """float32[R,N,V]: logits of R rows of N nodes, not heated, with -inf where a token is excluded;
     allowed: bool[R,N,V] by the grammars. Of a node whose logits are not finite, NaN.
     """
@@ -84,7 +88,7 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> T
     if allowed is not None:
         out = torch.where(allowed, out, -torch.inf)
     if shaping is not None:
-        out = _cut(out, shaping)
+        out = cut(out, shaping)
     return torch.where(finite, out, torch.nan)
 
 
@@ -112,8 +116,10 @@ def _edited(logits: Tensor, shaping: Shaping) -> Tensor:
     return edited + shaping.bias[:, None]
 
 
-def _cut(out: Tensor, shaping: Shaping) -> Tensor:
-    """What min_p, top_k and top_p leave, where a row is not greedy."""
+def cut(out: Tensor, shaping: Shaping) -> Tensor:
+    """float32[R,N,V]: of logits what min_p, top_k and top_p leave, -inf elsewhere; all where a row
+    is greedy.
+    """
     hot = (shaping.temperatures > 0)[:, None, None]
     heated = out / torch.where(shaping.temperatures > 0, shaping.temperatures, 1.0)[:, None, None]
     likely = heated >= heated.max(-1, keepdim=True).values + shaping.number("min_p")
@@ -142,10 +148,12 @@ def chosen(
     logits: Tensor,
     shaping: Shaping | None,
     masks: tuple[Tensor, Tensor] | None,
+    cut: Cut,
     choose: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
     """int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a time.
 
+    cut     what min_p, top_k and top_p leave
     masks   words int32[.,ceil(V/32)] and int32[R,N] which of them is a node's
     choose  (logits float32[n,V], first and last but one row) -> int32[n]
     """
@@ -154,7 +162,8 @@ def chosen(
     for begin, end in _chunks(rows, max(1, CHUNK // nodes)):
         part = shaping.part(begin, end) if shaping is not None else None
         allowed = None if masks is None else unpacked(masks[0], masks[1][begin:end], vocab)
-        found.append(choose(shaped(logits[begin:end], part, allowed).flatten(0, 1), begin, end))
+        left = shaped(logits[begin:end], part, allowed, cut)
+        found.append(choose(left.flatten(0, 1), begin, end))
     return torch.cat(found)
 
 

@@ -242,5 +242,5 @@ class CudaGraphRunner:
         if self.shaped is None or not (size.shaping or size.masked):
             return kernels.accept(logits, prepared.noise, facts, record)
         wide, noise = logits.float(), prepared.noise
-        choices = self.shaped.choose(size, facts, wide, noise, kernels.choose)
+        choices = self.shaped.choose(size, facts, wide, noise, kernels)
         return kernels.keep(choices, facts, record)

@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import RULES, Size
-from forerun.executors.torch.kernels import Choose
+from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, chosen
 from forerun.interface.plan import SlotInit
 from forerun.speculative.sampling import History, Sampling
@@ -27,7 +27,7 @@ from forerun.types import AnyArray, Ints
 
 PLAIN, EDITED, CUT = 0, 1, 2
 """Of a row: the temperature alone; penalties, biases, early stop tokens or min_p; top_k or top_p,
-for which the vocabulary is sorted."""
+for which the vocabulary is searched (the slow twin sorts it)."""
 
 REPORTS = (1, 5, 20)
 """Alternatives that a round reports with a token; who asks for more is told by the host."""
@@ -144,7 +144,7 @@ class ShapedRows:
         buffers: dict[str, Tensor],
         logits: Tensor,
         noise: NodeNoise,
-        choose: Choose,
+        kernels: Kernels,
     ) -> Tensor:
         """int32[R*N]: choices from logits float32[R*N,V]; noise: of every node."""
         shape = size.rows, size.nodes
@@ -167,9 +167,9 @@ class ShapedRows:
         def of_rows(part: Tensor, begin: int, end: int) -> Tensor:
             nodes = slice(begin * size.nodes, end * size.nodes)
             mine = noise.seeds[nodes], noise.positions[nodes], noise.temperatures[nodes]
-            return choose(part, NodeNoise(*mine))
+            return kernels.choose(part, NodeNoise(*mine))
 
-        return chosen(logits.view(*shape, -1), shaping, masks, of_rows)
+        return chosen(logits.view(*shape, -1), shaping, masks, kernels.cut, of_rows)
 
     def add(self, buffers: dict[str, Tensor], choices: Tensor, kept: Tensor) -> None:
         """Count what a round emits: choices [R*N] of nodes on accepted paths, kept bool[R,N]."""

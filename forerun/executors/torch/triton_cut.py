@@ -1,0 +1,254 @@
+"""What min_p, top_k and top_p leave of a node's logits, as a Triton kernel, for CUDA.
+
+Nothing is sorted: a program has one node, and searches the 32-bit keys that order as its heated
+logits do for the least one that stays, by counts and masses of what lies above four pivots at a
+time; once few tokens lie between two pivots, among these alone. The slow twin is `cut` in
+forerun.executors.torch.shaping. Launches only.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.executors.torch.shaping import Shaping
+
+FEW = 4096
+"""Tokens that a program has in registers: of 128,256 normal logits of a deviation of 0.2 to 4 so
+few are left after one to five passes over the vocabulary; where more are ties, after 20."""
+
+ROWS, LANES, WARPS = 4, 2048, 16
+"""Of the part of the vocabulary that a program looks at at once; every thread has whole columns,
+so that a pass adds up without its threads meeting; more would spill (124 registers of 128)."""
+
+RULES = ("temperatures", "min_p", "top_k", "low", "high")
+"""Parts of larger tensors: where they begin must not make another kernel."""
+
+
+@triton.jit
+def _key(value):
+    """int64, within 32 bits, that orders as float32 does; of 0.0 but not of -0.0."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _value(key):
+    ordered = tl.where(key == -1, -2, key).to(tl.int32)  # -0.0, which nothing is: what is below.
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _part(begin, ROWS: tl.constexpr, LANES: tl.constexpr):
+    return begin + tl.arange(0, ROWS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+
+
+@triton.jit
+def _weight(value, top):
+    return tl.exp(value - top).to(tl.float64)
+
+
+@triton.jit
+def _heated(logits, heated, vocab, temperature, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Write one node's heated logits; returns the greatest."""
+    most = tl.full([LANES], float("-inf"), tl.float32)
+    for begin in range(0, vocab, ROWS * LANES):
+        at = _part(begin, ROWS, LANES)
+        value = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+        value = tl.div_rn(value, tl.zeros_like(value) + temperature)
+        value = tl.where(value == 0, 0.0, value)  # Both zeros are one.
+        tl.store(heated + at, value, mask=at < vocab)
+        most = tl.maximum(most, tl.max(value, 0))
+    tl.debug_barrier()
+    return tl.max(most, 0)
+
+
+@triton.jit
+def _above(
+    heated, vocab, top, p0, p1, p2, p3,
+    MASS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Tokens above four keys, and their masses."""
+    v0, v1, v2, v3 = _value(p0), _value(p1), _value(p2), _value(p3)
+    c0 = tl.zeros([LANES], tl.int32)
+    m0 = tl.zeros([LANES], tl.float64)
+    c1, c2, c3, m1, m2, m3 = c0, c0, c0, m0, m0, m0
+    for begin in range(0, vocab, ROWS * LANES):
+        at = _part(begin, ROWS, LANES)
+        value = tl.load(heated + at, mask=at < vocab, other=float("-inf"))
+        a0, a1, a2, a3 = value > v0, value > v1, value > v2, value > v3
+        c0 += tl.sum(a0.to(tl.int32), 0)
+        c1 += tl.sum(a1.to(tl.int32), 0)
+        c2 += tl.sum(a2.to(tl.int32), 0)
+        c3 += tl.sum(a3.to(tl.int32), 0)
+        if MASS:
+            weight = _weight(value, top)
+            m0 += tl.sum(tl.where(a0, weight, 0.0), 0)
+            m1 += tl.sum(tl.where(a1, weight, 0.0), 0)
+            m2 += tl.sum(tl.where(a2, weight, 0.0), 0)
+            m3 += tl.sum(tl.where(a3, weight, 0.0), 0)
+    counts = tl.sum(c0, 0), tl.sum(c1, 0), tl.sum(c2, 0), tl.sum(c3, 0)
+    masses = tl.sum(m0, 0), tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
+    return counts, masses
+
+
+@triton.jit
+def _pivot(place: tl.constexpr, step, first, low, high, top):
+    """Key of one of four pivots of (low, high), ascending: below the greatest at first, then
+    evenly by value where that is narrow, else evenly by key, which ends.
+    """
+    from_, to = _value(low), _value(high)
+    key = low + (high - low) * (place + 1) // 5
+    if (step < 6) & (to - from_ <= 64.0):
+        key = _key(from_ + (to - from_) * (place + 1) * 0.2)
+    if step == 0:
+        key = first if place == 0 else _key(top - 32.0 / 2**place)
+    return tl.minimum(tl.maximum(key, low), high - 1)
+
+
+@triton.jit
+def _gather(heated, few, vocab, low, high, BLOCK: tl.constexpr):
+    """Write the heated logits whose keys are in (low, high] to `few`; returns how many."""
+    least, most, found = _value(low), _value(high), 0
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(heated + at, mask=at < vocab, other=float("-inf"))
+        mine = (value > least) & (value <= most)
+        place = found + tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(few + place - 1, value, mask=mine)
+        found += tl.sum(mine.to(tl.int32), 0)
+    tl.debug_barrier()
+    return found
+
+
+@triton.jit
+def _search(
+    heated, few, vocab, top, first, low, asked, more,
+    MASS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The least key above `low` with less than a limit above it: of tokens `asked`, or of mass
+    `asked` of what lies above `first`, and `more`. Returns the key, count and mass above it, tokens
+    that have it (the vocabulary where nobody counted them), and the limit.
+    """
+    high = tl.maximum(_key(top), first) + 1
+    limit, step, low_count, high_count = asked, 0, vocab, 0
+    high_mass = more * 0.0
+    while (step == 0) | ((step < 32) & (high - low > 1) & (low_count - high_count > FEW)):
+        p0 = _pivot(0, step, first, low, high, top)
+        p1 = tl.maximum(_pivot(1, step, first, low, high, top), p0)
+        p2 = tl.maximum(_pivot(2, step, first, low, high, top), p1)
+        p3 = tl.maximum(_pivot(3, step, first, low, high, top), p2)
+        counts, masses = _above(heated, vocab, top, p0, p1, p2, p3, MASS, ROWS, LANES)
+        if MASS:
+            limit = tl.where(step == 0, asked * (masses[0] + more), limit)
+        keys, below = (p0, p1, p2, p3), low
+        for n in tl.static_range(4):
+            reached = (masses[n] if MASS else counts[n]) >= limit
+            low = tl.where(reached, keys[n], low)
+            low_count = tl.where(reached | (keys[n] == below), counts[n], low_count)
+        for n in tl.static_range(3, -1, -1):
+            less = ((masses[n] if MASS else counts[n]) < limit) & (keys[n] > below)
+            high = tl.where(less, keys[n], high)
+            high_count = tl.where(less, counts[n], high_count)
+            high_mass = tl.where(less, masses[n], high_mass)
+        step += 1
+    if high - low > 1:
+        count = _gather(heated, few, vocab, low, high, ROWS * LANES)
+        each = tl.arange(0, FEW)
+        value = tl.load(few + each, mask=each < count, other=float("-inf"))
+        key, weight = _key(value), tl.where(each < count, _weight(value, top), 0.0)
+        above_count, above_mass = high_count, high_mass
+        while high - low > 1:
+            middle = low + ((high - low) >> 1)
+            above = (each < count) & (key > middle)
+            next_count = above_count + tl.sum(above.to(tl.int32), 0)
+            next_mass = above_mass
+            if MASS:
+                next_mass += tl.sum(tl.where(above, weight, 0.0), 0)
+            less = (next_mass if MASS else next_count) < limit
+            low_count = tl.where(less, low_count, next_count)
+            low = tl.where(less, low, middle)
+            high_count = tl.where(less, next_count, high_count)
+            high_mass = tl.where(less, next_mass, high_mass)
+            high = tl.where(less, middle, high)
+    return high, high_count, high_mass, low_count - high_count, limit
+
+
+@triton.jit
+def _write(logits, heated, vocab, least, fit, ties, BLOCK: tl.constexpr):
+    """Write the logits of what is hotter than `least` and of the first `fit` of its ties over the
+    heated ones; -inf elsewhere.
+    """
+    seen = 0
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(heated + at, mask=at < vocab, other=float("-inf"))
+        kept = value >= least
+        if fit < ties:
+            tie = value == least
+            rank = seen + tl.cumsum(tie.to(tl.int32), 0)
+            kept = (value > least) | (tie & (rank <= fit))
+            seen += tl.sum(tie.to(tl.int32), 0)
+        logit = tl.load(logits + at, mask=at < vocab)
+        tl.store(heated + at, tl.where(kept, logit, float("-inf")), mask=at < vocab)
+
+
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=RULES)
+def _cut(
+    logits, temperatures, min_p, top_k, low, high, few, out, nodes, vocab,
+    FEW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One node."""
+    node = tl.program_id(0)
+    row = node // nodes
+    logits += node.to(tl.int64) * vocab
+    out += node.to(tl.int64) * vocab
+    few += node * FEW
+    temperature = tl.load(temperatures + row)
+    hot = temperature > 0
+    top = _heated(logits, out, vocab, tl.where(hot, temperature, 1.0), ROWS, LANES)
+    # A token without a chance is none of those that are counted.
+    nothing = _key(tl.full([], float("-inf"), tl.float32))
+    first = tl.maximum(_key(top + tl.load(min_p + row)), nothing + 1) - 1
+    most = tl.load(top_k + row)
+    bits = (tl.load(high + row).to(tl.int64) << 32) | (tl.load(low + row).to(tl.int64) & 0xFFFFFFFF)
+    top_p = bits.to(tl.float64, bitcast=True)
+    least, below, fit, ties = first + 1, first, vocab, 0
+    mass = top_p * 0.0
+    if hot & (most < vocab):
+        least, above, _, ties, _ = _search(
+            out, few, vocab, top, first, first, most, mass, False, FEW, ROWS, LANES
+        )
+        fit = tl.minimum(most - above, ties)
+        first, below = least, least - 1
+        mass = fit * _weight(_value(least), top)
+    if hot & (top_p < 1.0):
+        found, _, above_mass, same, limit = _search(
+            out, few, vocab, top, first, below, top_p, mass, True, FEW, ROWS, LANES
+        )
+        weight = _weight(_value(found), top)
+        room = tl.ceil((limit - above_mass) / tl.where(weight > 0, weight, 1.0))
+        room = tl.where(weight > 0, tl.minimum(room, vocab), vocab).to(tl.int32)
+        again = found == least
+        fit = tl.where(again, tl.minimum(fit, room), room)
+        ties = tl.where(again & (ties > 0), ties, same)
+        least = found
+    lowest = tl.where(hot, _value(least), float("-inf"))
+    tl.debug_barrier()
+    _write(logits, out, vocab, lowest, fit, tl.where(hot, ties, 0), ROWS * LANES)
+
+
+def cut(logits: Tensor, shaping: Shaping) -> Tensor:
+    """shaping.cut of logits float32[R,N,V], contiguous."""
+    rows, nodes, vocab = logits.shape
+    out, rules = torch.empty_like(logits), shaping.rules
+    few = logits.new_empty(rows * nodes, FEW)
+    _cut[(rows * nodes,)](
+        *(logits, shaping.temperatures, rules["min_p"].view(torch.float32)),
+        *(rules["top_k"], rules["top_p_low"], rules["top_p_high"], few, out, nodes, vocab),
+        FEW=FEW,
+        ROWS=ROWS,
+        LANES=LANES,
+        num_warps=WARPS,
+    )
+    return out
