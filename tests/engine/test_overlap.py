@@ -300,7 +300,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
 
 
 def test_who_looks_now_and_then_does():
-    """A plan with draft tokens from the text is thrown away before it is begun; its budget is not."""
+    """A plan with draft tokens from the text is thrown away before its begin; its budget is not."""
     toy, policy, looks = CarryingToy(limits()), Counting(), []
     object.__setattr__(policy, "observe", lambda report: looks.append(any(report.allowed)))
     engine = make("ngram", executor=toy, overlap=True, policy=policy)
