@@ -23,12 +23,12 @@ from triton.compiler import ASTSource
 from forerun.executors.torch import (
     triton_attention,
     triton_choice,
-    triton_cut,
     triton_draft,
     triton_future,
     triton_layers,
     triton_merge,
     triton_round,
+    triton_shaping,
 )
 from forerun.executors.torch.captured.sizes import NODES
 from forerun.executors.torch.geometry import tile_nodes
@@ -152,8 +152,16 @@ def choice(dtype):
 
 def cut():
     kinds = ("*fp32", 3), ("*i32", 3), ("*fp32", 2), ("i32", 2)
-    constants = {name: getattr(triton_cut, name) for name in ("FEW", "ROWS", "LANES")}
-    return kernel(triton_cut._cut, kinds, constants, triton_cut.WARPS)
+    constants = {name: getattr(triton_shaping, name) for name in ("FEW", "ROWS", "LANES")}
+    return kernel(triton_shaping._cut, kinds, constants, triton_shaping.WARPS)
+
+
+def edit(masked):
+    kinds = "*fp32", ("*i32", 2), ("*fp32", 4), ("*i32", 2), "*i1", "*i32"
+    constants = {"COUNT": 4, "SEEN": 1, "STOP": 2, "MASKED": masked}
+    constants["BLOCK"] = triton_shaping.EDITED
+    rest = "*i1" if masked else "*fp32", "*fp32", ("i32", 2)
+    return kernel(triton_shaping._edit, (*kinds, *rest), constants, 8)
 
 
 def prepared(nodes, half):
@@ -353,6 +361,8 @@ def matrix(arch):
         },
         "gelu gate": gate("bf16", gelu=True),
         **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
+        "edit": edit(masked=False),
+        "edit under a grammar": edit(masked=True),
         "cut": cut(),
         **{f"prepare {nodes} nodes": prepared(nodes, 64) for nodes in (1, 8, 64)},
         **{f"walk {nodes} nodes": walked(nodes, 128_256) for nodes in (1, 8, 64)},

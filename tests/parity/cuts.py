@@ -1,33 +1,53 @@
 """Rows that ask for min_p, top_k and top_p, and how far two ways to cut are apart."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from forerun.executors.torch.shaping import Shaping, cut
+from forerun.executors.torch.shaping import STOP, Shaping, shaped
 
 
-def shaping_of(asked, nodes, device="cpu"):
-    """Rows that ask for (temperature, min_p, top_k, top_p)."""
+def shaping_of(asked, nodes, vocab, device="cpu", edits=True):
+    """Rows that ask for (temperature, min_p, top_k, top_p); with edits, for penalties, biases and
+    early stop tokens too, of chains.
+    """
     temperatures, min_p, top_k, top_p = zip(*asked, strict=True)
     halves = np.array(top_p, np.float64).view(np.int32).reshape(-1, 2)
     least = [np.log(value) if value > 0 else -np.inf for value in min_p]
+    rows, random = len(asked), np.random.default_rng(vocab)
+    ones = np.ones(rows, np.float32)
+    penalties = [random.uniform(*ends, rows) * edits for ends in ((-0.2, 0.5), (0, 1), (0, 1))]
     rules = {
-        "min_p": np.array(least, np.float32).view(np.int32),
-        "top_k": np.array(top_k, np.int32),
-        "top_p_low": halves[:, 0].copy(),
-        "top_p_high": halves[:, 1].copy(),
+        **{"min_p": np.array(least, np.float32), "top_k": np.array(top_k, np.int32)},
+        **{"top_p_low": halves[:, 0].copy(), "top_p_high": halves[:, 1].copy()},
+        **{"repetition": ones + penalties[0], "frequency": penalties[1], "presence": penalties[2]},
+        "min_tokens": np.arange(rows, dtype=np.int32) % 5 * edits,
     }
-    rows, none = len(asked), torch.empty(0)
-    return Shaping(
-        history=none,
-        bias=none,
-        rules={name: torch.from_numpy(values).to(device) for name, values in rules.items()},
-        tokens=torch.zeros(rows, nodes, dtype=torch.int32, device=device),
-        above=none,
-        positions=none,
-        temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device),
+    words = {
+        n: v if v.dtype == np.int32 else v.astype(np.float32).view(np.int32)
+        for n, v in rules.items()
+    }
+    history = random.integers(0, 12, (rows + 1, vocab)) * (random.random((rows + 1, vocab)) < 0.1)
+    history[:, :2] &= ~STOP  # One token that may always be said.
+    bias = np.where(
+        random.random((rows + 1, vocab)) < 0.05, random.normal(size=(rows + 1, vocab)), 0
+    )
+    tokens = random.integers(0, min(vocab, 9), (rows, nodes))
+    above = np.tril(np.ones((nodes, nodes), bool)) & (np.arange(nodes) > 0)
+    made = Shaping(
+        slots=torch.from_numpy(random.permutation(rows).astype(np.int32)),
+        history=torch.from_numpy((history * edits).astype(np.int32)),
+        bias=torch.from_numpy((bias * edits).astype(np.float32)),
+        rules={name: torch.from_numpy(values).to(device) for name, values in words.items()},
+        tokens=torch.from_numpy(tokens.astype(np.int32)),
+        above=torch.from_numpy(np.tile(above, (rows, 1, 1)) & edits),
+        positions=torch.arange(nodes, dtype=torch.int32).repeat(rows, 1),
+        temperatures=torch.tensor(temperatures, dtype=torch.float32),
         cuts=True,
     )
+    names = "slots", "history", "bias", "tokens", "above", "positions", "temperatures"
+    return replace(made, **{name: getattr(made, name).to(device) for name in names})
 
 
 def mixed(vocab):
@@ -42,12 +62,13 @@ def lost(logits, asked, shaping, found):
     """float64[R,N]: the mass, among what the twin keeps, of tokens that were cut otherwise. None
     may be where top_p does not cut.
     """
-    expected = cut(logits, shaping)
+    expected = shaped(logits, shaping, None)
     differ = found != expected
     exact = torch.tensor([row[0] == 0 or row[3] == 1.0 for row in asked], device=logits.device)
     assert not differ[exact].any()
-    # What is kept is not changed.
-    assert torch.equal(*(torch.where(differ, 0.0, each) for each in (found, expected)))
-    heated = logits / shaping.temperatures.clamp_min(0.1)[:, None, None]
-    total = torch.where(expected > -torch.inf, heated, -torch.inf).double().logsumexp(-1)
-    return torch.where(differ, (heated.double() - total[..., None]).exp(), 0.0).sum(-1)
+    # What both keep is the same.
+    assert (torch.isinf(found) | torch.isinf(expected))[differ].all()
+    heats = shaping.temperatures.clamp_min(0.1)[:, None, None]
+    total = (expected / heats).double().logsumexp(-1)
+    mass = (torch.maximum(found, expected) / heats - total[..., None]).double().exp()
+    return torch.where(differ, mass, 0.0).sum(-1)

@@ -220,12 +220,12 @@ def counted_kernels(told):
 
 
 def modules():
-    names = "attention", "choice", "layers", "round", "draft", "future", "cut", "merge"
+    names = "attention", "choice", "layers", "round", "draft", "future", "shaping", "merge"
     return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers, around, draft, future, cutting, _merge = modules()
+    attention, choice, layers, around, draft, future, shaping, _merge = modules()
     compiling = import_module("forerun.executors.torch.compile_ahead")
     return Kernels(
         attend=attention.attend,
@@ -234,7 +234,7 @@ def kernels():
         prepare=around.prepare,
         accept=around.accept,
         choose=choice.choose,
-        cut=cutting.cut,
+        shape=shaping.shaped,
         keep=around.keep,
         rotation=draft.rotation,
         follow=draft.follow,

@@ -18,7 +18,7 @@ BINARIES = {
     **dict.fromkeys(("_cut", "_rotation", "_candidates", "_grow", "_inputs"), 1),
     # By tiles of 16, 32 and 64 queries; by nodes of a row, to the next power of two.
     **dict.fromkeys(("_attend", "_prepare", "_walk", "_resume", "_leave"), 3),
-    **{"_follow": 2, "_move": 2},
+    **{"_follow": 2, "_move": 2, "_edit": 2},
 }
 """Of a model with a draft head whose chains are up to 3 long: rows are no part of any key."""
 

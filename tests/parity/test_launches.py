@@ -10,7 +10,7 @@ from tests.parity.launches import AIMS, COUNTED, Budget, Launches, budget, budge
 
 ROOT = Path(__file__).parents[2]
 
-for name in ("attention", "choice", "layers", "round", "draft", "future", "cut", "merge"):
+for name in ("attention", "choice", "layers", "round", "draft", "future", "shaping", "merge"):
     load(f"triton_{name}")  # Interpreted, for whoever shares this process.
 
 BUDGETS = {

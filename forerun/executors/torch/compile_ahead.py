@@ -13,17 +13,17 @@ from triton.runtime.jit import KernelInterface
 from forerun.executors.torch import (
     triton_attention,
     triton_choice,
-    triton_cut,
     triton_draft,
     triton_future,
     triton_layers,
     triton_merge,
     triton_round,
+    triton_shaping,
 )
 from forerun.machine import cores
 
 MODULES = (
-    *(triton_attention, triton_choice, triton_cut, triton_draft, triton_future, triton_layers),
+    *(triton_attention, triton_choice, triton_shaping, triton_draft, triton_future, triton_layers),
     *(triton_merge, triton_round),
 )
 

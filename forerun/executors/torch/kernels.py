@@ -32,7 +32,7 @@ from forerun.executors.torch.plain_round import (
     keep,
     prepare,
 )
-from forerun.executors.torch.shaping import Cut, cut
+from forerun.executors.torch.shaping import Shape, shaped
 from forerun.models.layer_spec import AttentionSpec
 
 
@@ -123,7 +123,7 @@ class Kernels:
     prepare: Prepare
     accept: Accept
     choose: Choose
-    cut: Cut
+    shape: Shape
     keep: Keep
     rotation: Rotation
     follow: Follow
@@ -153,7 +153,7 @@ SLOW_TWINS = Kernels(
     prepare=prepare,
     accept=accept,
     choose=choose,
-    cut=cut,
+    shape=shaped,
     keep=keep,
     rotation=rotation,
     follow=follow,
@@ -174,11 +174,11 @@ def kernels_for(device: torch.device) -> Kernels | None:
         compile_ahead,
         triton_attention,
         triton_choice,
-        triton_cut,
         triton_draft,
         triton_future,
         triton_layers,
         triton_round,
+        triton_shaping,
     )
 
     return Kernels(
@@ -188,7 +188,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         prepare=guarded(device, triton_round.prepare),
         accept=guarded(device, triton_round.accept),
         choose=guarded(device, triton_choice.choose),
-        cut=guarded(device, triton_cut.cut),
+        shape=guarded(device, triton_shaping.shaped),
         keep=guarded(device, triton_round.keep),
         rotation=guarded(device, triton_draft.rotation),
         follow=guarded(device, triton_draft.follow),

@@ -28,8 +28,9 @@ _LOW = 0xFFFFFFFF
 class Shaping:
     """What R rows of N nodes ask for; vectors are [R] and hold the bits of numbers as int32.
 
-    history    int32[R,V], see COUNT; of the tokens that are decided
-    bias       float32[R,V]
+    slots      int32[R] which of histories and biases are a row's
+    history    int32[S,V], see COUNT; of the tokens that are decided
+    bias       float32[S,V]
     rules      by name: repetition, frequency, presence, min_p (the logarithm), top_k, min_tokens,
                top_p_low and top_p_high (halves of a float64)
     tokens     int32[R,N] of the nodes
@@ -39,6 +40,7 @@ class Shaping:
     cuts       whether some row asks for top_k or top_p
     """
 
+    slots: Tensor
     history: Tensor
     bias: Tensor
     rules: dict[str, Tensor]
@@ -57,11 +59,14 @@ class Shaping:
         rows = slice(begin, end)
         rules = {name: values[rows] for name, values in self.rules.items()}
         mine = self.tokens[rows], self.above[rows], self.positions[rows], self.temperatures[rows]
-        return Shaping(self.history[rows], self.bias[rows], rules, *mine, self.cuts)
+        return Shaping(self.slots[rows], self.history, self.bias, rules, *mine, self.cuts)
 
 
-Cut = Callable[[Tensor, Shaping], Tensor]
-"""(logits float32[R,N,V], contiguous, what their rows ask for) -> what `cut` says."""
+Shape = Callable[[Tensor, Shaping | None, Tensor | None], Tensor]
+"""(logits float32[R,N,V], contiguous, what rows ask for, bool[R,N,V] what grammars allow) -> as
+`shaped`; of a node whose logits are not finite, NaN at least once or -inf everywhere, of which
+nothing is chosen.
+"""
 
 
 def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
@@ -74,17 +79,17 @@ def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
     return found | (which < 0)[..., None]
 
 
-def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None, cut: Cut) -> Tensor:
+def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
     """float32[R,N,V]: logits of R rows of N nodes, not heated, with -inf where a token is excluded;
     allowed: bool[R,N,V] by the grammars. Of a node whose logits are not finite, NaN.
     """
     finite = logits.max(-1, keepdim=True).values.isfinite()
     out = logits
     if shaping is not None:
-        out = _edited(logits, shaping)
-        stops = (shaping.history & STOP > 0)[:, None]
+        history = shaping.history.index_select(0, shaping.slots)[:, None]
+        out = _edited(logits, shaping, history)
         early = shaping.positions[..., None] < shaping.rules["min_tokens"][:, None, None]
-        allowed = _without(stops & early, allowed)
+        allowed = without((history & STOP > 0) & early, allowed)
     if allowed is not None:
         out = torch.where(allowed, out, -torch.inf)
     if shaping is not None:
@@ -92,7 +97,7 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None, cut:
     return torch.where(finite, out, torch.nan)
 
 
-def _without(banned: Tensor, allowed: Tensor | None) -> Tensor:
+def without(banned: Tensor, allowed: Tensor | None) -> Tensor:
     """bool[R,N,V]: what is allowed and not banned; banned all the same where nothing else is."""
     if allowed is None:
         return ~banned
@@ -100,20 +105,20 @@ def _without(banned: Tensor, allowed: Tensor | None) -> Tensor:
     return torch.where(left.any(-1, keepdim=True), left, allowed)
 
 
-def _edited(logits: Tensor, shaping: Shaping) -> Tensor:
-    """Penalties and biases."""
+def _edited(logits: Tensor, shaping: Shaping, history: Tensor) -> Tensor:
+    """Penalties and biases; history: int32[R,1,V]."""
     _, nodes, _ = logits.shape
     drafted = torch.zeros_like(logits, dtype=torch.int32)
     where = shaping.tokens[:, None].expand(-1, nodes, -1).long()
     drafted = drafted.scatter_add(2, where, shaping.above.int())
-    counts = shaping.history[:, None] // COUNT + drafted
-    seen = (shaping.history & SEEN > 0)[:, None] | (counts > 0)
+    counts = history // COUNT + drafted
+    seen = (history & SEEN > 0) | (counts > 0)
     repetition = shaping.number("repetition")
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     edited = torch.where(seen, repeated, logits)
     edited = edited - shaping.number("frequency") * counts.float()
     edited = edited - shaping.number("presence") * (counts > 0).float()
-    return edited + shaping.bias[:, None]
+    return edited + shaping.bias.index_select(0, shaping.slots)[:, None]
 
 
 def cut(out: Tensor, shaping: Shaping) -> Tensor:
@@ -148,12 +153,12 @@ def chosen(
     logits: Tensor,
     shaping: Shaping | None,
     masks: tuple[Tensor, Tensor] | None,
-    cut: Cut,
+    shape: Shape,
     choose: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
     """int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a time.
 
-    cut     what min_p, top_k and top_p leave
+    shape   (logits, what rows ask for, what is allowed) -> logits of what may be chosen
     masks   words int32[.,ceil(V/32)] and int32[R,N] which of them is a node's
     choose  (logits float32[n,V], first and last but one row) -> int32[n]
     """
@@ -162,7 +167,7 @@ def chosen(
     for begin, end in _chunks(rows, max(1, CHUNK // nodes)):
         part = shaping.part(begin, end) if shaping is not None else None
         allowed = None if masks is None else unpacked(masks[0], masks[1][begin:end], vocab)
-        left = shaped(logits[begin:end], part, allowed, cut)
+        left = shape(logits[begin:end], part, allowed)
         found.append(choose(left.flatten(0, 1), begin, end))
     return torch.cat(found)
 

@@ -150,10 +150,10 @@ class ShapedRows:
         shape = size.rows, size.nodes
         shaping = masks = None
         if size.shaping:
-            slots = buffers["slot"].long()
             shaping = Shaping(
-                history=self._history.index_select(0, slots),
-                bias=self._bias.index_select(0, slots),
+                slots=buffers["slot"],
+                history=self._history,
+                bias=self._bias,
                 rules={name: buffers[name] for name in RULES},
                 tokens=buffers["tokens"].view(shape),
                 above=_above(buffers["tree_intervals"].view(2, *shape)),
@@ -169,7 +169,7 @@ class ShapedRows:
             mine = noise.seeds[nodes], noise.positions[nodes], noise.temperatures[nodes]
             return kernels.choose(part, NodeNoise(*mine))
 
-        return chosen(logits.view(*shape, -1), shaping, masks, kernels.cut, of_rows)
+        return chosen(logits.view(*shape, -1), shaping, masks, kernels.shape, of_rows)
 
     def add(self, buffers: dict[str, Tensor], choices: Tensor, kept: Tensor) -> None:
         """Count what a round emits: choices [R*N] of nodes on accepted paths, kept bool[R,N]."""

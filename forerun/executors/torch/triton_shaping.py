@@ -1,9 +1,9 @@
-"""What min_p, top_k and top_p leave of a node's logits, as a Triton kernel, for CUDA.
+"""Penalties and biases, and what min_p, top_k and top_p leave, as two Triton kernels, for CUDA.
 
-Nothing is sorted: a program has one node, and searches the 32-bit keys that order as its heated
-logits do for the least one that stays, by counts and masses of what lies above four pivots at a
-time; once few tokens lie between two pivots, among these alone. The slow twin is `cut` in
-forerun.executors.torch.shaping. Launches only.
+To cut, nothing is sorted: a program has one node, and searches the 32-bit keys that order as its
+heated logits do for the least one that stays, by counts and masses of what lies above four pivots
+at a time; once few tokens lie between two pivots, among these alone. The slow twins are `shaped`
+and `cut` in forerun.executors.torch.shaping. Launches only.
 """
 
 import torch
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.shaping import Shaping
+from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, without
+from forerun.executors.torch.shaping import shaped as shaped_plainly
 
 FEW = 4096
 """Tokens that a program has in registers: of 128,256 normal logits of a deviation of 0.2 to 4 so
@@ -21,7 +22,14 @@ ROWS, LANES, WARPS = 4, 2048, 16
 """Of the part of the vocabulary that a program looks at at once; every thread has whole columns,
 so that a pass adds up without its threads meeting; more would spill (124 registers of 128)."""
 
+EDITED = 2048
+"""Tokens of the vocabulary that one program of `_edit` has."""
+
 RULES = ("temperatures", "min_p", "top_k", "low", "high")
+FACTS = (
+    *("logits", "slots", "repetition", "frequency", "presence", "min_tokens"),
+    *("tokens", "positions"),
+)
 """Parts of larger tensors: where they begin must not make another kernel."""
 
 
@@ -183,14 +191,51 @@ def _write(logits, heated, vocab, least, fit, ties, BLOCK: tl.constexpr):
     for begin in range(0, vocab, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(heated + at, mask=at < vocab, other=float("-inf"))
-        kept = value >= least
+        kept = (value >= least) | (value != value)  # noqa: PLR0124 - NaN stays.
         if fit < ties:
             tie = value == least
             rank = seen + tl.cumsum(tie.to(tl.int32), 0)
-            kept = (value > least) | (tie & (rank <= fit))
+            kept = kept & ((value != least) | (rank <= fit))
             seen += tl.sum(tie.to(tl.int32), 0)
         logit = tl.load(logits + at, mask=at < vocab)
         tl.store(heated + at, tl.where(kept, logit, float("-inf")), mask=at < vocab)
+
+
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=FACTS)
+def _edit(
+    logits, slots, history, bias, repetition, frequency, presence, min_tokens, tokens, above,
+    positions, allowed, out, nodes, vocab,
+    COUNT: tl.constexpr, SEEN: tl.constexpr, STOP: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A part of one node's logits."""
+    node, block = tl.program_id(0), tl.program_id(1)
+    row = node // nodes
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    there = token < vocab
+    place = node.to(tl.int64) * vocab + token
+    mine = tl.load(slots + row).to(tl.int64) * vocab + token
+    logit = tl.load(logits + place, mask=there, other=0.0)
+    entry = tl.load(history + mine, mask=there, other=0)
+    count = entry // COUNT
+    for other in range(nodes):
+        if tl.load(above + node.to(tl.int64) * nodes + other):
+            count += (token == tl.load(tokens + row * nodes + other)).to(tl.int32)
+    seen = ((entry & SEEN) > 0) | (count > 0)
+    factor = tl.load(repetition + row)
+    repeated = tl.where(logit > 0, tl.div_rn(logit, tl.zeros_like(logit) + factor), logit * factor)
+    edited = tl.where(seen, repeated, logit)
+    edited -= tl.load(frequency + row) * count.to(tl.float32)
+    edited -= tl.load(presence + row) * (count > 0).to(tl.float32)
+    edited += tl.load(bias + mine, mask=there, other=0.0)
+    if MASKED:
+        left = tl.load(allowed + place, mask=there, other=0) != 0
+    else:
+        early = tl.load(positions + node) < tl.load(min_tokens + row)
+        left = ((entry & STOP) == 0) | (early == 0)
+    edited = tl.where(left, edited, float("-inf"))
+    bad = (logit != logit) | (logit == float("inf"))  # noqa: PLR0124 - NaN
+    tl.store(out + place, tl.where(bad, float("nan"), edited), mask=there)
 
 
 @triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=RULES)
@@ -250,5 +295,40 @@ def cut(logits: Tensor, shaping: Shaping) -> Tensor:
         ROWS=ROWS,
         LANES=LANES,
         num_warps=WARPS,
+    )
+    return out
+
+
+def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
+    """As shaping.Shape says."""
+    if shaping is None:
+        return shaped_plainly(logits, None, allowed)
+    if allowed is not None:
+        history = shaping.history.index_select(0, shaping.slots)[:, None]
+        early = shaping.positions[..., None] < shaping.rules["min_tokens"][:, None, None]
+        allowed = without((history & STOP > 0) & early, allowed)
+    return cut(_edited(logits, shaping, allowed), shaping)
+
+
+def _edited(logits: Tensor, shaping: Shaping, allowed: Tensor | None) -> Tensor:
+    """With penalties, biases and -inf at what is not allowed; None: at stop tokens too early. NaN
+    where a logit is not finite, but for -inf.
+    """
+    rows, nodes, vocab = logits.shape
+    out, rules = torch.empty_like(logits), shaping.rules
+    names = "repetition", "frequency", "presence"
+    _edit[rows * nodes, triton.cdiv(vocab, EDITED)](
+        *(logits, shaping.slots, shaping.history, shaping.bias),
+        *(rules[name].view(torch.float32) for name in names),
+        *(rules["min_tokens"], shaping.tokens, shaping.above, shaping.positions),
+        *(logits if allowed is None else allowed, out, nodes, vocab),
+        COUNT=COUNT,
+        SEEN=SEEN,
+        STOP=STOP,
+        MASKED=allowed is not None,
+        BLOCK=EDITED,
+        num_warps=8,
+        # A product is rounded before it is taken away, as the host's is.
+        enable_fp_fusion=False,
     )
     return out
