@@ -323,14 +323,16 @@ class TorchExecutor:
     @torch.inference_mode()
     def rehearse(self, nodes: int) -> None:
         """Launch what a prompt of so many tokens does, in the first pages: before the first
-        request.
+        request. By kernels alone: a library's attention needs no rehearsal.
         """
         tokens, one = np.zeros(nodes, np.int32), np.zeros(1, np.int32)
         pages = np.arange(-(-nodes // self.limits.page_size), dtype=np.int32)[None]
         no, yes = np.zeros(1, np.bool_), np.ones(1, np.bool_)
         plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
         self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
+        natively, self._prompts_natively = self._prompts_natively, False
         self.verify(plan, batch([tokens], [NO_DRAFT]))
+        self._prompts_natively = natively
         self.close(0)
         self._move(self.cache.scratch(one), one.astype(np.int64))
 
