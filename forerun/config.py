@@ -118,7 +118,7 @@ class EngineConfig:
         None,
         "begin the next step before the host has looked at this one, or where draft tokens come "
         "from the text or a grammar holds somebody, before it has told this one's news (captured "
-        "rounds on cuda, jax; the text stays the same; not measured on a GPU or TPU yet; default: "
+        "rounds on cuda, jax; the text stays the same; not measured on a TPU yet; default: "
         "on with captured rounds, else off)",
     )
     threads: int | None = option(

@@ -383,8 +383,8 @@ def matrix(arch):
 
 HEAD = """# Kernels on a GPU, as compiled
 
-Written by `python -m tests.parity.compile_kernels --table docs/gpu-kernels.md`; nothing here was
-run on a device. Triton {version} compiles every binary that rounds of these models need, for
+Written by `python -m tests.parity.compile_kernels --table docs/gpu-kernels.md`; compiling needs no
+device. Triton {version} compiles every binary that rounds of these models need, for
 compute capabilities 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200). Registers are a thread's, shared
 memory a program's; programs are those that fit on a multiprocessor at once by both; a spill would
 be a stack or local memory. Seconds are of one core of the machine that wrote this.
