@@ -499,7 +499,7 @@ MIXES = {
 HEAD = f"""# What a round costs at least, by bytes
 
 Written by `python -m tests.parity.launches --table docs/gpu-roofline.md` and checked by
-`--check`; what an H100 took is in the [log](log.md). Llama-3.1-8B in bfloat16 with an EAGLE-3 head of
+`--check`; what an H100 took is in the [log](log.md). Llama-3.1-8B in bfloat16, an EAGLE-3 head of
 {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row; in float8, the
 layers' products (embedding and output head stay in bfloat16). Launches are counted over the round's
 own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those of
