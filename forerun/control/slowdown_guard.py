@@ -119,7 +119,7 @@ class SlowdownGuard:
             longest = late * self.costs.at_most(nodes, report.cached, believed)
             spent = min(ms, OUTLIER_FACTOR * longest)
         asked, before = any(report.allowed), self._looked
-        self._looked = self._free and asked
+        self._looked = self._free and asked and self._carried > 0
         if report.constrained or self._prompt or not (self._looked or before):
             plain *= late  # It would not have been carried either.
         self._prompt = False

@@ -49,7 +49,7 @@ class DraftState:
     found    what may follow the last of these; None = nobody knows
     idle     steps since draft tokens were asked for
     behind   tokens that the draft model has not seen
-    begin    position of the first of them; LOST = it lags too far
+    begin    position of the first of them; LOST = it lags too far, or rested too long
     drafted  what the last step drafted below the last of `ready`, and the row of it; None =
              nothing
     """

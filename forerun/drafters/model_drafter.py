@@ -233,11 +233,11 @@ class ModelDrafter:
         self._catch_up(plan)
         drafts = [NO_DRAFT] * plan.rows
         rows: list[int] = []
-        most = 1 if self._within else self.traits.max_depth  # More would take passes of its own.
         for row, nodes in enumerate(plan.max_nodes.tolist()):
             state = self._state(plan, row)
-            there = state.drafted[0].levels if state.drafted else most
-            depth = min(int(plan.max_depth[row]), self.traits.max_depth, there)
+            depth = min(int(plan.max_depth[row]), self.traits.max_depth)
+            if state.drafted is not None:  # Deeper than this would take passes of its own.
+                depth = min(depth, state.drafted[0].levels)
             if nodes > 0 and depth > 0 and state.ready == plan.kv_len[row]:
                 ready = state.draft(depth, nodes, bool(plan.constrained[row]))
                 if ready is None:

@@ -331,8 +331,10 @@ class TorchExecutor:
         plan = Plan(one, one, (tokens,), yes, one, one, pages, no)
         self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
         natively, self._prompts_natively = self._prompts_natively, False
-        self.verify(plan, batch([tokens], [NO_DRAFT]))
-        self._prompts_natively = natively
+        try:
+            self.verify(plan, batch([tokens], [NO_DRAFT]))
+        finally:
+            self._prompts_natively = natively
         self.close(0)
         self._move(self.cache.scratch(one), one.astype(np.int64))
 

@@ -1,5 +1,6 @@
 """Attention of prompt chunks by torch's scaled_dot_product_attention, which on CUDA is
-FlashAttention (Dao, arXiv 2307.08691): `--prefill-attention-backend torch_native`.
+FlashAttention (Dao, arXiv 2307.08691): `--prefill-attention-backend torch_native`, and by default
+in 16 bits.
 
 Our kernel (triton_attention.py) reads a prefix once for every tile of a few nodes, which suits
 trees. A chunk of many prompt tokens has many tiles; a library made for long queries reads the
