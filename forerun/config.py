@@ -85,7 +85,7 @@ class EngineConfig:
         "auto",
         "what computes attention of prompt chunks on cuda: our kernel (triton), or torch_native, "
         "which is torch's own FlashAttention (layers with a window or a softcap stay with our "
-        "kernel); auto is torch_native in 16 bits, which is 13 to 18 % faster on an H100",
+        "kernel); auto is torch_native in 16 bits, which is 10 to 18 % faster on an H100",
         choices=("auto", "triton", "torch_native"),
     )
     dtype: str = option(

@@ -41,7 +41,7 @@ answer is one, and pages that later requests reuse should hold its entries."""
 FOLLOWED = 32
 """The same where steps extend the model themselves, and it reads features. Keeping these on the
 host made a plain step of 16 rows take twice its time (docs/log.md, first session on a GPU). A look
-waits so long while a draft token costs half of a plain one (constants: LOSS_SHARE)."""
+waits so long where a draft token costs half of a plain one (LOSS_SHARE); no other was measured."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind with its features kept, see KeptFeatures. One that lags further
 is not drafted for any more."""
