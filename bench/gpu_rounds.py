@@ -135,8 +135,10 @@ def rounds(report: Report, device: torch.device, shape: str, model: str) -> None
     begun = time.perf_counter()
     steps = Steps(RandomCheckpoint(arch), str(device), dtype, most, sweep, draft)
     report.found["load_and_prompts_s"] = time.perf_counter() - begun
-    weights = steps.executor.describe()["weight_bytes"]
     width = 2 if real else 4
+    # A step reads a row of the input embedding per node, not the matrix: only a tied head reads it.
+    lookup = 0 if arch.tied_head else arch.vocab * arch.hidden * width
+    weights = steps.executor.describe()["weight_bytes"] - lookup
     kept = 2 * arch.layers * arch.kv_heads * arch.head_size * width * sweep.context
     for at in points:
         floor = (weights + at[0] * kept) / bandwidth * 1e3
