@@ -20,8 +20,7 @@ from forerun.serve.tools import Tool, ToolChoice
 from forerun.text.chat import ChatTemplate
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tool_prompt import told_in_text
-from forerun.text.tools import FORMATS, ToolFormat, ToolReader, format_of, takes_tools
+from forerun.text.tools import FORMATS, ToolFormat, ToolReader, format_of
 from forerun.types import Ints
 
 
@@ -91,16 +90,13 @@ def chat_prompt(
 ) -> Ints:
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
     template = _template(loaded)
-    messages, tools = list(body.messages or ()), [tool.plain for tool in offered]
-    if not takes_tools(template.source):
-        messages, tools = told_in_text(messages, tools), []
     extra, continues = dict(body.chat_template_kwargs or {}), False
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | extra
         continues = body.continue_final_message
     return template.encode(
-        messages,
-        tools or None,
+        list(body.messages or ()),
+        [tool.plain for tool in offered] or None,
         add_generation_prompt=body.add_generation_prompt,
         extra=extra,
         continues=continues,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import ModelError, RequestError
+from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.escape import Escape, check_json, free_marker
 from forerun.text.rendering import renderer
 from forerun.text.tokenizer import Tokenizer, matcher
@@ -27,6 +28,8 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token"
 class ChatTemplate:
     """A compiled chat template. Safe to share between threads.
 
+    traits  what it takes; conversations are put into that form before they are rendered
+
     Raises ModelError where there is no template or it does not parse.
     """
 
@@ -38,6 +41,7 @@ class ChatTemplate:
         self._source: str = source
         self._tokenizer = tokenizer
         self._renderer = renderer(source)
+        self.traits = TemplateTraits(source, self._probe)
         added = [token for token in tokenizer.added.values() if len(token.text) > 1]
         self._special = [token.text for token in added if token.control]
         # Some models leave `<｜User｜>` and the like unmarked: what the template writes counts.
@@ -112,6 +116,7 @@ class ChatTemplate:
         offered = None if tools is None else [dict(tool) for tool in tools]
         check_json(offered, "tools")
         check_json(options, "chat_template_kwargs")
+        clean, offered = adapted(clean, offered, self.traits)
         marker = free_marker([self._source, clean, offered, options])
         escape = Escape([*self._special, *self._written], marker)
         own = Escape(self._special, marker)
@@ -120,6 +125,13 @@ class ChatTemplate:
         names["tools"] = escape.value(offered)
         names["add_generation_prompt"] = add_generation_prompt
         return self._renderer.render(names), marker
+
+    def _probe(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """What the template writes for a small conversation of ours. See TemplateTraits."""
+        names = {"messages": list(messages), "tools": tools and list(tools)}
+        return self._renderer.render(self._names() | names | {"add_generation_prompt": True})
 
     def _names(self) -> dict[str, Any]:
         """`bos_token` and `eos_token`, where the model has them."""
@@ -160,9 +172,9 @@ def clean_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     content = clean.get("content")
     if isinstance(content, list):
         clean["content"] = _joined_parts(content, f"{path}.content")
-    elif content is None and not clean.get("tool_calls"):
+    elif content is None:
         clean["content"] = ""
-    elif not isinstance(content, str | None):
+    elif not isinstance(content, str):
         raise RequestError(f"{path}.content must be a string or a list", f"{path}.content")
     if clean.get("tool_calls") is not None:
         clean["tool_calls"] = _parsed_calls(clean["tool_calls"], f"{path}.tool_calls")

@@ -6,7 +6,7 @@ templates run in a process of their own (see `rendering`).
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +18,8 @@ FUEL = 5_000_000
 """Template instructions per rendering: about a quarter of a second."""
 
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_APPEND = re.compile(r"\{%(-?)\s*set\s+\w+\s*=\s*([\w.]+)\.append\(([\w.]+)\)\s*(-?)%\}")
+_POP = re.compile(r"\{%(-?)\s*set\s+(\w+)\s*=\s*([\w.]+)\.pop\(0\)\s*(-?)%\}")
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{4,})")
 _ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 
@@ -49,10 +51,14 @@ class Template:
 
 
 def _plain_statements(source: str) -> str:
-    """Without transformers' `{% generation %}`, which marks training text and renders nothing."""
-    return _GENERATION.sub(
+    """Without transformers' `{% generation %}`, which marks training text and renders nothing, and
+    without lists that are changed in place, which minijinja has not: they become new lists.
+    """
+    source = _GENERATION.sub(
         lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
     )
+    source = _APPEND.sub(r"{%\1 set \2 = \2 + [\3] \4%}", source)
+    return _POP.sub(r"{%\1 set \2 = \3[0] %}{% set \3 = \3[1:] \4%}", source)
 
 
 def _environment(source: str) -> minijinja.Environment:
@@ -64,7 +70,8 @@ def _environment(source: str) -> minijinja.Environment:
         lstrip_blocks=True,
         pycompat=True,
         debug=False,
-        filters={"tojson": _tojson, "format": _format, "indent": _indent},
+        filters={"tojson": _tojson, "from_json": json.loads, "format": _format, "indent": _indent},
+        tests={"iterable": _iterable},
         globals={"raise_exception": _raise, "strftime_now": _strftime_now},
     )
     for name in ("slice", "batch"):
@@ -75,6 +82,11 @@ def _environment(source: str) -> minijinja.Environment:
         reason = error.detail or error.kind
         raise ModelError(f"the model's chat template, line {error.line}: {reason}") from error
     return environment
+
+
+def _iterable(value: Any) -> bool:
+    """As in Jinja: `none` is not (minijinja says it is, and its length is an error)."""
+    return isinstance(value, Iterable)
 
 
 def _raise(message: str) -> None:

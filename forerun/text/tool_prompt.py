@@ -17,34 +17,30 @@ For each call, write a JSON object with the function's name and arguments within
 </tool_call>"""
 
 
-def told_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """A conversation for a template that takes no tools: signatures in the system message,
-    calls and their results as text, in the Hermes format.
-    """
-    told = [_in_text(message) for message in messages]
-    if not tools:
-        return told
+def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
+    """The conversation with the tools' signatures in its system message, which may be a new one."""
     offer = _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    if told and told[0]["role"] == "system":
-        told[0]["content"] = f"{told[0]['content']}\n\n{offer}"
-        return told
-    return [{"role": "system", "content": offer}, *told]
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{offer}"}
+        return [first, *map(dict, messages[1:])]
+    return [{"role": "system", "content": offer}, *map(dict, messages)]
 
 
-def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    role, content = message["role"], message.get("content") or ""
-    if role == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    calls = message.get("tool_calls") or ()
-    written = [_written(call["function"]) for call in calls]
-    if not written:
-        return dict(message)
+def call_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """An assistant's message with its `tool_calls` written out in its content."""
+    written = [_written(call["function"]) for call in message["tool_calls"]]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    content = message.get("content") or ""
     return {**rest, "content": "\n".join(part for part in (content, *written) if part)}
 
 
+def result_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool's message as one of the user."""
+    content = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+    return {"role": "user", "content": content}
+
+
 def _written(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    arguments = json.dumps(function.get("arguments") or {})
     call = f'{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}'
     return f"{HERMES.opener}\n{call}\n{HERMES.closer}"

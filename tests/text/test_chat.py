@@ -6,7 +6,6 @@ import resource
 from copy import copy
 from functools import cache
 
-import jinja2
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from forerun.errors import ModelError, RequestError
 from forerun.hub.catalog import open_model
 from forerun.text import rendering
-from forerun.text.chat import ChatTemplate
+from forerun.text.chat import ChatTemplate, clean_message
+from forerun.text.conversation import adapted
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, renderer
 from forerun.text.template import Template
 from forerun.text.tokenizer import Tokenizer
@@ -113,16 +113,14 @@ CHATS = {
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "whole"])
 def test_prompts_equal_transformers(tokenizers, name, chat, tools, prompt):
+    """What the template takes of a conversation is rendered as transformers does it."""
     ours, hf = tokenizers
-    options = {"conversation": CHATS[chat], "chat_template": BY_NAME[name], "tools": tools}
-    options |= {"add_generation_prompt": prompt, "enable_thinking": False}
     template = chat_template(BY_NAME[name], ours)
-    try:
-        expected = hf.apply_chat_template(**options, tokenize=False)
-    except jinja2.TemplateError:
-        with pytest.raises(RequestError):
-            template.encode(CHATS[chat], tools, prompt)
-        return
+    clean = [clean_message(message, "") for message in CHATS[chat]]
+    messages, offered = adapted(clean, tools, template.traits)
+    options = {"conversation": messages, "chat_template": BY_NAME[name], "tools": offered}
+    options |= {"add_generation_prompt": prompt, "enable_thinking": False}
+    expected = hf.apply_chat_template(**options, tokenize=False)
     extra = {"enable_thinking": False}
     assert template.render(CHATS[chat], tools, prompt, extra) == expected
     ids = hf(expected, add_special_tokens=False).input_ids
@@ -375,7 +373,7 @@ def test_rendering_goes_on_after_its_process_was_killed():
     template = chat_template(source, BYTES)
     for _ in range(2):
         assert template.render([USER]) == USER["content"]
-        with pytest.raises(ModelError, match="chat template writes 90000029 characters"):
+        with pytest.raises(ModelError, match=r"chat template writes \d+ characters"):
             template.render([USER, USER])
         template._renderer._child._process.kill()
         template._renderer._child._process.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -108,6 +108,8 @@ def test_gguf_byte_level_ids_equal_transformers(pre):
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=40), pre=st.sampled_from(PRES))
 def test_gguf_byte_level_ids_equal_transformers_on_any_text(text, pre):
+    # Ours never reads a control token in text, and hypothesis draws words of this file too.
+    assume(not any(token in text for token in reference(pre).all_special_tokens))
     ours = byte_level(pre).encode(text).tolist()
     assert ours == reference(pre)(text, add_special_tokens=False).input_ids
 

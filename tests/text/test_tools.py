@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
-from forerun.text.tool_prompt import told_in_text
+from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
 from forerun.text.tools import (
     FORMATS,
     GLM,
@@ -159,20 +159,19 @@ def test_the_template_shows_the_format(name):
     assert format_of("{% if tools %}<tool_call>") == HERMES == format_of("plain")
 
 
-def test_templates_without_tools_are_told_in_text():
-    call = {"function": {"name": "now", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "noon"},
-    ]
-    told = told_in_text(messages, TOOLS)
-    assert told[0]["role"] == "system" and json.dumps(TOOLS[0]) in told[0]["content"]
-    reader = ToolReader(HERMES, TOOLS)
-    assert listened(reader, [told[2]["content"]]) == ("", [["now", '{"a": 1}']])
-    assert told[3] == {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
+def test_tools_calls_and_results_as_text():
+    messages = [{"role": "user", "content": "Hi"}]
+    offered = with_tools_in_text(messages, TOOLS)
+    assert offered[0]["role"] == "system" and json.dumps(TOOLS[0]) in offered[0]["content"]
     system = [{"role": "system", "content": "Be brief."}, *messages]
-    assert told_in_text(system, TOOLS)[0]["content"].startswith("Be brief.\n\nYou can call")
+    assert with_tools_in_text(system, TOOLS)[0]["content"].startswith("Be brief.\n\nYou can call")
+    call = {"function": {"name": "now", "arguments": {"a": 1}}}
+    written = call_in_text({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert set(written) == {"role", "content"}
+    reader = ToolReader(HERMES, TOOLS)
+    assert listened(reader, [written["content"]]) == ("", [["now", '{"a": 1}']])
+    result = {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
+    assert result_in_text({"role": "tool", "content": "noon"}) == result
 
 
 THINK = Marks.of("</think>")

@@ -79,7 +79,7 @@ def _plain(message: Message) -> list[dict[str, Any]]:
     if thoughts:
         plain["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        plain |= {"tool_calls": calls, "content": plain["content"] or None}
+        plain["tool_calls"] = calls
     return [*found, plain] if texts or calls or thoughts or not found else found
 
 

@@ -1,0 +1,312 @@
+"""Conversations in the form that one chat template takes.
+
+Templates agree on user and assistant messages and on little else: some fail at a call whose content
+is null, some at one whose content is empty, some want arguments as JSON text, some refuse a system
+message, two calls at once, two user messages in a row, or leave calls out without a word. What a
+template does is found by rendering small conversations with it (`TemplateTraits`), once, when a
+conversation needs to know; `adapted` then changes messages as little as that template needs.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+from forerun.errors import RequestError
+from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in_text
+from forerun.text.tools import takes_tools
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
+"""The text of messages and tools by the template. Raises RequestError where it refuses them."""
+
+_SYSTEM, _CITY, _RESULT, _ANSWER = "Be-Brief", "Oslo-City", "Cold-Rain", "Wet-Day"
+_AGAIN, _LATE = "Then-What", "Be-Brisk"
+_NAME = "probe_weather"
+_LONG_ID, _SHORT_ID = "call_0123456789abcdef", "call12345"
+_EMPTY_WORDS = re.compile("None|none|null")
+_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How an assistant's tool calls are handed to a template.
+
+    content    of a message that calls and says nothing: None or ""
+    arguments  object: as JSON data; text: as JSON text
+    short_ids  call ids must be nine letters or digits
+    written    False: as `tool_calls`; True: the template leaves those out, so they are text of the
+               message, in the Hermes format
+    """
+
+    content: Literal[""] | None
+    arguments: Literal["object", "text"]
+    short_ids: bool = False
+    written: bool = False
+
+
+_STYLES = tuple(
+    CallStyle(content, arguments, short_ids)
+    for arguments in ("object", "text")
+    for content in (None, "")
+    for short_ids in (False, True)
+)
+
+
+class TemplateTraits:
+    """What a chat template takes. Each fact is found when it is first asked for; none ever changes.
+
+    Raises ModelError where the template does not end.
+    """
+
+    def __init__(self, source: str, render: Render) -> None:
+        self._source, self._render = source, render
+
+    @cached_property
+    def tools(self) -> bool:
+        """Whether the template tells the model which tools there are."""
+        return takes_tools(self._source) and _holds(self._try([_user()], [_tool()]), [_NAME])
+
+    @cached_property
+    def bare_tools(self) -> bool:
+        """Whether a tool may come without description and parameters."""
+        bare = {"type": "function", "function": {"name": _NAME}}
+        return _holds(self._try([_user()], [bare]), [_NAME])
+
+    @cached_property
+    def calls(self) -> CallStyle:
+        """How calls are handed over."""
+        empty = self._try(_tool_turns(CallStyle("", "object", True)), [_tool()]) or ""
+        most = len(_EMPTY_WORDS.findall(empty))
+        for style in _STYLES:
+            text = self._try(_tool_turns(style), [_tool()])
+            if text is None or not _holds(text, [_NAME, _CITY, _ANSWER, _AGAIN]):
+                continue
+            spelled = empty and len(_EMPTY_WORDS.findall(text)) > most  # Content None, as a word.
+            if not spelled and '{\\"city' not in text:  # JSON text, encoded once more.
+                return style
+        return CallStyle("", "object", written=True)
+
+    @cached_property
+    def results(self) -> bool:
+        """Whether results of tools reach the model as `tool` messages."""
+        style = self.calls
+        return not style.written and _holds(
+            self._try(_tool_turns(style), [_tool()]), [_RESULT, _AGAIN]
+        )
+
+    @cached_property
+    def parallel_calls(self) -> bool:
+        """Whether one message may have several calls."""
+        text = self._try(_tool_turns(self.calls, calls=2), [_tool()])
+        return _holds(text, [f"{_CITY}-0", f"{_CITY}-1"])
+
+    @cached_property
+    def user_after_results(self) -> bool:
+        """Whether a user may speak before the model has answered to a tool's result."""
+        turns = _tool_turns(self.calls)
+        return _holds(self._try([*turns[:3], turns[-1]], [_tool()]), [_RESULT, _AGAIN])
+
+    @cached_property
+    def system(self) -> bool:
+        """Whether the first message may be the system's."""
+        return _holds(self._try([_system(), _user()], None), [_SYSTEM])
+
+    @cached_property
+    def late_system(self) -> bool:
+        """Whether a system message may stand between others."""
+        turns = [_user(), {"role": "assistant", "content": _ANSWER}, _system(_LATE), _user(_AGAIN)]
+        head = [_system()] if self.system else []
+        words = [_LATE, _ANSWER, _AGAIN, *(each["content"] for each in head)]
+        return _holds(self._try([*head, *turns], None), words)
+
+    @cached_property
+    def adjacent_users(self) -> bool:
+        """Whether a user may speak twice in a row."""
+        return _holds(self._try([_user(_CITY), _user(_AGAIN)], None), [_CITY, _AGAIN])
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
+        """The rendered text; None where the template refuses."""
+        try:
+            return self._render(messages, tools)
+        except RequestError:
+            return None
+
+
+def adapted(
+    messages: Sequence[Message], tools: Sequence[Message] | None, traits: TemplateTraits
+) -> tuple[list[Message], list[Message] | None]:
+    """The conversation and the tools as a template with these traits takes them.
+
+    messages  as `chat.clean_message` gives them; they are not changed. Tool arguments are objects
+    tools     as in OpenAI's API
+    """
+    found = list(messages)
+    offered = [dict(tool) for tool in tools] if tools else None
+    if offered and not traits.tools:
+        found, offered = with_tools_in_text(found, offered), None
+    elif offered and not traits.bare_tools:
+        offered = [_complete(tool) for tool in offered]
+    if any(message.get("tool_calls") or message["role"] == "tool" for message in found):
+        found = _with_calls(found, traits)
+    if any(message["role"] == "system" for message in found):
+        found = _with_system(found, traits)
+    if any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(found)):
+        found = found if traits.user_after_results else _after_results(found)
+    if any(a["role"] == b["role"] == "user" for a, b in pairwise(found)):
+        found = found if traits.adjacent_users else _merged_users(found)
+    return found, offered
+
+
+def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    style = traits.calls if traits.tools else CallStyle("", "object", written=True)
+    several = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
+    if several and not style.written and not traits.parallel_calls:
+        messages = _one_call_each(messages)
+    found = list[Message]()
+    for message in messages:
+        if message.get("tool_calls"):
+            found.append(_styled(message, style))
+        elif message["role"] == "tool" and (style.written or not traits.results):
+            found.append(result_in_text(message))
+        elif message["role"] == "tool" and style.short_ids and "tool_call_id" in message:
+            found.append({**message, "tool_call_id": _short(message["tool_call_id"])})
+        else:
+            found.append(message)
+    return found
+
+
+def _styled(message: Message, style: CallStyle) -> Message:
+    """A message with calls, in this style."""
+    if style.written:
+        return call_in_text(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call, style)}}
+        for call in message["tool_calls"]
+    ]
+    if style.short_ids:
+        calls = [{**call, "id": _short(call["id"])} if "id" in call else call for call in calls]
+    return {**message, "content": message.get("content") or style.content, "tool_calls": calls}
+
+
+def _arguments(call: Message, style: CallStyle) -> Any:
+    arguments = call["function"].get("arguments")
+    arguments = {} if arguments is None else arguments
+    return arguments if style.arguments == "object" else json.dumps(arguments, ensure_ascii=False)
+
+
+def _one_call_each(messages: Iterable[Message]) -> list[Message]:
+    """Messages with several calls as one message per call, each before its own results."""
+    found, waiting = list[Message](), list[Message]()
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            id = message.get("tool_call_id")
+            mine = [each for each in waiting if each["tool_calls"][0].get("id") == id]
+            for each in mine[:1] or waiting[:1]:
+                waiting.remove(each)
+                found.append(each)
+            found.append(message)
+            continue
+        found += waiting
+        waiting = []
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            found.append(message)
+            continue
+        waiting = [
+            {**message, "content": "" if index else message.get("content"), "tool_calls": [call]}
+            for index, call in enumerate(calls)
+        ]
+    return [*found, *waiting]
+
+
+def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Message]:
+    """System messages where the template takes them: a first one at the head of the first user
+    message, a later one as a user message.
+    """
+    count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    head, rest = messages[:count], messages[count:]
+    if len(head) > 1:
+        head = [{**head[0], "content": "\n\n".join(m["content"] for m in head)}]
+    if any(message["role"] == "system" for message in rest) and not traits.late_system:
+        rest = [{**m, "role": "user"} if m["role"] == "system" else m for m in rest]
+    if head and not traits.system:
+        text = head[0]["content"]
+        if rest and rest[0]["role"] == "user":
+            rest = [{**rest[0], "content": f"{text}\n\n{rest[0]['content']}"}, *rest[1:]]
+        else:
+            rest = [{"role": "user", "content": text}, *rest]
+        head = []
+    return [*head, *rest]
+
+
+def _after_results(messages: Iterable[Message]) -> list[Message]:
+    """What a user says after a tool's result, as the end of that result."""
+    return _merged(messages, lambda before, role: (before, role) == ("tool", "user"))
+
+
+def _merged_users(messages: Iterable[Message]) -> list[Message]:
+    """Neighbouring user messages as one."""
+    return _merged(messages, lambda before, role: before == role == "user")
+
+
+def _merged(messages: Iterable[Message], joins: Callable[[str, str], bool]) -> list[Message]:
+    """The messages; one whose role joins the role before it becomes the end of that message."""
+    found = list[Message]()
+    for message in messages:
+        if found and joins(found[-1]["role"], message["role"]):
+            both = (found[-1]["content"], message["content"])
+            found[-1] = {**found[-1], "content": "\n\n".join(both)}
+        else:
+            found.append(message)
+    return found
+
+
+def _complete(tool: Mapping[str, Any]) -> Message:
+    """A tool with a description and parameters, if empty ones."""
+    function = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": function | tool["function"]}
+
+
+def _short(id: object) -> str:
+    """Nine letters or digits for a call's id, always the same for the same id."""
+    return hashlib.sha256(str(id).encode()).hexdigest()[:9]
+
+
+def _holds(text: str | None, words: Iterable[str]) -> bool:
+    return text is not None and all(word in text for word in words)
+
+
+def _user(text: str = "Hello-There") -> Message:
+    return {"role": "user", "content": text}
+
+
+def _system(text: str = _SYSTEM) -> Message:
+    return {"role": "system", "content": text}
+
+
+def _tool() -> Message:
+    function = {"name": _NAME, "description": "The weather.", "parameters": _PARAMETERS}
+    return {"type": "function", "function": function}
+
+
+def _tool_turns(style: CallStyle, calls: int = 1) -> list[Message]:
+    """Two turns of a user; in the first a tool is called, so often at once."""
+    ids = [f"{n}{_SHORT_ID[1:]}" if style.short_ids else f"{_LONG_ID}{n}" for n in range(calls)]
+    made = list[Message]()
+    for n, id in enumerate(ids):
+        given: Any = {"city": f"{_CITY}-{n}"}
+        given = given if style.arguments == "object" else json.dumps(given)
+        function = {"name": _NAME, "arguments": given}
+        made.append({"id": id, "type": "function", "function": function})
+    return [
+        _user(),
+        {"role": "assistant", "content": style.content, "tool_calls": made},
+        *({"role": "tool", "tool_call_id": id, "name": _NAME, "content": _RESULT} for id in ids),
+        {"role": "assistant", "content": _ANSWER},
+        _user(_AGAIN),
+    ]
