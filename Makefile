@@ -36,7 +36,7 @@ $(TOOLS): $(READY)
 	@touch $@
 
 demo: setup
-	$(BIN)/forerun run "Write a Python function that tells whether a number is prime, and explain it." --max-tokens 192 --compare
+	$(BIN)/forerun run "Write a Python function that counts the vowels in a string." --temperature 0 --max-tokens 256 --compare
 
 serve: setup
 	$(BIN)/forerun serve

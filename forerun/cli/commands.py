@@ -83,7 +83,7 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="answer again, three times without speculation and with it: compare speed and text",
+        help="answer again, five times without speculation and with it: compare speed and text",
     )
     _grammar_flags(parser)
     _probe_flag(parser)

@@ -22,7 +22,7 @@ from forerun.types import Ints, RequestId
 FEWEST = 8
 """A speed over fewer tokens than these would say nothing."""
 
-ROUNDS = 3
+ROUNDS = 5
 """How often --compare answers on each side: one answer takes a second, and machines hiccup."""
 
 

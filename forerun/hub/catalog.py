@@ -9,6 +9,7 @@ from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.cache_dir import cache_dir as default_cache_dir
 from forerun.hub.reference import HubReference, hub_reference
+from forerun.hub.well_known import well_known
 from forerun.hub.wheel import Progress, WheelModel
 from forerun.models import folder as folders
 from forerun.models.arch import Architecture
@@ -135,8 +136,11 @@ def _local(reference: str) -> Path:
 def _unknown(reference: str) -> ModelError:
     if "/" in reference or "\\" in reference or reference.endswith(".gguf"):
         return ModelError(f"there is no file or folder {reference}")
+    known = well_known(reference)
     close = difflib.get_close_matches(reference.lower(), BUILT_IN, n=1, cutoff=0.4)
     hint = f", did you mean {close[0]}?" if close else "."
+    if known is not None:
+        hint = f"; on the hub there is {known.reference} ({known.gigabytes} GB)."
     return ModelError(
         f"there is no model {reference[:200]!r}{hint} Built in: {', '.join(BUILT_IN)}. Otherwise "
         "give a folder, a .gguf file or a hub id like organisation/name"

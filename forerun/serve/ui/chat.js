@@ -10,7 +10,7 @@ import { conversations, load, save } from "./store.js";
 
 const IDEAS = [
   "Why is the sky blue?",
-  "Write a Python function that tells whether a number is prime, and explain it.",
+  "Write a Python function that counts the vowels in a string.",
   "Plan a weekend in Lisbon as a table.",
   "Explain speculative decoding to a ten-year-old.",
 ];

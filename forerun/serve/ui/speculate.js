@@ -25,7 +25,7 @@ const PLANETS = {
 
 /** [what it is called, prompt, JSON schema] */
 const EXAMPLES = [
-  ["Code", "Write a Python function that tells whether a number is prime, and explain it."],
+  ["Code", "Write a Python function that counts the vowels in a string."],
   ["Prose", "Why is the sky blue?"],
   ["Repetition", "Repeat this sentence five times: The quick brown fox jumps over the lazy dog near the quiet river."],
   ["JSON under a grammar", "List planets of the solar system as JSON.", PLANETS],
