@@ -1,7 +1,6 @@
 """Count how many real-world schemas are taken, and check texts that their grammars allow.
 
-    python bench/real_schemas.py count --data DIR --out counts.json   both libraries, by default and
-                                                                      strictly
+    python bench/real_schemas.py count --data DIR --out counts.json   by default and strictly
     python bench/real_schemas.py walk --data DIR --out walks.jsonl    random texts of strict
                                                                       grammars
     python bench/real_schemas.py check --data DIR --walks walks.jsonl held against `jsonschema`,
@@ -21,7 +20,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
@@ -83,23 +81,21 @@ def _schema(path: Path) -> dict[str, Any] | None:
 
 
 def count(schemas: dict[str, dict[str, Any]], out: Path) -> None:
-    """Compile each schema four times."""
+    """Compile each schema twice."""
     tokenizer = Tokenizer.byte_level()
     table: dict[str, dict[str, Any]] = {name: {} for name in schemas}
-    for library in ("llguidance", "xgrammar"):
-        compiler = Compiler(tokenizer, backend(library, tokenizer))
-        for name, schema in schemas.items():
-            for how, lenient in (("default", True), ("strict", False)):
-                table[name][f"{library} {how}"] = _told(compiler, schema, lenient)
-        compiler.close()
-        for how in ("default", "strict"):
-            rows = [row[f"{library} {how}"] for row in table.values()]
-            taken = [row for row in rows if isinstance(row, list)]
-            whole = sum(not row for row in taken)
-            say(f"{library:10} {how:7} taken {len(taken)} of {len(rows)}, enforced whole {whole}")
-        out.write_text(json.dumps(table, indent=1) + "\n")
-    left_out = [{*map(_keyword, row["llguidance default"])} for row in table.values()
-                if isinstance(row["llguidance default"], list)]  # fmt: skip
+    compiler = Compiler(tokenizer)
+    for name, schema in schemas.items():
+        for how, lenient in (("default", True), ("strict", False)):
+            table[name][how] = _told(compiler, schema, lenient)
+    compiler.close()
+    for how in ("default", "strict"):
+        taken = [row[how] for row in table.values() if isinstance(row[how], list)]
+        whole = sum(not row for row in taken)
+        say(f"{how:7} taken {len(taken)} of {len(table)}, enforced whole {whole}")
+    out.write_text(json.dumps(table, indent=1) + "\n")
+    left_out = [{*map(_keyword, row["default"])} for row in table.values()
+                if isinstance(row["default"], list)]  # fmt: skip
     say(f"left out: {Counter(name for row in left_out for name in row).most_common(12)}")
 
 
@@ -115,10 +111,10 @@ def _told(compiler: Compiler, schema: dict[str, Any], lenient: bool) -> list[str
         return str(error)
 
 
-def walk(schemas: dict[str, dict[str, Any]], library: str, each: int, out: Path) -> None:
+def walk(schemas: dict[str, dict[str, Any]], each: int, out: Path) -> None:
     """Random texts of each strict grammar, one JSON line per walk; text null where none ended."""
     tokenizer = Tokenizer.byte_level()
-    compiler, random = Compiler(tokenizer, backend(library, tokenizer)), Random(1)  # noqa: S311
+    compiler, random = Compiler(tokenizer), Random(1)  # noqa: S311
     with out.open("w") as file:
         for name, schema in schemas.items():
             try:
@@ -190,14 +186,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("real-schemas.json"))
     parser.add_argument("--walks", type=Path)
     parser.add_argument("--each", type=int, default=4)
-    parser.add_argument("--grammar-backend", default="llguidance")
     arguments = parser.parse_args()
     schemas = drawn(arguments.data)
     say(f"{len(schemas)} schemas: {dict(Counter(name.split('/')[0] for name in schemas))}")
     if arguments.what == "check":
         return min(check(schemas, arguments.walks), 1)
     if arguments.what == "walk":
-        walk(schemas, arguments.grammar_backend, arguments.each, arguments.out)
+        walk(schemas, arguments.each, arguments.out)
     else:
         count(schemas, arguments.out)
     return 0

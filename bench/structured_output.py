@@ -1,8 +1,7 @@
 """Measure structured output: what is accepted of public test suites, and what it costs.
 
     python bench/structured_output.py suite --data DIR     DIR/json_schema_test_suite and
-                                                           DIR/grammar/*.jsonl; with
-                                                           --grammar-backend xgrammar
+                                                           DIR/grammar/*.jsonl
     python bench/structured_output.py speed --out bench/results/structured-output.json
                                                            acceptance length and time per kind
     python bench/structured_output.py tokens               acceptance length on a busy machine
@@ -25,7 +24,6 @@ from typing import Any
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
-from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
@@ -101,10 +99,10 @@ def fits(compiled: Compiled, tokenizer: Tokenizer, text: str) -> bool:
     return bool(mask[end // 8] >> end % 8 & 1)
 
 
-def verdicts(cases: list[tuple[Any, str, bool]], make: Any, library: str) -> Counter[str]:
+def verdicts(cases: list[tuple[Any, str, bool]], make: Any) -> Counter[str]:
     """Counts over (grammar source, text, valid)."""
     tokenizer = Tokenizer.byte_level()
-    compiler, counts = Compiler(tokenizer, backend(library, tokenizer)), Counter[str]()
+    compiler, counts = Compiler(tokenizer), Counter[str]()
     for source, text, valid in cases:
         try:
             found = fits(compiler.compile(make(source)), tokenizer, text)
@@ -126,7 +124,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def suite(data: Path, library: str) -> None:
+def suite(data: Path) -> None:
     """One line per keyword file and kind of grammar."""
     table: dict[str, Counter[str]] = {}
     for draft, dialect in DIALECTS.items():
@@ -140,7 +138,7 @@ def suite(data: Path, library: str) -> None:
                 for group in json.loads(path.read_text())
                 for test in group["tests"]
             ]
-            table[f"{draft} {path.stem}"] = verdicts(cases, Grammar.json_schema, library)
+            table[f"{draft} {path.stem}"] = verdicts(cases, Grammar.json_schema)
     kinds: dict[str, list[tuple[Any, str, bool]]] = defaultdict(list)
     for line in (data / "grammar" / "xgrammar_accept_vectors.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -152,7 +150,7 @@ def suite(data: Path, library: str) -> None:
         "json_schema": lambda source: Grammar.json_schema(json.loads(source)),
     }
     for kind, rows in kinds.items():
-        table[f"xgrammar {kind}"] = verdicts(rows, make[kind], library)
+        table[f"xgrammar {kind}"] = verdicts(rows, make[kind])
     show(("", *VERDICTS), [(name, [counts[v] for v in VERDICTS]) for name, counts in table.items()])
 
 
@@ -290,7 +288,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("suite", "speed", "tokens"))
     parser.add_argument("--data", type=Path, help="where the suites lie")
-    parser.add_argument("--grammar-backend", default="llguidance", help="for suite")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--requests", type=int, default=4, help="answers per engine")
@@ -304,7 +301,7 @@ def main() -> None:
     elif options.data is None:
         parser.error("suite needs --data")
     else:
-        suite(options.data, options.grammar_backend)
+        suite(options.data)
 
 
 if __name__ == "__main__":

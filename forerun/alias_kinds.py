@@ -3,6 +3,7 @@ says why not.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from forerun.config import AskConfig, EngineConfig, ServeSettings
 from forerun.errors import ConfigError
 from forerun.flags import NO, NOTHING, VALUE, YES, Assign, Option, own_option, parsed, truth
+
+log = logging.getLogger(__name__)
 
 SGLANG, VLLM, LLAMA, FORMER = "SGLang", "vLLM", "llama.cpp", "Forerun 0.1"
 
@@ -148,6 +151,16 @@ def former_draft(where: str, text: str) -> dict[str, Any]:
 def draft_model(where: str, text: str) -> dict[str, Any]:
     """A whole model that drafts."""
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": text}
+
+
+def grammar_backend(where: str, text: str) -> dict[str, Any]:
+    """A library that matches grammars: llguidance does, whichever is named."""
+    name = text.lower()
+    if name in ("xgrammar", "outlines", "lm-format-enforcer"):
+        log.warning("%s %s: llguidance matches all grammars here.", where, text)
+    elif name not in ("auto", "llguidance", "guidance"):
+        raise ConfigError(f"{where} {text} cannot be honoured: llguidance matches all grammars.")
+    return {}
 
 
 def layers(where: str, text: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from forerun.alias_kinds import (
     former_draft,
     former_nodes,
     gpu,
+    grammar_backend,
     layers,
     length,
     other,
@@ -35,6 +36,10 @@ _ONE_DEVICE = (
 _LOOKUP = "lookup and table have no such setting; --speculative-num-draft-tokens bounds their trees"
 _ONE_STEP = "prompts and answers share steps of at most --chunked-prefill-size tokens"
 _KERNEL = "the device decides: Triton on cuda, the native core's or torch's own on cpu"
+_GRAMMARS = (
+    "takes auto, llguidance, guidance; llguidance matches all grammars, as a sentence says where "
+    "xgrammar, outlines or lm-format-enforcer is named"
+)
 _PREFIX = "prefixes are always cached; that changes no token"
 _NO_CODE = "no code from a model's folder is ever run"
 _TOKENIZER = "the tokenizer is the model's own, from its folder or file"
@@ -127,8 +132,9 @@ _MODEL = [
     *switch("--async-scheduling", {"overlap": True}, VLLM),
     *switch("--disable-overlap-schedule", {"overlap": False}, SGLANG),
     *switch("--no-async-scheduling", {"overlap": False}, VLLM),
-    *choice("--structured-outputs-backend --guided-decoding-backend", "grammar_backend",
-             {"auto": "llguidance", "guidance": "llguidance", "xgrammar": "xgrammar"}, VLLM),
+    *other("--grammar-backend", (), grammar_backend, SGLANG, meaning=_GRAMMARS),
+    *other("--structured-outputs-backend", (), grammar_backend, VLLM, meaning=_GRAMMARS),
+    *other("--guided-decoding-backend", (), grammar_backend, VLLM, meaning=_GRAMMARS),
     *same("--generation-config", "sampling_defaults", VLLM, note="auto is model, vllm is none"),
     *same("--chat-template-file", "chat_template", LLAMA),
     *usual("--jinja", (), LLAMA, why="templates are always Jinja", takes=NOTHING),
@@ -217,7 +223,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("chunked_prefill_size",), (SGLANG,)),
     **dict.fromkeys(("attention_backend",), (SGLANG, VLLM)),
     **dict.fromkeys(("prefill_attention_backend",), (SGLANG,)),
-    **dict.fromkeys(("torch_compile_max_bs", "grammar_backend", "sampling_defaults"), (SGLANG,)),
+    **dict.fromkeys(("torch_compile_max_bs", "sampling_defaults"), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),
     **dict.fromkeys(("chat_template",), (SGLANG, VLLM)),
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),

@@ -211,11 +211,6 @@ class EngineConfig:
         "what a draft that cannot be used means: disable speculation and say so, or stop",
         choices=("disable", "stop"),
     )
-    grammar_backend: str = option(
-        "llguidance",
-        "what matches grammars; xgrammar takes fewer kinds and is a package of its own",
-        choices=("llguidance", "xgrammar"),
-    )
     policy: str = option(
         "auto",
         "how many draft tokens: always the most (fixed), or as many of them as pay by measured "

@@ -27,7 +27,7 @@ from forerun.bench.fuzz_case import (
     read,
     simpler,
 )
-from forerun.bench.fuzz_grammars import GRAMMARS, taken
+from forerun.bench.fuzz_grammars import GRAMMARS
 from forerun.bench.mixed import told_otherwise
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, make_engine, open_target
@@ -76,7 +76,7 @@ class Fuzzer:
             [tokenizer.encode(prompt.text, bos=True) for prompt in prompts],
             self._reference_target.memory.limits.vocab,
             self._reference_target.config.device != "cpu",
-            taken(config.grammar_backend),
+            GRAMMARS,
             seed,
         )
         self._target: tuple[dict[str, Any], Target] | None = None

@@ -1,6 +1,6 @@
 """Grammars of differential fuzzing, by name: of every kind, shape and cost that there is."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from forerun.constrain.calls import Calling, Signature, tool_rules
 from forerun.constrain.grammar import Grammar
@@ -91,11 +91,3 @@ GRAMMARS: dict[str, Callable[[], Grammar]] = {
 a process of its own. None reaches a limit in processor time, which ends an answer at another place
 each time.
 """
-
-_LLGUIDANCE = ("large integers", "Lark", "ambiguous", "calls", "calls in tags")
-"""What xgrammar refuses."""
-
-
-def taken(backend: str) -> Iterable[str]:
-    """Names of those that a backend takes."""
-    return [name for name in GRAMMARS if backend == "llguidance" or name not in _LLGUIDANCE]

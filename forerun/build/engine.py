@@ -31,8 +31,7 @@ from forerun.build.prepare import overlaps, prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
 from forerun.config import NEUTRAL, EngineConfig
-from forerun.constrain.backends import open_compiler
-from forerun.constrain.compile import Compiler
+from forerun.constrain.compile import Compiler, open_compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled
 from forerun.constrain.tree_mask import TreeGrammars
@@ -245,7 +244,7 @@ def _open_toy(config: EngineConfig) -> Target:
         config=config,
         memory=memory,
         costs=_costs(config, executor),
-        compiler=open_compiler(config.grammar_backend, tokenizer),
+        compiler=open_compiler(tokenizer),
         sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
     )
 
@@ -296,7 +295,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         config=config,
         memory=memory,
         costs=costs,
-        compiler=open_compiler(config.grammar_backend, model.tokenizer),
+        compiler=open_compiler(model.tokenizer),
         sampling=model.sampling if config.sampling_defaults == "model" else {},
     )
 

@@ -45,7 +45,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
 )
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
-EXTRAS = {"torch": "torch", "matplotlib": "plots", "xgrammar": "xgrammar"}
+EXTRAS = {"torch": "torch", "matplotlib": "plots"}
 """Packages that a plain installation leaves out, and the extra that brings each."""
 
 

@@ -47,7 +47,6 @@ class EngineOptions(TypedDict, total=False):
     speculative_accept_threshold_acc: float
     draft_reading: str | None
     draft_on_error: str
-    grammar_backend: str
     policy: str
 
 

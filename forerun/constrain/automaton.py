@@ -1,9 +1,6 @@
 """What a grammar library must be able to do: the contract of every matcher behind Matcher."""
 
-from collections.abc import Sequence
 from typing import Protocol, Self
-
-from forerun.constrain.grammar import Grammar
 
 
 class Automaton(Protocol):
@@ -89,44 +86,4 @@ class Vocabulary(Protocol):
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Ids of a part of a text. See Tokenizer."""
-        ...
-
-
-class Backend(Protocol):
-    """A library that compiles grammars.
-
-    name     as in --grammar-backend
-    command, init_message  of its compiling process: see SandboxProcess
-    lanes    compiling processes that it is worth to have
-    """
-
-    @property
-    def name(self) -> str:
-        """See above."""
-        ...
-
-    @property
-    def lanes(self) -> int:
-        """See above."""
-        ...
-
-    @property
-    def command(self) -> Sequence[str]:
-        """See above."""
-        ...
-
-    def init_message(self) -> str | None:
-        """See above."""
-        ...
-
-    def check(self, grammar: Grammar) -> None:
-        """Raise RequestError naming what this library would not honour."""
-        ...
-
-    def build(self, grammar: Grammar, compiled: str) -> Prepared | str:
-        """What the process has compiled, or why it cannot be used."""
-        ...
-
-    def explained(self, grammar: Grammar, message: str) -> str:
-        """A message of the library's in one piece, with the field and the place at fault."""
         ...

@@ -1,12 +1,13 @@
 """Grammars compiled: strangers' first in a process that can be killed, then here; kept a while."""
 
+import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from forerun.constrain.automaton import Automaton, Backend
+from forerun.constrain.automaton import Automaton
 from forerun.constrain.fair_queue import FairQueue
 from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.limits import SECONDS
@@ -27,6 +28,9 @@ longer begins again in the second, so it cannot hold up small ones for longer th
 QUICK_BYTES = 16 * 1024
 """Larger sources go to the second at once."""
 
+COMMAND = (sys.executable, "-m", "forerun.constrain.llguidance_worker")
+"""Starts a compiling process."""
+
 _Key = tuple[str, str, bool, bool]
 
 _ENTRY_BYTES = 1024
@@ -35,7 +39,6 @@ _ENTRY_BYTES = 1024
 class Compiler:
     """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
 
-    backend      the library; None = llguidance
     seconds      of processor time; a grammar that takes longer is refused
     cache_bytes  size of what is kept; the least recently used go first
     """
@@ -43,17 +46,16 @@ class Compiler:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        backend: Backend | None = None,
         seconds: float = SECONDS,
         cache_bytes: int = 128 << 20,
     ) -> None:
         if not tokenizer.eos_ids:
             raise ModelError("the model declares no end-of-text token; a grammar could not end")
         self._tokenizer = tokenizer
-        self._backend = Guidance(tokenizer) if backend is None else backend
-        self._matchers = RemoteMatchers(self._backend.name, tokenizer)
-        limits = [min(QUICK_SECONDS, seconds), seconds][-self._backend.lanes :]
-        self._lanes = [self._lane(limit) for limit in limits]
+        self._library = Guidance(tokenizer)
+        self._matchers = RemoteMatchers(tokenizer)
+        limits = (min(QUICK_SECONDS, seconds), seconds)
+        self._lanes = [_Lane(SandboxProcess(COMMAND, limit), FairQueue()) for limit in limits]
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(MAX_WAITING)
@@ -66,7 +68,6 @@ class Compiler:
         Raises RequestError naming the field and, where it can be told, the place at fault;
         BusyError when too many wait, or the compiling process does not answer.
         """
-        self._backend.check(grammar)
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
             found = self._cache.get(key)
@@ -77,14 +78,14 @@ class Compiler:
             beginning = self._begin(found)
         if isinstance(found, str) or isinstance(beginning, str):
             reason = found if isinstance(found, str) else str(beginning)
-            raise RequestError(self._backend.explained(grammar, reason), grammar.field)
+            raise RequestError(self._library.explained(grammar, reason), grammar.field)
         return Compiled(
             prototype=beginning,
             start=grammar.start,
             vocab=self._tokenizer.vocab_size,
             ends=self._tokenizer.eos_ids,
             translated=found,
-            remote=partial(RemoteMatcher, self._matchers, grammar, found.text),
+            remote=partial(RemoteMatcher, self._matchers, found.text),
             unenforced=tuple(_named(grammar, path) for path in found.unenforced),
         )
 
@@ -93,10 +94,6 @@ class Compiler:
         for lane in self._lanes:
             with lane.queue.place("", 0.0):
                 lane.worker.close()
-
-    def _lane(self, seconds: float) -> "_Lane":
-        init = self._backend.init_message
-        return _Lane(SandboxProcess(self._backend.command, seconds, init()), FairQueue())
 
     def _compile_queued(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
         """Whoever waited for the same grammar finds it in the cache."""
@@ -142,12 +139,9 @@ class Compiler:
             found = str(answer["error"])
         else:
             text = str(answer["grammar"])
-            prepared = self._backend.build(grammar, text)
-            if isinstance(prepared, str):
-                found = prepared
-            else:
-                left_out = tuple(answer.get("unenforced", ()))
-                found = Translated(text, prepared, bool(answer.get("expensive")), left_out)
+            prepared = self._library.build(text)
+            left_out = tuple(answer.get("unenforced", ()))
+            found = Translated(text, prepared, bool(answer.get("expensive")), left_out)
         size = found.prepared.size if isinstance(found, Translated) else len(found)
         with self._lock:
             self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
@@ -166,6 +160,11 @@ class Compiler:
             return beginning
         translated.expensive = True
         return None
+
+
+def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
+    """A compiler for the tokenizer; None where it declares no token that could end a text."""
+    return Compiler(tokenizer) if tokenizer.eos_ids else None
 
 
 @dataclass(frozen=True, slots=True)

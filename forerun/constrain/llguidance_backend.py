@@ -1,6 +1,5 @@
-"""Grammars matched by llguidance, the default."""
+"""Grammars matched by llguidance."""
 
-import sys
 from typing import Any
 
 import llguidance
@@ -79,25 +78,16 @@ class GuidanceGrammar:
 
 
 class Guidance:
-    """The llguidance of one tokenizer. See Backend."""
-
-    name = "llguidance"
-    command = (sys.executable, "-m", "forerun.constrain.llguidance_worker")
-    lanes = 2
+    """The llguidance of one tokenizer."""
 
     def __init__(self, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: llguidance.LLTokenizer | None = None
 
-    def init_message(self) -> None:
-        """Nothing: what compiling costs does not depend on the vocabulary."""
-        return
-
-    def check(self, grammar: Grammar) -> None:
-        """Nothing: llguidance says by itself what it cannot honour."""
-
-    def build(self, grammar: Grammar, compiled: str) -> GuidanceGrammar:
-        """See Backend."""
+    def build(self, compiled: str) -> GuidanceGrammar:
+        """A grammar in llguidance's form, as the compiling process has translated it, with this
+        tokenizer's vocabulary.
+        """
         if self._vocabulary is None:
             like_a_tokenizer: Any = _Vocabulary(self._tokenizer)
             ends = list(self._tokenizer.eos_ids)
@@ -105,7 +95,7 @@ class Guidance:
         return GuidanceGrammar(self._vocabulary, compiled)
 
     def explained(self, grammar: Grammar, message: str) -> str:
-        """See Backend."""
+        """A message of llguidance's in one piece, with the field and the place at fault."""
         if "NoExtension" in message:
             return f"{grammar.field} cannot be satisfied by any text"
         lines = [line.rstrip() for line in message.splitlines() if line.strip()]

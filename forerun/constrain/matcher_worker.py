@@ -1,6 +1,6 @@
 """The process in which one expensive grammar is followed.
 
-Its first line is the library's name and the vocabulary. Each request then names tokens to step over
+Its first line is the vocabulary. Each request then names tokens to step over
 (the first one also the grammar, as the compiling process has translated it), and is answered with
 what may follow: `{"mask": base64, "complete": ..., "error": ...}`.
 """
@@ -12,10 +12,9 @@ import resource
 import sys
 from typing import Any
 
-from forerun.constrain.automaton import Automaton, Backend
-from forerun.constrain.backends import backend
-from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.automaton import Automaton
 from forerun.constrain.limits import ALL_SECONDS, MEMORY
+from forerun.constrain.llguidance_backend import Guidance
 from forerun.constrain.matcher import only
 from forerun.sandbox import question, serve
 
@@ -43,14 +42,14 @@ class SentVocabulary:
 class Follower:
     """Steps through one grammar."""
 
-    def __init__(self, library: Backend, vocabulary: SentVocabulary) -> None:
-        self._library, self._vocabulary = library, vocabulary
+    def __init__(self, vocabulary: SentVocabulary) -> None:
+        self._library, self._vocabulary = Guidance(vocabulary), vocabulary
         self._automaton: Automaton | str = "no grammar was sent"
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Step over tokens and say what may follow."""
         if "begin" in request:
-            self._automaton = self._beginning(request["begin"])
+            self._automaton = self._library.build(request["begin"]).begin(apart=True)
         automaton = self._automaton
         if isinstance(automaton, str):
             return {"mask": "", "complete": False, "error": automaton}
@@ -65,12 +64,6 @@ class Follower:
         error = error or automaton.error
         return {"mask": base64.b64encode(mask).decode(), "complete": complete, "error": error}
 
-    def _beginning(self, begin: dict[str, Any]) -> Automaton | str:
-        kind, text = Kind(begin["kind"]), begin["text"]
-        grammar = Grammar(kind, begin["source"], begin["lenient"], begin["one_line"])
-        prepared = self._library.build(grammar, text)
-        return prepared if isinstance(prepared, str) else prepared.begin(apart=True)
-
 
 def main() -> None:
     """Answer until standard input ends."""
@@ -78,12 +71,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (ALL_SECONDS, ALL_SECONDS + 5))
     sent = json.loads(sys.stdin.readline())
     vocabulary = SentVocabulary(sent)
-    library = backend(sent["backend"], vocabulary)
-    if sent["backend"] == "llguidance":  # The other brings torch, whose address space is vast.
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     sys.stdout.write('"ready"\n')
     sys.stdout.flush()
-    serve(Follower(library, vocabulary).answer)
+    serve(Follower(vocabulary).answer)
 
 
 if __name__ == "__main__":

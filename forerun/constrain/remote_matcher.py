@@ -19,7 +19,6 @@ from typing import Any
 
 from forerun.constrain.automaton import Vocabulary
 from forerun.constrain.fair_queue import LeastWorkedFirst
-from forerun.constrain.grammar import Grammar
 from forerun.constrain.limits import CALL_SECONDS
 from forerun.errors import EngineError
 from forerun.sandbox import Fault, SandboxProcess
@@ -36,15 +35,12 @@ COMMAND = (sys.executable, "-m", "forerun.constrain.matcher_worker")
 
 
 class RemoteMatchers:
-    """The matching processes of one tokenizer.
+    """The matching processes of one tokenizer."""
 
-    backend  the name of the library
-    """
-
-    def __init__(self, backend: str, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.free = threading.Semaphore(MAX_PROCESSES)
         self.working = LeastWorkedFirst(MAX_WORKING)
-        self._backend, self._vocabulary = backend, vocabulary
+        self._vocabulary = vocabulary
 
     def process(self) -> SandboxProcess:
         """A new one, not started."""
@@ -57,7 +53,6 @@ class RemoteMatchers:
         tokens = self._vocabulary
         ids = range(tokens.vocab_size)
         return json.dumps({
-            "backend": self._backend,
             "tokens": [tokens.token_bytes(id).hex() for id in ids],
             "eos_ids": tokens.eos_ids,
             "bos_id": tokens.bos_id,
@@ -88,20 +83,14 @@ class RemoteMatcher:
     """Follows one sequence, forward only. Made and asked on one thread, which never waits; another
     thread of its own talks to the process.
 
+    grammar   in llguidance's form
     answered  called, on that thread, when there is an answer
     """
 
     def __init__(
-        self, matchers: RemoteMatchers, grammar: Grammar, text: str, answered: Callable[[], None]
+        self, matchers: RemoteMatchers, grammar: str, answered: Callable[[], None]
     ) -> None:
-        self._matchers = matchers
-        self._begin = {
-            "kind": grammar.kind,
-            "source": grammar.source,
-            "lenient": grammar.lenient,
-            "one_line": grammar.one_line,
-            "text": text,
-        }
+        self._matchers, self._grammar = matchers, grammar
         self._answered = answered
         self._jobs: SimpleQueue[list[int] | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -157,7 +146,7 @@ class RemoteMatcher:
 
     def _serve(self) -> Answer | None:
         """Hand jobs to the process until there are no more, or it has failed: then why."""
-        first: dict[str, Any] = {"begin": self._begin}
+        first: dict[str, Any] = {"begin": self._grammar}
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
             with self._matchers.working.place(self._worked):
                 if self._closed.is_set():  # While it waited: nothing is begun for nobody.

@@ -1,6 +1,6 @@
-"""JSON schemas in the keywords that a library enforces.
+"""JSON schemas in the keywords that llguidance enforces.
 
-Where JSON Schema has a keyword and a library has not, there often are other words for it: `oneOf`
+Where JSON Schema has a keyword and llguidance has not, there often are other words for it: `oneOf`
 whose branches exclude each other is `anyOf`, a dependency is a choice of two objects, a format is a
 pattern. Every rewriting allows what was allowed or less: never more. What remains is left out and
 named, with its path.
@@ -24,7 +24,6 @@ from forerun.constrain.rewrite_string import (
     NATIVE,
     NO_LEAP_SECOND,
     NOTED_FORMATS,
-    RAW_FORMATS,
     SAME,
     Unenforceable,
     plain_patterns,
@@ -47,14 +46,12 @@ _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "pa
 def rewritten(
     schema: Any,
     plain: bool = True,
-    exact: bool = False,
     brief: bool = False,
     integers: bool = False,
 ) -> Rewritten:
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
-    exact  the library writes integers of any size, and knows no format
     brief  conditions, negations and `contains` are left out, for they may multiply, or what can be
            said of them may leave nothing
     integers  constants and bounds that would be rounded stay: see rewrite_exact.py
@@ -64,7 +61,7 @@ def rewritten(
     if not isinstance(schema, dict):
         return Rewritten(schema)
     check_types(schema)
-    rewriter = Rewriter(schema, exact, brief, integers)
+    rewriter = Rewriter(schema, brief, integers)
     found = rewriter.schema(rewriter.root, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
@@ -81,11 +78,11 @@ class Rewriter:
     defined  schemas that others refer to, by name
     origins  where schemas stood
     faults   what was left out so far
-    exact, brief, integers  see rewritten
+    brief, integers  see rewritten
     """
 
-    def __init__(self, root: dict[str, Any], exact: bool, brief: bool, integers: bool) -> None:
-        self.exact, self.brief, self.integers = exact, brief, integers
+    def __init__(self, root: dict[str, Any], brief: bool, integers: bool) -> None:
+        self.brief, self.integers = brief, integers
         self.defined: dict[str, Any] = {}
         self.origins = Origins()
         self.faults: list[Fault] = []
@@ -205,7 +202,7 @@ def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
 
 
 def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    if rewriter.exact or rewriter.integers:
+    if rewriter.integers:
         return out
     if "const" in out and not exact(out["const"]):
         rewriter.fault(path, "const", "integers beyond 2**53 would be rounded")
@@ -224,7 +221,7 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
     out = exclusive(out)
     if rewriter.integers and bounds_are_large(out):
         return out
-    out, faults = bounded(out, rewriter.exact)
+    out, faults = bounded(out)
     for name in faults:
         rewriter.fault(path, name, LARGE_BOUND)
     return out
@@ -240,11 +237,7 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
             out = also({**out, "pattern": first}, *({"pattern": one} for one in more))
     name = raw.get("format")
     name = SAME.get(name, name) if isinstance(name, str) else None
-    if rewriter.exact and name in RAW_FORMATS:
-        if "pattern" in out:
-            rewriter.fault(path, "format", "not together with pattern")
-        out.setdefault("pattern", RAW_FORMATS[name])
-    elif name in NATIVE:
+    if name in NATIVE:
         out["format"] = name
         if name in ("date-time", "time"):
             whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}

@@ -1,4 +1,4 @@
-"""Bounds and values of numbers, as far as a library can count."""
+"""Bounds and values of numbers, as far as llguidance can count."""
 
 import math
 from typing import Any
@@ -15,8 +15,6 @@ LARGE_BOUND = (
 _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
 
-_INT64 = 2**63 - 1
-
 _DIGITS = 10**18
 """What llguidance makes a pattern for, of numbers with fractions."""
 
@@ -30,17 +28,11 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def bounded(schema: dict[str, Any], int64: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """The same bounds or narrower ones that the library does not round, and those that it cannot
+def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same bounds or narrower ones that llguidance does not round, and those that it cannot
     have.
-
-    int64  it reads the bounds of integers as these, and others as 64-bit floats, as llguidance
-           reads all
     """
     out, faults = dict(schema), []
-    kinds = schema.get("type")
-    several = int64 and isinstance(kinds, list) and "integer" in kinds and "number" not in kinds
-    whole = kinds == "integer" or several
     for name, sign in (
         ("minimum", 1),
         ("exclusiveMinimum", 1),
@@ -53,7 +45,7 @@ def bounded(schema: dict[str, Any], int64: bool = False) -> tuple[dict[str, Any]
         if abs(value) <= EXACT:
             continue
         del out[name]
-        limit = _DIGITS if not whole else _INT64 if int64 else _INTEGERS
+        limit = _INTEGERS if schema.get("type") == "integer" else _DIGITS
         inside = _inside(value, sign, name.startswith("exclusive"), limit)
         if inside is None:
             faults.append(name)
@@ -71,8 +63,6 @@ def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
         return None
     if at * sign < -limit:
         return -limit * sign
-    if limit == _INT64:
-        return at
     rounded = float(at)
     if int(rounded) * sign < at * sign:
         rounded = math.nextafter(rounded, math.inf * sign)

@@ -1,4 +1,4 @@
-"""Differential fuzzing on every executor, with every drafter and both grammar backends.
+"""Differential fuzzing on every executor, with every drafter.
 
 What `forerun prove --fuzz` does, on tiny random models: any requests, arrivals, aborts and tiny
 caches, each answer against the same request alone without speculation. See forerun/bench/fuzz.py.
@@ -46,7 +46,6 @@ ALWAYS = "torch, other vocabulary", "torch, captured, block"
 
 CONFIGS = {
     "cpu": {"executor": "cpu"},
-    "cpu, xgrammar": {"executor": "cpu", "grammar_backend": "xgrammar"},
     "cpu, draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE3"},
     "torch": EAGER,
     "torch, draft head": EAGER | {"speculative_algorithm": "EAGLE3"},
@@ -56,7 +55,6 @@ CONFIGS = {
     "cpu, n-grams and draft head": {"executor": "cpu", "speculative_algorithm": "EAGLE+NGRAM"},
     "cpu, one token of a head": {"executor": "cpu", "speculative_algorithm": "NAIVE"},
     "toy": {"model": "toy"},
-    "toy, xgrammar": {"model": "toy", "grammar_backend": "xgrammar"},
 }
 EXECUTORS = {"cpu": {"executor": "cpu"}, "torch": EAGER, "torch, captured": CAPTURED}
 CONFIGS |= {

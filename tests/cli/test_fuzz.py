@@ -8,12 +8,12 @@ import pytest
 from forerun.bench import fuzz_case
 from forerun.bench.fuzz import Fuzzer
 from forerun.bench.fuzz_case import Asked, Case, read, write
-from forerun.bench.fuzz_grammars import GRAMMARS, taken
+from forerun.bench.fuzz_grammars import GRAMMARS
 from forerun.bench.workload import read_prompts
 from forerun.build.engine import open_target
 from forerun.cli.main import main
 from forerun.config import EngineConfig
-from forerun.errors import ConfigError, RequestError
+from forerun.errors import ConfigError
 from forerun.executors import host_choice
 
 TOY = EngineConfig(model="toy")
@@ -37,25 +37,16 @@ def test_every_answer_is_the_one_that_its_request_gets_alone(fuzzer):
     assert report.accepted > 100 and report.preemptions > 0 and report.cached_tokens > 500
 
 
-@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
-def test_every_grammar_is_taken_or_known_to_be_refused(backend):
-    if backend == "xgrammar":
-        pytest.importorskip("xgrammar")
-    expected, found = set(taken(backend)), set()
-    target = open_target(EngineConfig(model="toy", grammar_backend=backend))
+def test_every_grammar_is_taken():
+    target = open_target(EngineConfig(model="toy"))
     try:
         for name, make in GRAMMARS.items():
-            try:
-                compiled = target.compile(make())
-            except RequestError:
-                continue
-            found.add(name)
-            if (backend, name) == ("llguidance", "many keys"):
+            compiled = target.compile(make())
+            if name == "many keys":
                 first = compiled.begin()
                 assert not first.take(ord("{")) and first.error, "it goes on in a process"
     finally:
         target.close()
-    assert found == expected and len(found) >= 8
 
 
 def forgetful(monkeypatch):

@@ -79,7 +79,7 @@ def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
         ("--base-gpu-id 1", {"device": "cuda:1"}),
         ("--enforce-eager", {"disable_cuda_graph": True}),
         ("--disable-overlap-schedule", {"overlap": False}),
-        ("--guided-decoding-backend guidance", {"grammar_backend": "llguidance"}),
+        ("--guided-decoding-backend guidance --grammar-backend xgrammar", {}),
         ("--dp-size 1 --enable-prefix-caching -fa on --load-format auto", {}),
         ("--tp 2 --executor jax", {"tp_size": 2, "executor": "jax"}),
         ("--tensor-parallel-size 4 --device tpu", {"tp_size": 4, "device": "tpu"}),
@@ -345,3 +345,10 @@ def test_the_table_for_people_is_fresh():
     assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
         "run: python docs/migrating.py"
     )
+
+
+def test_another_library_for_grammars_is_a_sentence_and_no_error(caplog):
+    assert engine("--grammar-backend", "xgrammar") == EngineConfig()
+    assert "--grammar-backend xgrammar: llguidance matches all grammars here." in caplog.text
+    with pytest.raises(ConfigError, match="--grammar-backend none cannot be honoured: llguidance"):
+        engine("--grammar-backend", "none")

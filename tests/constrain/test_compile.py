@@ -124,7 +124,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("grammar", HOSTILE, ids=lambda g: g.source[:30])
-def test_hostile_grammars_are_refused_or_ask_little_of_the_library(library, grammar):
+def test_hostile_grammars_are_refused_or_ask_little_of_the_library(grammar):
     """Of a step of the engine, however long a call takes: what one call may take is for the limits
     of the library, and that a slow matcher leaves the thread for test_remote_matcher.
     """

@@ -16,10 +16,8 @@ from forerun.engine.request import Finish, Request
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
-from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, chosen, compiled, is_person
+from tests.constrain.tools import BPE, BYTES, PERSON, RandomDrafter, compiled, is_person
 from tests.engine.toys import ask, drafter, run
-
-pytestmark = pytest.mark.usefixtures("library")
 
 TOKENIZERS = {"bytes": BYTES, "bpe": BPE}
 CITY = Grammar.regex("(Paris|Amsterdam)")
@@ -61,13 +59,8 @@ def heard(ear, id="r", index=0):
     return ear.tokens(id, index), ear.text(id, index), ear.last(id, index).finish
 
 
-def plain(case: str, kind: str, sampling: str):
-    return plain_with(chosen.library, case, kind, sampling)
-
-
 @cache
-def plain_with(library: str, case: str, kind: str, sampling: str):
-    assert library == chosen.library
+def plain(case: str, kind: str, sampling: str):
     return heard(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
 
 

@@ -16,9 +16,7 @@ from forerun.constrain.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
-from tests.constrain.tools import SPANNING, TOKENIZERS, chosen, compiled, members, random_draft
-
-pytestmark = pytest.mark.usefixtures("library")
+from tests.constrain.tools import SPANNING, TOKENIZERS, compiled, members, random_draft
 
 TEXT, NUMBER, YES_NO = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 PAIR = {"name": TEXT, "age": NUMBER}
@@ -59,8 +57,6 @@ LARGE = {
     "beyond 10^30": record({"age": {**NUMBER, "minimum": 10**30}, "name": {"const": -(10**30)}}),
     "between": {"type": "array", "items": {**NUMBER, "minimum": -(10**30), "maximum": 10**31 + 7}},
 }
-REFUSED = "xgrammar", "beyond 10^30"
-"""It has no rule for a bound on one side."""
 GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in (SCHEMAS | LARGE).items()}
 GRAMMARS |= {
     "one line": GRAMMARS["open with tags"].on_one_line(),
@@ -92,9 +88,8 @@ def state(matcher: Matcher) -> _State:
 
 
 @cache
-def oracle(library: str, name: str, path: tuple[int, ...], kind: str) -> _State | None:
+def oracle(name: str, path: tuple[int, ...], kind: str) -> _State | None:
     """The state behind a path; None where the path is illegal."""
-    assert library == chosen.library
     matcher = Matcher(compiled(GRAMMARS[name], kind))
     for token in path:
         if matcher.complete or not matcher.commit(token):
@@ -114,7 +109,7 @@ class Walk:
         self.favourites = {token for token, text in texts if text.decode("latin-1") in wanted}
 
     def oracle(self, path: tuple[int, ...]) -> _State | None:
-        return oracle(chosen.library, self.name, path, self.kind)
+        return oracle(self.name, path, self.kind)
 
     def token(self, path: tuple[int, ...]) -> int:
         """One that may follow, or now and then any; seldom one that completes the text."""
@@ -145,10 +140,8 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(library, name):
+def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(name):
     """Steps ahead, back and for good in any order, and questions between them or not."""
-    if (library, name) == REFUSED:
-        pytest.skip("refused")
     for seed in range(10):
         walk = Walk(name, seed)
         random, matcher = walk.random, Matcher(compiled(GRAMMARS[name], "spanning"))
@@ -186,10 +179,8 @@ def test_what_a_matcher_says_does_not_depend_on_where_it_has_been(library, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(library, name):
+def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
     """Step after step as the engine makes them, with what the grammar drafts by itself."""
-    if (library, name) == REFUSED:
-        pytest.skip("refused")
     slots, many = np.zeros(1, np.int32), np.array([14], np.int32)
     size = TOKENIZERS["spanning"].vocab_size
     for seed in range(10):

@@ -45,7 +45,6 @@ def request(case: str, grammar, id="r", **options):
     return ask(id, prompt, 60, stop_tokens=ends, grammar=grammar, **options)
 
 
-@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -277,9 +276,8 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     compiler.close()
 
 
-@pytest.mark.usefixtures("library")
 def test_what_a_grammar_will_cost_is_seen_where_it_is_compiled():
-    """The same rules in GBNF, which both libraries read, and whose first mask takes seconds."""
+    """Rules in GBNF whose first mask takes seconds."""
     rules = "\n".join(f"a{i} ::= (a{i + 1} a{i + 1} | a{i + 1})?" for i in range(14))
     dear = Grammar.grammar(f'root ::= a0 "z"\n{rules}\na14 ::= [a-z]?')
     assert compiled(dear, "bpe").expensive
@@ -316,8 +314,8 @@ def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypa
     matchers = []
 
     def remote(answered):
-        library = RemoteMatchers("llguidance", TOKENIZERS["bytes"])
-        matchers.append(RemoteMatcher(library, city, found.translated.text, answered))
+        library = RemoteMatchers(TOKENIZERS["bytes"])
+        matchers.append(RemoteMatcher(library, found.translated.text, answered))
         return matchers[-1]
 
     made = engine("none", "bytes")
@@ -357,12 +355,9 @@ def test_few_processes_run_at_one_time(monkeypatch):
     monkeypatch.setattr(remote_matcher, "MAX_PROCESSES", 1)
     tokenizer = TOKENIZERS["bytes"]
     found = fresh(CASES["city"][0], expensive=True)
-    matchers = RemoteMatchers("llguidance", tokenizer)
+    matchers = RemoteMatchers(tokenizer)
     answered = [threading.Event(), threading.Event()]
-    remotes = [
-        RemoteMatcher(matchers, CASES["city"][0], found.translated.text, event.set)
-        for event in answered
-    ]
+    remotes = [RemoteMatcher(matchers, found.translated.text, event.set) for event in answered]
     remotes[0].take([])
     assert answered[0].wait(60) and remotes[0].answer.mask
     remotes[1].take([ord("P")])
@@ -377,7 +372,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
     monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
     tokenizer = TOKENIZERS["bytes"]
     found = fresh(CASES["city"][0], expensive=True)
-    matchers, order, asked = RemoteMatchers("llguidance", tokenizer), [], threading.Event()
+    matchers, order, asked = RemoteMatchers(tokenizer), [], threading.Event()
 
     class Process:
         """Answers once all have asked."""
@@ -399,7 +394,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
             order.append(number)
             heard.release()
 
-        remotes.append(RemoteMatcher(matchers, CASES["city"][0], found.translated.text, answered))
+        remotes.append(RemoteMatcher(matchers, found.translated.text, answered))
         remotes[-1]._worked = worked
         remotes[-1].take([])
         while len(matchers.working._waiting) < number:
@@ -417,7 +412,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
 def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
     tokenizer, asked = TOKENIZERS["bytes"], threading.Event()
     found = fresh(CASES["city"][0], expensive=True)
-    matchers, ended = RemoteMatchers("llguidance", tokenizer), threading.Event()
+    matchers, ended = RemoteMatchers(tokenizer), threading.Event()
 
     class Process:
         def ask(self, request):
@@ -429,7 +424,7 @@ def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
         close = ended.set
 
     monkeypatch.setattr(matchers, "process", Process)
-    remote = RemoteMatcher(matchers, CASES["city"][0], found.translated.text, lambda: None)
+    remote = RemoteMatcher(matchers, found.translated.text, lambda: None)
     with ExitStack() as others:
         for _ in range(remote_matcher.MAX_WORKING):
             others.enter_context(matchers.working.place(0.0))

@@ -174,7 +174,7 @@ def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, 
     assert fits(loose, json.dumps(value))
 
 
-def test_what_is_left_out_of_a_choice_is_named_by_the_clients_own_path(library):
+def test_what_is_left_out_of_a_choice_is_named_by_the_clients_own_path():
     inner = {"type": "object", "patternProperties": {"^x": TEXT, "^xy": INTEGER}}
     schema = {"type": "object", "properties": {"p": {"oneOf": [inner, INTEGER]}}}
     found = compiled(Grammar.json_schema(schema, lenient=True)).unenforced

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from forerun.constrain.calls import Calling, Signature, tool_rules
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.integer_range import integers
-from forerun.errors import RequestError
 from forerun.text.tools import HERMES
 from tests.constrain.tools import compiled, fits
 
@@ -58,34 +57,12 @@ WHERE = [
 ]  # fmt: skip
 
 
-def refused_by_name(grammar):
-    """Whether it is, for a bound; then it is one that no 64 bits can tell from the next."""
-    try:
-        compiled(grammar)
-    except RequestError as error:
-        assert re.search(r"\w*(min|max)imum cannot be honoured by xgrammar", str(error), re.I)
-        numbers = [int(word) for word in re.findall(r"-?\d+", grammar.source)]
-        assert any(abs(number) > 2**53 for number in numbers)
-        assert '"integer"' not in grammar.source or max(map(abs, numbers)) >= 2**63
-        return True
-    return False
-
-
 @pytest.mark.parametrize("lines", ["one", "many", "dense"])
 @pytest.mark.parametrize(("schema", "valid", "invalid"), WHERE, ids=lambda v: str(v)[:50])
-def test_integers_are_exact_wherever_they_stand(library, schema, valid, invalid, lines):
-    """Or, with xgrammar, the keyword that would not be is refused by name. It writes constants in
-    one layout, and not the lowest of all 64-bit integers.
-    """
+def test_integers_are_exact_wherever_they_stand(schema, valid, invalid, lines):
     grammar = Grammar.json_schema(schema)
     grammar = grammar.on_one_line() if lines == "one" else grammar
     layout = {"many": {"indent": 2}, "one": {}, "dense": {"separators": (",", ":")}}[lines]
-    if library == "xgrammar":
-        if refused_by_name(grammar):
-            return
-        valid = [value for value in valid if value != -(2**63)]
-        if isinstance(schema.get("const"), dict):
-            layout = {"separators": (",", ":")}
     assert not compiled(grammar).unenforced
     for values, wanted in ((valid, True), (invalid, False)):
         for value in values:

@@ -1,9 +1,8 @@
-"""Faults of libraries that we work around. Each test fails when its library has mended the fault.
+"""Faults of llguidance that we work around. Each test fails when it has mended the fault.
 
 They use the library alone, none of our code.
 """
 
-import json
 from importlib.metadata import version
 
 import llguidance
@@ -87,21 +86,3 @@ def test_a_rule_with_a_limit_of_tokens_cannot_be_rolled_back():
     matcher = behind(limited, b"xy")
     assert not matcher.rollback(1), MENDED.format(version("llguidance"))
     assert "rollback not supported" in matcher.get_error()
-
-
-@pytest.mark.parametrize(
-    ("pattern", "text"), [("^(ab*)?$", b"b"), ("^(b|[^a]|b{1,2})$", b"cb"), ('^"$', b'"')]
-)
-def test_xgrammar_takes_what_a_pattern_does_not_say(pattern, text):
-    """Inside a JSON string; outside of JSON it reads the same expression rightly."""
-    xgrammar = pytest.importorskip("xgrammar")
-    tokens = [bytes([value]) for value in range(256)] + [b""]
-    info = xgrammar.TokenizerInfo(tokens, vocab_size=257, stop_token_ids=[256])
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    schema = f'{{"type": "string", "pattern": {json.dumps(pattern)}}}'
-    matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(schema, strict_mode=False))
-    whole = all(matcher.accept_token(value) for value in b'"' + text + b'"')
-    assert whole and matcher.accept_token(256), (
-        f"xgrammar {version('xgrammar')} no longer has this fault. Delete this test, and settled "
-        "or unwritable in forerun/constrain/xgrammar_patterns.py."
-    )

@@ -3,11 +3,9 @@
 import json
 from functools import cache
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 
-from forerun.constrain.backends import backend
 from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
@@ -50,19 +48,15 @@ def spanning() -> Tokenizer:
 
 
 TOKENIZERS = {"bytes": BYTES, "bpe": BPE, "spanning": spanning()}
-LIBRARIES = ("llguidance", "xgrammar")
-chosen = SimpleNamespace(library="llguidance")
-"""Set by the fixture `library`."""
 
 
 @cache
-def compiler(name: str, library: str = "llguidance") -> Compiler:
-    tokenizer = TOKENIZERS[name]
-    return Compiler(tokenizer, backend(library, tokenizer))
+def compiler(name: str) -> Compiler:
+    return Compiler(TOKENIZERS[name])
 
 
 def compiled(grammar: Grammar, name: str = "bytes") -> Compiled:
-    return compiler(name, chosen.library).compile(grammar)
+    return compiler(name).compile(grammar)
 
 
 def fits(grammar: Grammar, text: str, name: str = "bytes") -> bool:

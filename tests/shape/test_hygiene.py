@@ -23,12 +23,11 @@ LAZY = {
     "forerun/cli/layers.py",
     "forerun/cli/main.py",
     "forerun/cli/terminal.py",
-    "forerun/constrain/backends.py",
     "forerun/executors/torch/kernels.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when
 chosen, torch where `doctor` and `eval` look at it or a GPU is there, jax where a TPU is, Triton on
-CUDA, matplotlib for a picture, xgrammar when asked for.
+CUDA, matplotlib for a picture.
 """
 
 HOSTS = [
