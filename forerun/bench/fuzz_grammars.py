@@ -74,7 +74,7 @@ GRAMMARS: dict[str, Callable[[], Grammar]] = {
     "many words": lambda: Grammar.json_schema(_FORM),
     "many keys": lambda: Grammar.json_schema(_MANY),
     "large integers": lambda: Grammar.json_schema(
-        {"type": "array", "items": {**_INTEGER, "minimum": 10**30, "maximum": 3 * 10**31}}
+        {"type": "array", "items": {**_INTEGER, "minimum": 2**60, "maximum": 2**63 - 1}}
     ),
     "regex": lambda: Grammar.regex(r"(ab|cd){1,6}e?[0-9]{2,4}"),
     "GBNF": lambda: Grammar.grammar(

@@ -61,7 +61,7 @@ class _Writer:
         content: Callable[[Grammar], str],
     ) -> None:
         self._grammar, self._literal, self._content = grammar, literal, content
-        found = rewritten(raw, plain=not grammar.lenient, integers=True)
+        found = rewritten(raw, plain=not grammar.lenient)
         whole = found.schema if isinstance(found.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
         self._root = self._resolved(whole)

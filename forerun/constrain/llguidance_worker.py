@@ -28,7 +28,6 @@ from forerun.constrain.limits import (
 from forerun.constrain.llguidance_backend import GuidanceAutomaton
 from forerun.constrain.probe import expensive
 from forerun.constrain.rewrite import rewritten
-from forerun.constrain.rewrite_exact import UnwritableError, exact_rules, has_large
 from forerun.constrain.schema import without
 from forerun.sandbox import serve
 
@@ -44,9 +43,6 @@ def translate(
     if kind == "regex":
         return str(matcher.grammar_from_regex(source)), []
     if kind == "json_schema":
-        found = written(json.loads(source), lenient, one_line, "start", vocabulary)
-        if found is not None:
-            return str(matcher.grammar_from_lark("\n".join(found[0]))), found[1]
         schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary)
         options: Any = json_options(one_line)
         return str(
@@ -56,31 +52,6 @@ def translate(
         source, left_out = with_schemas(source, vocabulary)
         return str(matcher.grammar_from_lark(source)), left_out
     return str(matcher.grammar_from_lark(lark(source))), []
-
-
-def written(
-    schema: Any, lenient: bool, one_line: bool, name: str, vocabulary: llguidance.LLTokenizer
-) -> tuple[list[str], list[str]] | None:
-    """Lark rules, the first called `name`, of a schema with integers that llguidance would round,
-    and the paths of what is left out of a lenient one. None where it has none, or they do not help:
-    `fitted` then leaves them out, or refuses.
-
-    Raises ValueError naming the path where a strict one asks for more.
-    """
-    if not has_large(schema):
-        return None
-    found = rewritten(schema, plain=False, integers=True)
-    if found.unenforced and not lenient:
-        raise ValueError(str(found.unenforced[0]))
-    try:
-        rules = exact_rules(found.schema, one_line, name, plain=not lenient)
-    except UnwritableError:
-        return None
-    text = "\n".join(rules if name == "start" else [f"start: {name}", *rules])
-    grammar = llguidance.LLMatcher.grammar_from_lark(text)
-    if llguidance.LLMatcher(vocabulary, grammar, limits=LIMITS, log_level=0).is_error():
-        return None
-    return rules, [fault.path for fault in found.unenforced]
 
 
 def fitted(
@@ -136,7 +107,6 @@ def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, 
     what is left out of them.
     """
     out, at = "", 0
-    rules: list[str] = []
     told = [
         line.removeprefix(LEFT_OUT) for line in source.splitlines() if line.startswith(LEFT_OUT)
     ]
@@ -144,20 +114,13 @@ def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, 
     while match := _SCHEMA.search(source, at):
         part, end = json.JSONDecoder().raw_decode(source, match.end())
         place, lenient, one_line = part["x-forerun"]
-        name = f"exact_{len(rules)}"
-        found = written(part["schema"], lenient, one_line, name, vocabulary)
-        if found is not None:
-            paths = found[1]
-            rules.append("\n".join(found[0]))
-            out += source[at : match.start()] + name
-        else:
-            schema, paths = fitted(part["schema"], lenient, one_line, vocabulary)
-            options = {"x-guidance": json_options(one_line)}
-            whole = {**schema, **options} if isinstance(schema, dict) else schema
-            out += source[at : match.end()] + json.dumps(whole)
+        schema, paths = fitted(part["schema"], lenient, one_line, vocabulary)
+        options = {"x-guidance": json_options(one_line)}
+        whole = {**schema, **options} if isinstance(schema, dict) else schema
+        out += source[at : match.end()] + json.dumps(whole)
         left_out += [f"{place}.{path}" for path in paths]
         at = end
-    return "\n".join([out + source[at:], *rules]), left_out
+    return out + source[at:], left_out
 
 
 class Bytes:

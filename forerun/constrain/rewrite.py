@@ -12,7 +12,6 @@ from typing import Any
 from forerun.constrain.references import Place, References
 from forerun.constrain.rewrite_array import arrays
 from forerun.constrain.rewrite_choice import conditional, exclusive_choice, negated
-from forerun.constrain.rewrite_exact import bounds_are_large
 from forerun.constrain.rewrite_keys import with_plain_keys
 from forerun.constrain.rewrite_logic import NOTES, type_of
 from forerun.constrain.rewrite_number import LARGE_BOUND, bounded, exact, exclusive
@@ -43,25 +42,19 @@ _COPIED = (
 _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
 
 
-def rewritten(
-    schema: Any,
-    plain: bool = True,
-    brief: bool = False,
-    integers: bool = False,
-) -> Rewritten:
+def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
     """A schema whose values all are valid under `schema`, but for what is named.
 
     plain  keys have no escapes where they could hide a listed one
     brief  conditions, negations and `contains` are left out, for they may multiply, or what can be
            said of them may leave nothing
-    integers  constants and bounds that would be rounded stay: see rewrite_exact.py
 
     Raises ValueError where a `type` names none: that is a mistake, and not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
     check_types(schema)
-    rewriter = Rewriter(schema, brief, integers)
+    rewriter = Rewriter(schema, brief)
     found = rewriter.schema(rewriter.root, "")
     if rewriter.defined and isinstance(found, dict):
         found = {**found, "$defs": rewriter.defined}
@@ -78,11 +71,11 @@ class Rewriter:
     defined  schemas that others refer to, by name
     origins  where schemas stood
     faults   what was left out so far
-    brief, integers  see rewritten
+    brief    see rewritten
     """
 
-    def __init__(self, root: dict[str, Any], brief: bool, integers: bool) -> None:
-        self.brief, self.integers = brief, integers
+    def __init__(self, root: dict[str, Any], brief: bool) -> None:
+        self.brief = brief
         self.defined: dict[str, Any] = {}
         self.origins = Origins()
         self.faults: list[Fault] = []
@@ -202,25 +195,18 @@ def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
 
 
 def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    if rewriter.integers:
-        return out
     if "const" in out and not exact(out["const"]):
         rewriter.fault(path, "const", "integers beyond 2**53 would be rounded")
         out.setdefault("type", type_of(out.pop("const")))
-    if isinstance(out.get("enum"), list):
-        known = [value for value in out["enum"] if exact(value)]
-        if not known and out["enum"]:
-            rewriter.fault(path, "enum", "integers beyond 2**53 would be rounded")
-            del out["enum"]
-        else:
-            out["enum"] = known
+    if isinstance(out.get("enum"), list) and not all(map(exact, out["enum"])):
+        rewriter.fault(path, "enum", "integers beyond 2**53 would be rounded")
+        kinds = dict.fromkeys(map(type_of, out.pop("enum")))
+        out.setdefault("type", [*kinds])
     return out
 
 
 def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
     out = exclusive(out)
-    if rewriter.integers and bounds_are_large(out):
-        return out
     out, faults = bounded(out)
     for name in faults:
         rewriter.fault(path, name, LARGE_BOUND)

@@ -7,10 +7,10 @@ EXACT = 2**53
 """llguidance reads numbers as 64-bit floats: larger integers are rounded."""
 
 LARGE_BOUND = (
-    "a bound as large as this is honoured for integers only, without multipleOf, and where one "
-    "lies within the bounds"
+    "a bound beyond 2**53 is honoured up to 2**63 for integers and 10**18 for other numbers, and "
+    "where a 64-bit float lies within the bounds"
 )
-"""Why a bound is a fault that neither `bounded` nor rewrite_exact.py can say."""
+"""Why `bounded` leaves a bound out."""
 
 _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
@@ -32,7 +32,7 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The same bounds or narrower ones that llguidance does not round, and those that it cannot
     have.
     """
-    out, faults = dict(schema), []
+    out, faults, narrowed = dict(schema), list[str](), list[str]()
     for name, sign in (
         ("minimum", 1),
         ("exclusiveMinimum", 1),
@@ -52,6 +52,11 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         plain = "minimum" if sign > 0 else "maximum"
         out[plain] = max(out.get(plain, inside) * sign, inside * sign) * sign
+        narrowed.append(name)
+    if narrowed and out.get("minimum", -math.inf) > out.get("maximum", math.inf):
+        for name in narrowed:
+            out.pop("minimum" if "inimum" in name else "maximum", None)
+        faults += narrowed
     return out, faults
 
 
@@ -70,11 +75,13 @@ def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
 
 
 def exact(value: Any) -> bool:
-    """Whether llguidance writes this constant as it is."""
+    """Whether llguidance writes this constant as it is. From 2**63 on it writes the shortest
+    decimal that is the same float.
+    """
     if isinstance(value, dict):
         return all(map(exact, value.values()))
     if isinstance(value, list):
         return all(map(exact, value))
     if isinstance(value, int) and abs(value) > EXACT:
-        return abs(value) < 2**1000 and int(float(value)) == value
+        return abs(value) < 2**63 and int(float(value)) == value
     return True

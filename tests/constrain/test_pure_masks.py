@@ -50,12 +50,13 @@ SCHEMAS = {
         "a": {"anyOf": [NUMBER, {"type": "array", "items": {"$ref": "#/$defs/b"}}]},
         "b": record({"name": {"$ref": "#/$defs/a"}}, required=["name"]),
     }},
-    "a large constant": {"type": "array", "items": {"enum": [10**30, 10**30 + 1, 2**63, "1"]}},
+    "a large constant": {"type": "array", "items": {"enum": [2**60, 2**60 + 2**40, 2**62, "1"]}},
 }  # fmt: skip
 LARGE = {
-    "beyond 2^63": {"type": "array", "items": {**NUMBER, "minimum": 2**63 - 5, "maximum": 2**64}},
-    "beyond 10^30": record({"age": {**NUMBER, "minimum": 10**30}, "name": {"const": -(10**30)}}),
-    "between": {"type": "array", "items": {**NUMBER, "minimum": -(10**30), "maximum": 10**31 + 7}},
+    "large bounds": {
+        "type": "array",
+        "items": {**NUMBER, "minimum": 2**60 - 5, "maximum": 2**63 - 1},
+    }
 }
 GRAMMARS = {name: Grammar.json_schema(schema) for name, schema in (SCHEMAS | LARGE).items()}
 GRAMMARS |= {
@@ -71,7 +72,7 @@ GRAMMARS |= {
     "nothing in between": Grammar.grammar('root ::= x x x "1"\nx ::= "" | "[" x "]" | x "{}"'),
     "recursive": Grammar.grammar('root ::= "{" (key root | "1") "}"\nkey ::= ("name" | "age") ":"'),
 }
-FAST = ("open", "closed", "regex", "tree", "beyond 2^63", "left recursion")
+FAST = ("open", "closed", "regex", "tree", "large bounds", "left recursion")
 NAMES = [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in GRAMMARS]
 ENDED = (set[int](), [], True, "")
 

@@ -74,8 +74,9 @@ TAKEN = [
     ({**TEXT, "format": "regex"}, ["^[a-z]+$", "(a|b)*"], ["(", "["]),
     ({**TEXT, "format": "date-time"}, ["2004-09-22T01:56:59.5+02:00"], ["2004-09-22T01:56:60Z"]),
     ({**TEXT, "format": "time"}, ["01:56:06Z"], ["01:56:60Z", "1:2:3Z"]),
-    ({"type": "integer", "minimum": 175928847299117063}, [175928847299117063],
-     [175928847299117062]),
+    ({"type": "integer", "minimum": 175928847299117063}, [175928847299117088, 2**62],
+     [175928847299117062, 175928847299117056]),
+    ({"enum": [2**62, 2**60, 3]}, [2**62, 2**60, 3], [2**62 - 1, 2**60 + 1, 4]),
     ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, 7], [2**64, -(2**64)]),
     ({"type": "number", "minimum": -1.8e308, "maximum": 1.8e308}, [-3, 1.5], ["x"]),
     ({"type": "number", "minimum": -1.7e308, "maximum": 1.7e308}, [-3, 1.5], ["x"]),
@@ -159,6 +160,12 @@ LEFT = [
     ({"additionalItems": {**TEXT, "pattern": "(^x)?b"}, "items": [INTEGER],
       "$schema": "http://json-schema.org/draft-07/schema#"}, "additionalItems.pattern", [1, "y"]),
     ({"type": "number", "not": {"type": "integer"}}, "not", 1.5),
+    ({"properties": {"a": {"const": 2**53 + 1}}}, "properties.a.const", {"a": 5}),
+    ({"items": {"enum": [2**53 + 1, "a", 3]}}, "items.enum", [4, "b", 2**53 + 1]),
+    ({"const": {"a": [2**60 + 1]}}, "const", {"a": []}),
+    ({"const": 2**63}, "const", 7),
+    ({"enum": [-(2**63), 1]}, "enum", 7),
+    ({"type": "integer", "minimum": 10**30}, "minimum", 1),
 ]  # fmt: skip
 
 
@@ -172,6 +179,14 @@ def test_what_cannot_be_enforced_is_refused_or_left_out_and_named(schema, path, 
     loose = Grammar.json_schema(schema, lenient=True, field=field)
     assert compiled(loose).unenforced == (f"{field}.{path}",)
     assert fits(loose, json.dumps(value))
+
+
+def test_bounds_with_no_float_between_them_are_refused_or_left_out_both():
+    schema = {"items": {"type": "integer", "minimum": 2**60 + 1, "maximum": 2**60 + 2}}
+    with pytest.raises(RequestError, match=r"items\.minimum cannot be honoured: a bound beyond"):
+        compiled(Grammar.json_schema(schema))
+    loose = compiled(Grammar.json_schema(schema, lenient=True))
+    assert loose.unenforced == ("grammar.items.minimum", "grammar.items.maximum")
 
 
 def test_what_is_left_out_of_a_choice_is_named_by_the_clients_own_path():
