@@ -364,6 +364,12 @@ class ServeSettings:
         "any (may be repeated)",
         spellings=addresses,
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "public name that requests may call this server by, such as llm.example.org or "
+        "*.example.org, or * for any (may be repeated); addresses and local names need none",
+        spellings=addresses,
+    )
     log_level: str = option(
         "info",
         "least level of the lines in the log",

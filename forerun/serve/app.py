@@ -19,6 +19,7 @@ from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
 from forerun.serve.errors import ApiError
+from forerun.serve.hosts import AllowedHosts
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.openapi import openapi_route
 from forerun.serve.routes import ROUTES
@@ -36,6 +37,8 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
             answers 503. The application closes the model when it ends.
     """
     service = Service(source, settings)
+    hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+    guard = Middleware(RequestMiddleware, keys=settings.api_keys, hosts=hosts)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -45,7 +48,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
 
     app = Starlette(
         routes=[*_API, *(ui_routes() if settings.ui else ())],
-        middleware=[*_browsers(settings), Middleware(RequestMiddleware, keys=settings.api_keys)],
+        middleware=[*_browsers(settings), guard],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )

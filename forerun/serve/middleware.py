@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.errors import ForerunError
 from forerun.serve.dialects.wording import error_body, request_ids
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
+from forerun.serve.hosts import AllowedHosts
 from forerun.serve.session import GenerationSession
 from forerun.serve.wire import dump_json
 
@@ -91,10 +92,15 @@ class Record:
 
 
 class RequestMiddleware:
-    """ASGI middleware; `keys` are the API keys, none = open."""
+    """ASGI middleware.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    keys   the API keys, none = open
+    hosts  the names that requests may call the server by
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], hosts: AllowedHosts) -> None:
         self._app = app
+        self._hosts = hosts
         self._keys = tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,8 +147,17 @@ class RequestMiddleware:
             await _answer(scope["path"], ApiError(500, message, "internal_error"), send, record)
 
     def _admit(self, scope: Scope) -> None:
-        """Raise ApiError (401) where a key is wanted and not given. Takes as long for any key."""
-        path = scope["path"]
+        """Raise ApiError: 403 under a name that is not this server's, 401 where a key is wanted and
+        not given. Takes as long for any key.
+        """
+        path, host = scope["path"], Headers(scope=scope).get("host")
+        if not self._hosts.admits(host):
+            raise ApiError(
+                403,
+                f"This server does not answer to the name {ascii(host)[:200]}. Ask it by its "
+                "address, or start it with --allowed-hosts and the name that requests come under.",
+                "host_not_allowed",
+            )
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
         headers = Headers(scope=scope)

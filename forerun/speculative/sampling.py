@@ -13,6 +13,10 @@ import numpy as np
 
 from forerun.types import AnyArray, Bools, Floats, Ints, Words
 
+LEAST_TOP_P = 2.0**-60
+"""A top_p below this, 0 included, leaves one token: less than the likeliest of any vocabulary has.
+Device code, which keeps what lies above a mass, takes this instead of less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

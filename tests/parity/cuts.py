@@ -51,10 +51,11 @@ def shaping_of(asked, nodes, vocab, device="cpu", edits=True):
 
 
 def mixed(vocab):
-    """What 21 rows ask for."""
+    """What 23 rows ask for."""
     found = [(0.0, 0.5, 3, 0.3), (0.7, 0.0, vocab, 1.0), (1.0, 0.1, vocab, 1.0)]
     for top_k in (1, 5, 50, vocab):
         found += [(0.7, 0.0, min(top_k, vocab), top_p) for top_p in (0.1, 0.9, 0.999, 1.0)]
+    found += [(0.7, 0.0, vocab, 0.0), (0.7, 1.0, min(5, vocab), 1e-30)]
     return [*found, (1.3, 0.02, min(50, vocab), 0.9), (1.0, 0.02, vocab, 0.95)]
 
 

@@ -34,6 +34,9 @@ SHAPED = [
     {"min_tokens": 9, "stop_tokens": (9, 11)},
     {"frequency_penalty": 1.3, "top_p": 0.95, "temperature": 1.7, "logit_bias": ((3, 2.0),)},
     {"top_k": 1},
+    {"top_p": 0.0},
+    {"top_p": 1e-30, "top_k": 7},
+    {"min_p": 1.0},
     {"temperature": 0.0, "top_p": 0.5},
     {},
 ]

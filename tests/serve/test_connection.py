@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from forerun.serve.connection import connections
+from forerun.serve.server import listen
 
 
 async def app(scope, receive, send):
@@ -49,3 +50,28 @@ def test_nothing_of_a_lost_connection_is_kept(reset):
             return [kept() for kept in made]
 
     assert asyncio.run(one()) == [None]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_connections_send_at_once(host):
+    """Nagle's algorithm is off: it would hold the end of an answer back for an acknowledgement."""
+    found = []
+
+    class Connection(asyncio.Protocol):
+        def connection_made(self, transport):
+            found.append(transport)
+
+    async def one():
+        with listen(host, 0) as listening:
+            server = await asyncio.get_running_loop().create_server(Connection, sock=listening)
+            async with server:
+                _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+                while not found:
+                    await asyncio.sleep(0)
+                taken_in = found[0].get_extra_info("socket")
+                option = taken_in.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                found[0].close()
+                writer.close()
+                return option
+
+    assert asyncio.run(one()) != 0

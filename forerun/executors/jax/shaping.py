@@ -23,7 +23,7 @@ from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.reports import MASS_ERROR, is_told, mass
 from forerun.executors.jax.thresholds import NEVER, Cut, packed_thresholds, relaxed
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.sampling import History, Sampling
+from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
 from forerun.types import Ints
 
 Reaches = Callable[[Array], Array]
@@ -312,5 +312,6 @@ def _nuclei(values: Array, top_p: Array) -> tuple[Array, Array]:
         return above | (ties & (before + _before(ties) * weights < needed[..., None]))
 
     every = (top_p >= 1.0)[..., None]
+    top_p = jnp.maximum(top_p, LEAST_TOP_P)
     fewer, more = (cut(whole * top_p * (1 + sign * MASS_ERROR)) for sign in (-1, 1))
     return fewer | every, more | every

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.speculative.sampling import LEAST_TOP_P
+
 COUNT, SEEN, STOP = 4, 1, 2
 """What an entry of a history is made of: COUNT for each time that the output has the token, SEEN
 where the prompt has it, STOP where it is a stop token."""
@@ -143,10 +145,12 @@ def cut(out: Tensor, shaping: Shaping) -> Tensor:
 
 
 def _double(rules: dict[str, Tensor]) -> Tensor:
-    """float64[R]: top_p. Where it is 1, more: rounding must not cut."""
+    """float64[R]: top_p. Where it is 1, more: rounding must not cut; where it is 0, enough for the
+    likeliest token, which always stays.
+    """
     low, high = (rules[name].long() for name in ("top_p_low", "top_p_high"))
     top_p = ((high << 32) | (low & _LOW)).view(torch.float64)
-    return torch.where(top_p < 1.0, top_p, 2.0)
+    return torch.where(top_p < 1.0, top_p.clamp_min(LEAST_TOP_P), 2.0)
 
 
 def chosen(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, without
 from forerun.executors.torch.shaping import shaped as shaped_plainly
+from forerun.speculative.sampling import LEAST_TOP_P
 
 FEW = 4096
 """Tokens that a program has in registers: of 128,256 normal logits of a deviation of 0.2 to 4 so
@@ -24,6 +25,8 @@ so that a pass adds up without its threads meeting; more would spill (124 regist
 
 EDITED = 2048
 """Tokens of the vocabulary that one program of `_edit` has."""
+
+LEAST = tl.constexpr(LEAST_TOP_P)
 
 RULES = ("temperatures", "min_p", "top_k", "low", "high")
 FACTS = (
@@ -257,7 +260,7 @@ def _cut(
     first = tl.maximum(_key(top + tl.load(min_p + row)), nothing + 1) - 1
     most = tl.load(top_k + row)
     bits = (tl.load(high + row).to(tl.int64) << 32) | (tl.load(low + row).to(tl.int64) & 0xFFFFFFFF)
-    top_p = bits.to(tl.float64, bitcast=True)
+    top_p = tl.maximum(bits.to(tl.float64, bitcast=True), LEAST)
     least, below, fit, ties = first + 1, first, vocab, 0
     mass = top_p * 0.0
     if hot & (most < vocab):

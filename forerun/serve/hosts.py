@@ -1,0 +1,68 @@
+"""Which names a request may call the server by.
+
+A web page may ask any server under its own name. By DNS rebinding its name can come to mean
+127.0.0.1, and the page then reads the answers of a server that its user runs for himself. Such a
+name is a public one: addresses and names that only a local network knows are safe.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+
+from forerun.errors import ConfigError
+
+PRIVATE = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".cluster.local", ".svc")
+"""Ends of names that no public name server answers (RFC 6761, 6762, 8375; ICANN's .internal), and
+those that Kubernetes gives to services."""
+
+_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+
+
+class AllowedHosts:
+    """Tells whether a Host header names this server.
+
+    bound    what the server listens on
+    allowed  further names; `*.example.org` is any name below example.org, `*` any name
+
+    Raises ConfigError where one of `allowed` is no name.
+    """
+
+    def __init__(self, bound: str, allowed: Iterable[str]) -> None:
+        names = {name.lower() for name in allowed}
+        for name in names:
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"allowed-hosts has {name!r}, which is no name: give names without scheme and "
+                    "port, such as llm.example.org, *.example.org, or * for any."
+                )
+        self._any = "*" in names
+        self._below = tuple(name[1:] for name in names if name.startswith("*."))
+        self._names = names | {bound.lower(), socket.gethostname().lower()}
+
+    def admits(self, header: str | None) -> bool:
+        """Whether a request with this Host header may be answered; None: it had none, as in
+        HTTP/1.0, which no browser speaks.
+        """
+        if header is None or self._any:
+            return True
+        name = _name_of(header)
+        if _is_address(name) or name in self._names:
+            return True
+        return "." not in name or name.endswith((*PRIVATE, *self._below))
+
+
+def _name_of(header: str) -> str:
+    """The host of `host:port`, in small letters, without the dot that may end it."""
+    host = header.strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Under which names the server answers, on every route."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.errors import ConfigError
+from forerun.serve.app import create_app
+from forerun.serve.hosts import AllowedHosts
+from tests.cli.toys import toy_loaded
+
+GOOD = [
+    *("127.0.0.1", "127.0.0.1:8000", "192.168.1.4:80", "[::1]:8000", "[fe80::1%25eth0]"),
+    *("localhost", "LOCALHOST:8000", "app.localhost", "forerun", "forerun:8000", "laptop.local"),
+    *("llm.default.svc", "llm.default.svc.cluster.local:80", "llm.internal.", "nas.lan"),
+    *("llm.example.org", "LLM.example.org:443", "a.b.below.example", None),
+]
+BAD = [
+    *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"),
+    *("llm.example.org.evil.example", "example.org", "below.example", "1.2.3", "a.local.evil.com"),
+]
+NAMES = ("llm.example.org", "*.below.example")
+
+
+@pytest.mark.parametrize("host", GOOD)
+def test_addresses_local_and_listed_names_are_answered(host):
+    assert AllowedHosts("127.0.0.1", NAMES).admits(host)
+
+
+@pytest.mark.parametrize("host", BAD)
+def test_public_names_are_refused_unless_listed(host):
+    assert not AllowedHosts("127.0.0.1", NAMES).admits(host)
+    assert AllowedHosts("127.0.0.1", ("*",)).admits(host)
+
+
+def test_the_name_that_the_server_is_bound_to_is_its_own():
+    assert AllowedHosts("llm.example.org", ()).admits("llm.example.org:8000")
+
+
+@pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "*a", "a b", ""])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match="allowed-hosts"):
+        AllowedHosts("127.0.0.1", (name,))
+
+
+def test_every_route_refuses_a_foreign_name():
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example"}
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        paths = {route.path for route in client.app.routes if "{" not in route.path}
+        assert len(paths) > 20
+        for path in sorted(paths | {"/ui/app.js", "/nothing"}):
+            for method in ("GET", "POST"):
+                answer = client.request(method, path, headers=rebound)
+                assert answer.status_code == 403, path
+                assert "--allowed-hosts" in answer.text
+        assert client.get("/v1/models", headers={"Host": "localhost:8000"}).status_code == 200
