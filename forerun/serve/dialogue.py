@@ -90,16 +90,18 @@ def chat_prompt(
 ) -> Ints:
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
     template = _template(loaded)
-    extra, continues = dict(body.chat_template_kwargs or {}), False
+    extra, continues, most = dict(body.chat_template_kwargs or {}), False, None
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | extra
         continues = body.continue_final_message
+        most = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),
         [tool.plain for tool in offered] or None,
         add_generation_prompt=body.add_generation_prompt,
         extra=extra,
         continues=continues,
+        most=most,
     )
 
 

@@ -224,6 +224,8 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
 def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
     """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
+        if body.truncate_prompt_tokens is None:
+            _check_length(prompt, loaded, place)
         ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
     else:
         ids = known_tokens(prompt, loaded, place)
@@ -233,6 +235,16 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: s
             f"{place} has {len(ids)} tokens, but the context is {loaded.context} tokens.", place
         )
     return ids
+
+
+def _check_length(text: str, loaded: Loaded, place: str) -> None:
+    """Raises ContextError where a text certainly has more tokens than the context, unencoded."""
+    least = loaded.tokenizer.least_tokens(text)
+    if least > loaded.context:
+        raise ContextError(
+            f"{place} has at least {least} tokens, but the context is {loaded.context} tokens.",
+            place,
+        )
 
 
 def _truncated(prompt: Ints, body: SampledBody, loaded: Loaded) -> Ints:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.errors import ModelError, RequestError
+from forerun.errors import ContextError, ModelError, RequestError
 from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.escape import Escape, check_json, free_marker
 from forerun.text.rendering import renderer
@@ -65,15 +65,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
         continues: bool = False,
+        most: int | None = None,
     ) -> Ints:
         """int32[T]: the prompt. `messages` and `tools` are OpenAI's; `extra` are template names.
 
         continues  the prompt ends within the last message, which the model wrote and goes on with
+        most       tokens that there is room for: what certainly has more is not encoded
 
-        Raises RequestError naming the field where the messages cannot be rendered.
+        Raises RequestError naming the field where the messages cannot be rendered, ContextError
+        where there is certainly no room for them.
         """
         if not continues:
-            return self._encode(*self._render(messages, tools, add_generation_prompt, extra))
+            text, marker = self._render(messages, tools, add_generation_prompt, extra)
+            return self._encode(text, marker, most)
         last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
         if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
             raise RequestError(
@@ -87,7 +91,7 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message: this model's template leaves the last message out.", place
             )
-        return self._encode(text, marker)
+        return self._encode(text, marker, most)
 
     def render(
         self,
@@ -143,7 +147,13 @@ class ChatTemplate:
             if id is not None
         }
 
-    def _encode(self, text: str, marker: str) -> Ints:
+    def _encode(self, text: str, marker: str, most: int | None) -> Ints:
+        least = self._tokenizer.least_tokens(text.replace(marker, ""))
+        if most is not None and least > most:
+            raise ContextError(
+                f"The conversation has at least {least} tokens, but the context is {most} tokens.",
+                "messages",
+            )
         ids: list[int] = []
         for part in self._tokenizer.split(text, self._controls):
             if isinstance(part, int):

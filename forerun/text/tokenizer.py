@@ -7,7 +7,9 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -17,10 +19,17 @@ import tokenizers
 
 from forerun.errors import ModelError, RequestError
 from forerun.text.gguf import tokenizer_json
+from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
 from forerun.types import Ints
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+_LARGE = 1 << 20
+"""Texts above this many characters are encoded one at a time: each takes some 200 bytes a character
+while it is."""
+
+_one_large = threading.Lock()
 
 
 class Codec(Protocol):
@@ -82,6 +91,7 @@ class Tokenizer:
         added: Iterable[AddedToken],
         ends: Ends,
         backend: tokenizers.Tokenizer | None = None,
+        bound: LengthBound = UNKNOWN,
     ) -> None:
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
@@ -91,6 +101,7 @@ class Tokenizer:
         self.leading_spaces = pieces.leading_spaces
         self.backend = backend
         self._plain = plain
+        self._bound = bound
         self.pieces = pieces.bytes
         self._prefix = ends.prefix
         self._controls = matcher(token.text for token in self.added.values() if token.control)
@@ -109,6 +120,7 @@ class Tokenizer:
             Pieces(tuple(table), 0),
             added,
             Ends((added[1].id, added[2].id)),
+            bound=LengthBound(max(map(len, table)), ascii=False),
         )
 
     @classmethod
@@ -154,7 +166,8 @@ class Tokenizer:
             raise ModelError(f"the tokenizer cannot be built: {error}") from error
         prefix = tuple(backend.encode("").ids)
         ends = Ends(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
-        return cls(codec, pieces, added, ends, backend)
+        bound = length_bound(spec, pieces.bytes, [token.text for token in added])
+        return cls(codec, pieces, added, ends, backend, bound)
 
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
         """int32[T]. With `specials`, control strings in the text become their ids.
@@ -167,6 +180,10 @@ class Tokenizer:
         for index, part in enumerate(parts):
             ids += [part] if isinstance(part, int) else self.encode_part(part, index == 0)
         return np.array(ids, np.int32)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, told unencoded; 0 where it is unknown."""
+        return self._bound.least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Ids of a part of a text, in which no control string counts.
@@ -238,6 +255,8 @@ def _added_token(token: dict[str, Any]) -> AddedToken:
 def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
     """An encoder that cannot produce a control token, whatever the text says.
 
+    It runs without the interpreter's lock, which `tokenizers` lets go of for batches only.
+
     The strings are taken out of the added tokens, of the vocabulary and of the merges. The
     other added tokens move into the vocabulary, where they keep their ids.
     """
@@ -256,7 +275,9 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
         later = tokenizers.Tokenizer.from_str(json.dumps(plain))
 
     def encode(text: str, first: bool) -> list[int]:
-        return list((whole if first else later).encode(text, add_special_tokens=False).ids)
+        encoder = whole if first else later
+        with _one_large if len(text) > _LARGE else nullcontext():
+            return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     return encode
 

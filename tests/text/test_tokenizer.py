@@ -1,6 +1,7 @@
 """Ids equal to transformers', controls out of users' reach, bytes exact."""
 
 import json
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from forerun.errors import ModelError, RequestError
+from forerun.text.length_bound import length_bound
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import (
     CONTROLS,
@@ -303,3 +305,88 @@ def test_bad_tokenizer_files_are_explained(tmp_path: Path, text, message):
     path.write_text(text)
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_file(path)
+
+
+def bounded(kind: str) -> Tokenizer:
+    if kind == "bytes":
+        return Tokenizer.byte_level()
+    return sentence_piece() if kind == "sentence piece" else byte_level(kind)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.one_of(
+        st.text(max_size=60),
+        st.lists(
+            st.sampled_from(
+                ["<s>", "▁▁▁", "     ", "\u0301", "e\u0301", "ᄒ\u1161\u11ab", "one two"]
+            )
+        ).map("".join),
+    ),
+    kind=st.sampled_from([*PRES, "sentence piece", "bytes"]),
+    specials=st.booleans(),
+)
+def test_no_text_has_fewer_tokens_than_told_unencoded(text, kind, specials):
+    ours = bounded(kind)
+    assert ours.least_tokens(text) <= len(ours.encode(text, specials=specials))
+
+
+@pytest.mark.parametrize("kind", [*PRES, "sentence piece", "bytes"])
+def test_long_texts_are_told_to_be_long(kind):
+    ours = bounded(kind)
+    longest = max(map(len, [*ours.pieces, *map(str.encode, ours.added)]))
+    assert ours.least_tokens("1" * 1000) >= 1000 // longest > 0
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "1+"}, "content": ""}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "11"}, "content": "1"}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": "1"}, "behavior": "Removed"}},
+        {"pre_tokenizer": {"type": "CharDelimiterSplit", "delimiter": "1"}},
+        {"truncation": {"max_length": 4}},
+        {
+            "pre_tokenizer": {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "ByteLevel"},
+                    {"type": "Split", "pattern": {"String": "1"}, "behavior": "Removed"},
+                ],
+            }
+        },
+    ],
+)
+def test_nothing_is_told_of_tokenizers_that_may_drop_text(step):
+    assert length_bound(step, [bytes([value]) for value in range(256)], []).least("1" * 9) == 0
+    assert length_bound({}, [bytes([value]) for value in range(256)], []).least("1" * 9) == 9
+
+
+def test_what_tokens_may_swallow_is_not_counted():
+    pieces = [bytes([value]) for value in range(256)]
+    assert length_bound({}, pieces, []).least("é") == 2
+    for step in (
+        {"normalizer": {"type": "NFC"}},
+        {"added_tokens": [{"content": "<x>", "lstrip": True}]},
+    ):
+        assert length_bound(step, pieces, []).least("é1") == 1
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    ours, ticks, done = byte_level("smollm"), [], threading.Event()
+
+    def tick():
+        while not done.wait(0.001):
+            ticks.append(None)
+
+    text = "1" * 300_000
+    ours.encode("warm")
+    other = threading.Thread(target=tick)
+    other.start()
+    before = len(ticks)
+    ours.encode_part(text, True)
+    after = len(ticks)
+    done.set()
+    other.join()
+    assert after - before > 10

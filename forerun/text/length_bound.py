@@ -1,0 +1,89 @@
+"""How few tokens a text can have, told from its bytes.
+
+Texts that are certainly too long for a context need not be encoded to be refused.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.text.pieces import SPACE_MARK
+
+_PRINTABLE = bytes(range(33, 127))
+_BLANK = bytes(value for value in range(128) if value not in _PRINTABLE)
+_COMPOSING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"}
+_CUTTING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBound:
+    """A bound that holds for every text.
+
+    longest   most counted bytes that one token stands for; 0: nothing is known of this tokenizer
+    ascii     only ASCII is counted, because a normalizer may shorten or drop the rest
+    """
+
+    longest: int
+    ascii: bool
+
+    def least(self, text: str) -> int:
+        """Tokens that `text` has at least, whatever control strings in it become. Takes a
+        millisecond per megabyte. `text` holds no lone surrogate, or they are not counted.
+        """
+        if not self.longest:
+            return 0
+        encoding = "ascii" if self.ascii else "utf-8"
+        data = text.replace(SPACE_MARK, "").encode(encoding, "ignore")
+        return -(-len(data.translate(None, _BLANK)) // self.longest)
+
+
+UNKNOWN = LengthBound(0, ascii=True)
+"""Nothing is known: any text may have no tokens at all."""
+
+
+def length_bound(
+    spec: dict[str, Any], pieces: Sequence[bytes], added: Iterable[str]
+) -> LengthBound:
+    """The bound for a `tokenizer.json` document, whose ids stand for `pieces`.
+
+    White space and control characters are never counted: normalizers, pre-tokenizers and added
+    tokens may swallow them. Where a step may drop anything else, nothing is known.
+    """
+    normalizers = _steps(spec.get("normalizer"), "normalizers")
+    cuts = _steps(spec.get("pre_tokenizer"), "pretokenizers")
+    known = not spec.get("truncation")
+    known = known and all(_keeps_ascii(step) for step in normalizers)
+    known = known and all(_cuts_only(step) for step in cuts)
+    single = {piece[0] for piece in pieces if len(piece) == 1}
+    if not known or not single.issuperset(_PRINTABLE):
+        return UNKNOWN
+    tokens = [*pieces, *(text.encode() for text in added)]
+    longest = max(len(token.translate(None, _BLANK)) for token in tokens)
+    swallowing = any(
+        token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or []
+    )
+    exact = len(single) == 256 and not swallowing
+    exact = exact and not any(step.get("type") in _COMPOSING for step in normalizers)
+    return LengthBound(longest, not exact)
+
+
+def _steps(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
+    """A step of the document, or those of a sequence of them, also of one within another."""
+    if not step:
+        return []
+    if step.get("type") != "Sequence":
+        return [step]
+    return [inner for member in step.get(members) or [] for inner in _steps(member, members)]
+
+
+def _keeps_ascii(step: dict[str, Any]) -> bool:
+    """Whether a normalizer leaves as many printable ASCII characters as it was given, or more."""
+    if step.get("type") == "Replace":
+        return step.get("pattern") == {"String": " "}
+    return step.get("type") in _COMPOSING | {"Prepend"}
+
+
+def _cuts_only(step: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer keeps all of the text but white space."""
+    kept = str(step.get("behavior", "Isolated")).lower() != "removed"
+    return step.get("type") in _CUTTING and kept
