@@ -406,7 +406,8 @@ class ServeSettings:
     )
     send_seconds: float = option(
         60.0,
-        "a client that reads nothing, or takes this long to say what it wants, is dropped",
+        "a client that reads nothing of its answer for so long, or takes longer to send a "
+        "request's head or body, is dropped",
         low=0.1,
     )
     request_seconds: float = option(600.0, "longest a request may take", low=0.1)

@@ -59,7 +59,7 @@ class Generated(Response):
         ):
             scope["state"]["record"].session = session
             if generation.stream:
-                await EventStream(session, dialect, send, settings.send_seconds).run()
+                await EventStream(session, dialect, send).run()
             else:
                 answer = dialect.whole(await session.whole(), session.tally)
                 await Json(answer)(scope, receive, send)

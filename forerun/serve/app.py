@@ -38,7 +38,9 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     """
     service = Service(source, settings)
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
-    guard = Middleware(RequestMiddleware, keys=settings.api_keys, hosts=hosts)
+    guard = Middleware(
+        RequestMiddleware, keys=settings.api_keys, hosts=hosts, patience=settings.send_seconds
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

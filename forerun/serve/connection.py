@@ -39,6 +39,13 @@ def connections(patience: float) -> type[H11Protocol]:
             if self.timeout_keep_alive_task is not None:
                 self.timeout_keep_alive_task.cancel()
 
+        def timeout_keep_alive_handler(self) -> None:
+            """Called when nothing was asked for a while: what is unread by then stays so."""
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()
+            else:
+                super().timeout_keep_alive_handler()
+
         def _wait(self) -> None:
             self._waiting = self.loop.call_later(patience, self.transport.abort)
 

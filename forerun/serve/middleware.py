@@ -1,10 +1,11 @@
 """Around every request: who may enter, what becomes of errors, and one line in the log."""
 
+import asyncio
 import hmac
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from time import monotonic
 from urllib.parse import quote
@@ -41,6 +42,9 @@ LOSSY = b"x-forerun-lossy"
 
 MAX_NAMED = 32
 """Of them, at most; the answer's body names all."""
+
+PIECE = 1 << 16
+"""Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -94,12 +98,16 @@ class Record:
 class RequestMiddleware:
     """ASGI middleware.
 
-    keys   the API keys, none = open
-    hosts  the names that requests may call the server by
+    keys      the API keys, none = open
+    hosts     the names that requests may call the server by
+    patience  seconds within which a client must read a piece of its answer
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], hosts: AllowedHosts) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], hosts: AllowedHosts, patience: float
+    ) -> None:
         self._app = app
+        self._patience = patience
         self._hosts = hosts
         self._keys = tuple(key.encode() for key in keys)
 
@@ -120,10 +128,13 @@ class RequestMiddleware:
                     *request_ids(scope["path"], record.id),
                     *record.headers(),
                 ]
-            await send(message)
+            for part in _pieces(message):
+                await self._within_patience(send, part)
 
         try:
             await self._pass(scope, receive, stamped, record)
+        except ClientGoneError as error:
+            record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         finally:
             quiet = scope["path"] in QUIET_PATHS or scope["path"].startswith(OPEN_PREFIX)
             level = logging.DEBUG if quiet else logging.INFO
@@ -133,8 +144,8 @@ class RequestMiddleware:
         try:
             self._admit(scope)
             await self._app(scope, receive, send)
-        except ClientGoneError as error:
-            record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
+        except ClientGoneError:
+            raise
         except ApiError as error:
             await _answer(scope["path"], error, send, record)
         except ForerunError as error:
@@ -145,6 +156,14 @@ class RequestMiddleware:
                 raise
             message = f"The server failed; its log knows more of request {record.id}."
             await _answer(scope["path"], ApiError(500, message, "internal_error"), send, record)
+
+    async def _within_patience(self, send: Send, message: Message) -> None:
+        """Send; waits while the client's buffers are full. ClientGoneError if it does not read."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await send(message)
+        except TimeoutError:
+            raise ClientGoneError(f"it read nothing for {self._patience:g} s") from None
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError: 403 under a name that is not this server's, 401 where a key is wanted and
@@ -173,6 +192,17 @@ class RequestMiddleware:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """A message, or a long body in pieces: sending one waits until the one before is read."""
+    body = message.get("body", b"")
+    more = message.get("more_body", False)
+    for start in range(0, len(body), PIECE):
+        rest = more or start + PIECE < len(body)
+        yield {**message, "body": body[start : start + PIECE], "more_body": rest}
+    if not body:
+        yield message
 
 
 async def _answer(path: str, error: ApiError, send: Send, record: Record) -> None:

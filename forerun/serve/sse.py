@@ -3,31 +3,24 @@
 What a dialect writes after a silence keeps proxies from closing the connection.
 """
 
-import asyncio
 from contextlib import aclosing
 
 from starlette.types import Send
 
 from forerun.serve.dialects.contract import Dialect
-from forerun.serve.errors import ApiError, ClientGoneError
+from forerun.serve.errors import ApiError
 from forerun.serve.session import GenerationSession
 
 HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class EventStream:
-    """Writes one answer to its client.
+    """Writes one answer to its client."""
 
-    patience  seconds a client may read nothing
-    """
-
-    def __init__(
-        self, session: GenerationSession, dialect: Dialect, send: Send, patience: float
-    ) -> None:
+    def __init__(self, session: GenerationSession, dialect: Dialect, send: Send) -> None:
         self._session = session
         self._dialect = dialect
         self._send = send
-        self._patience = patience
         self._started = False
 
     async def run(self) -> None:
@@ -47,17 +40,12 @@ class EventStream:
             await self._write(dialect.end(error), last=True)
 
     async def _write(self, data: bytes, last: bool = False) -> None:
-        """Send; waits while the client's buffers are full, but not for ever."""
+        """Send; waits while the client's buffers are full."""
         if not data and not last:
             return
-        try:
-            async with asyncio.timeout(self._patience):
-                if not self._started:
-                    self._started = True
-                    kind = (b"content-type", self._dialect.media_type)
-                    start = {"type": "http.response.start", "status": 200}
-                    await self._send({**start, "headers": [kind, *HEADERS]})
-                body = {"type": "http.response.body", "body": data, "more_body": not last}
-                await self._send(body)
-        except TimeoutError:
-            raise ClientGoneError(f"it read nothing for {self._patience:g} s") from None
+        if not self._started:
+            self._started = True
+            kind = (b"content-type", self._dialect.media_type)
+            start = {"type": "http.response.start", "status": 200}
+            await self._send({**start, "headers": [kind, *HEADERS]})
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})

@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -17,19 +16,20 @@ DISCARDED = 16
 that is still sending would not see the answer. Beyond that the connection is cut."""
 
 AT_ONCE = 16
-"""All bodies that are being received may together hold so many times the limit of one."""
+"""All bodies that are being received may together hold so many times the limit of one, and those
+of one client half of what the others leave: no client can take the room of all."""
 
 
 class Bodies:
     """Receives request bodies, of at most `limit` bytes each and AT_ONCE times that together.
 
-    patience  seconds a client may be silent while it sends
+    patience  seconds within which a whole body must arrive
     """
 
     def __init__(self, limit: int, patience: float) -> None:
         self._limit = limit
         self._patience = patience
-        self._held = 0
+        self._held: Counter[str] = Counter()  # Bytes of bodies on their way, by client.
 
     async def receive(self, request: Request) -> bytes:
         """The body of a request that says it is JSON.
@@ -44,46 +44,42 @@ class Bodies:
         too_large = declared.isdigit() and int(declared) > self._limit
         if too_large and "expect" in request.headers:
             raise self._too_large()  # It asked before sending: the answer saves it the work.
+        client = "" if request.client is None else request.client.host
         body = bytearray()
         try:
-            await self._fill(body, request)
+            async with asyncio.timeout(self._patience):
+                await self._fill(body, request, client)
+        except TimeoutError:
+            message = f"The body did not arrive within {self._patience:g} s (--send-seconds)."
+            ends = {"connection": "close"}
+            raise ApiError(408, message, "timeout", headers=ends) from None
+        except ClientDisconnect:
+            raise ClientGoneError from None
         finally:
-            self._held -= len(body)
+            self._held[client] -= len(body)
+            if not self._held[client]:
+                del self._held[client]
         return bytes(body)
 
-    async def _fill(self, body: bytearray, request: Request) -> None:
+    async def _fill(self, body: bytearray, request: Request, client: str) -> None:
         received = 0
-        async for chunk in self._chunks(request):
+        async for chunk in request.stream():
             received += len(chunk)
             if received <= self._limit:
-                self._hold(len(chunk))
+                self._hold(client, len(chunk))
                 body += chunk
             elif received > self._limit * DISCARDED:
                 break
         if received > self._limit:
             raise self._too_large()
 
-    def _hold(self, size: int) -> None:
-        if self._held + size > self._limit * AT_ONCE:
+    def _hold(self, client: str, size: int) -> None:
+        free = self._limit * AT_ONCE - self._held.total() - size
+        if self._held[client] + size > free:
             wait = {"retry-after": "1", "connection": "close"}
             message = "Too many large bodies arrive at once; try again later."
             raise ApiError(429, message, "too_many_bodies", headers=wait)
-        self._held += size
-
-    async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
-        stream = request.stream()
-        try:
-            while True:
-                async with asyncio.timeout(self._patience):
-                    chunk = await anext(stream, None)
-                if chunk is None:
-                    return
-                yield chunk
-        except TimeoutError:
-            message = f"The body stopped arriving for {self._patience:g} s."
-            raise ApiError(408, message, "timeout") from None
-        except ClientDisconnect:
-            raise ClientGoneError from None
+        self._held[client] += size
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -1,12 +1,13 @@
 """Whatever is sent, the answer is an error that names the culprit, and the next request works."""
 
 import json
+import socket
 from contextlib import suppress
 
 import httpx
 import pytest
 
-from tests.e2e.processes import read_until, request_bytes, serving, wait_for
+from tests.e2e.processes import PATIENCE, read_until, request_bytes, serving, wait_for
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -350,8 +351,23 @@ def test_a_body_that_stops_arriving(server):
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 408")
 
 
+def test_a_body_that_drips(server):
+    """It is not silent, but it will not end."""
+    with server.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, b'{"prompt": "', content_length=1000))
+        sock.settimeout(0.05)
+        answer = b""
+        while not answer:
+            sock.sendall(b"a")
+            with suppress(TimeoutError):
+                answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 408")
+        sock.settimeout(PATIENCE)
+        assert b"did not arrive within 1 s" in answer + read_until(sock, b"timeout")
+
+
 def test_many_large_bodies_at_once(tmp_path):
-    """Sixteen times the limit is held for all together; then a further one is turned away."""
+    """One client's may hold half of the room; others are heard beside it."""
     with serving(tmp_path, settings={"max_body_bytes": LIMIT}) as server:
         _many_large_bodies(server)
         assert wait_for(lambda: raw(server, b" " * LIMIT).status_code == 400)
@@ -372,6 +388,12 @@ def _many_large_bodies(server):
 
         assert wait_for(refused)
         assert error_of(refusal[0], 429)["code"] == "too_many_bodies"
+        with socket.socket() as other:
+            other.settimeout(PATIENCE)
+            other.bind(("127.0.0.2", 0))
+            other.connect(server.address)
+            other.sendall(head + b" ")
+            assert read_until(other, b"\r\n").startswith(b"HTTP/1.1 400")
     finally:
         for sock in socks:
             sock.close()

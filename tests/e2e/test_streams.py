@@ -105,8 +105,16 @@ def test_a_stalled_reader_is_dropped(server):
     with server.connect(receive_buffer=2048) as sock:
         sock.sendall(request_bytes("/v1/completions", STALLED))
         assert wait_for(lambda: running(server) == 16)
-        assert wait_for(lambda: "it read nothing for 3 s" in server.logged())
+        assert wait_for(lambda: server.logged().count("it read nothing for 3 s") == 1)
         assert wait_for(lambda: not running(server))
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped(server):
+    with server.connect(receive_buffer=2048) as sock:
+        sock.sendall(request_bytes("/v1/completions", {**STALLED, "stream": False}))
+        assert wait_for(lambda: running(server) == 16)
+        assert wait_for(lambda: not running(server))
+        assert wait_for(lambda: server.logged().count("it read nothing for 3 s") == 2)
 
 
 def test_a_slow_reader_gets_everything_in_larger_pieces(server):
