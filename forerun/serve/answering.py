@@ -1,8 +1,5 @@
 """From a body to its answer, in whatever dialect: receive, parse, ask the engine, write."""
 
-import asyncio
-import ctypes
-import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,13 +13,6 @@ from forerun.serve.service import Served, Service
 from forerun.serve.session import GenerationSession
 from forerun.serve.sse import EventStream
 from forerun.serve.wire import dump_json, parse_json
-
-LARGE = 1 << 14
-"""Bodies above this many bytes are parsed and encoded on another thread: others go on."""
-
-HUGE = 1 << 20
-"""After a body above this many bytes the memory that its work took is given back to the system:
-glibc keeps some 200 bytes for each byte of a text that was encoded, 800 MB after 4 MB."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -70,7 +60,7 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     """The answer to a request for text."""
     service = service_of(request)
     value, data = await received(request)
-    generation = await worked(len(data), dialect.parse, value, service)
+    generation = await rendered(service, len(data), dialect.parse, value, service)
     request.scope["state"]["record"].ignored += dialect.ignored
     if isinstance(generation, Ready):
         return Json(generation.body)
@@ -90,36 +80,26 @@ async def received(request: Request) -> tuple[Any, bytes]:
     service = service_of(request)
     service.enter()
     data = await service.bodies.receive(request)
-    return await worked(len(data), parse_json, data), data
+    return await service.workers.run(len(data), parse_json, data), data
+
+
+async def rendered(
+    service: Service,
+    size: int,
+    work: Callable[Parameters, Result],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Result:
+    """Do `work`, which may render a conversation, for a body of `size` bytes."""
+    chat, workers = service.served().loaded.chat, service.workers
+    apart = chat is not None and chat.waits
+    return await (workers.apart if apart else workers.run)(size, work, *args, **kwargs)
 
 
 def service_of(request: Request) -> Service:
     """What all routes share."""
     service: Service = request.app.state.service
     return service
-
-
-async def worked(
-    size: int,
-    work: Callable[Parameters, Result],
-    *args: Parameters.args,
-    **kwargs: Parameters.kwargs,
-) -> Result:
-    """Do `work` here, or on another thread where a body of `size` bytes may take long."""
-    if size <= LARGE:
-        return work(*args, **kwargs)
-    try:
-        return await asyncio.to_thread(work, *args, **kwargs)
-    finally:
-        if size > HUGE:
-            await asyncio.to_thread(give_memory_back)
-
-
-def give_memory_back() -> None:
-    """Return free memory to the system, where its C library can: glibc keeps it otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _observe(session: GenerationSession, served: Served) -> None:

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.errors import RequestError
-from forerun.serve.answering import Json, generated, received, service_of, worked
+from forerun.serve.answering import Json, generated, received, rendered, service_of
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
@@ -78,8 +78,9 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens."""
+    service = service_of(request)
     value, data = await received(request)
-    return Json(await worked(len(data), counted, value, service_of(request)))
+    return Json(await rendered(service, len(data), counted, value, service))
 
 
 async def models(request: Request) -> Response:
@@ -100,13 +101,13 @@ async def model(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """POST /tokenize."""
     body, served, size = await _asked(request, TokenizeBody)
-    return Json(await worked(size, _tokens, body, served.loaded))
+    return Json(await rendered(service_of(request), size, _tokens, body, served.loaded))
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize."""
     body, served, size = await _asked(request, DetokenizeBody)
-    return Json({"prompt": await worked(size, _text, body, served.loaded)})
+    return Json({"prompt": await service_of(request).workers.run(size, _text, body, served.loaded)})
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -215,7 +216,7 @@ def _card(served: Served) -> dict[str, Any]:
 async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]:
     """The checked body, the model it is for, and its size in bytes."""
     value, data = await received(request)
-    body = await worked(len(data), read, kind, value)
+    body = await service_of(request).workers.run(len(data), read, kind, value)
     return body, service_of(request).named(body.model), len(data)
 
 

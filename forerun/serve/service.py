@@ -22,6 +22,7 @@ from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, unavailable
 from forerun.serve.metrics import Meter
 from forerun.serve.wire import Bodies
+from forerun.serve.workers import Workers
 
 Loader = Callable[[], Loaded]
 
@@ -54,6 +55,7 @@ class Service:
     def __init__(self, source: Loaded | Loader, settings: ServeSettings) -> None:
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
+        self.workers = Workers()
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
         self._source = source
@@ -149,6 +151,7 @@ class Service:
         self._draining = True
         if self._logging is not None:
             self._logging.cancel()
+        self.workers.close()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._served is not None:
             await asyncio.to_thread(self._served.loaded.close)

@@ -14,7 +14,7 @@ import numpy as np
 from forerun.errors import ContextError, ModelError, RequestError
 from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.escape import Escape, check_json, free_marker
-from forerun.text.rendering import renderer
+from forerun.text.rendering import is_large, renderer
 from forerun.text.tokenizer import Tokenizer, matcher
 from forerun.types import Ints
 
@@ -48,6 +48,11 @@ class ChatTemplate:
         self._written = [t.text for t in added if not t.control and t.text in source]
         self._controls = matcher([*self._special, *self._written])
         self._unmarked = matcher(self._written)
+
+    @property
+    def waits(self) -> bool:
+        """Whether rendering waits for another process."""
+        return self._renderer.waits
 
     @property
     def source(self) -> str:
@@ -128,7 +133,13 @@ class ChatTemplate:
         names["messages"] = [_escaped(message, escape, own) for message in clean]
         names["tools"] = escape.value(offered)
         names["add_generation_prompt"] = add_generation_prompt
-        return self._renderer.render(names), marker
+        try:
+            return self._renderer.render(names), marker
+        except ModelError as error:
+            if not is_large(names):
+                raise
+            message = f"These messages are too much for the model's chat template: {error}."
+            raise RequestError(message, "messages") from error
 
     def _probe(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None

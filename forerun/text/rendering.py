@@ -1,6 +1,7 @@
 """Where chat templates run: known ones here, strangers' in a process of limited memory."""
 
 import hashlib
+import json
 import sys
 import threading
 from typing import Any, Protocol
@@ -25,8 +26,17 @@ SECONDS = 10.0
 COMMAND = (sys.executable, "-m", "forerun.text.render_worker")
 
 
+LARGE = 1 << 14
+"""Characters of JSON above which a conversation counts as large."""
+
+
 class Renderer(Protocol):
-    """Renders one template."""
+    """Renders one template.
+
+    waits  rendering waits for another process: not a thing to do on an event loop
+    """
+
+    waits: bool
 
     def render(self, names: dict[str, Any]) -> str:
         """See Template.render."""
@@ -40,11 +50,13 @@ class Renderer(Protocol):
 def renderer(source: str) -> Renderer:
     """Raises ModelError where the template does not parse."""
     known = source == BYTE_LEVEL_TEMPLATE or hashlib.sha256(source.encode()).hexdigest() in KNOWN
-    return _Here(source) if known else Apart(source)
+    return _Here(source) if known else BySize(source)
 
 
 class _Here:
     """Renders in this process."""
+
+    waits = False
 
     def __init__(self, source: str) -> None:
         self._template = Template(source)
@@ -54,6 +66,32 @@ class _Here:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class BySize:
+    """Renders in two processes, one of them for large conversations, for which small ones never
+    wait. Safe to share between threads. Raises ModelError where the template does not parse.
+    """
+
+    waits = True
+
+    def __init__(self, source: str) -> None:
+        self.small, self.large = Apart(source), Apart(source)
+        self.small.check()
+
+    def render(self, names: dict[str, Any]) -> str:
+        """See Template.render. Raises ModelError also where it takes too much."""
+        return (self.large if is_large(names) else self.small).render(names)
+
+    def close(self) -> None:
+        """End the processes."""
+        self.small.close()
+        self.large.close()
+
+
+def is_large(names: dict[str, Any]) -> bool:
+    """Whether a conversation is large: what becomes of it is then its own doing."""
+    return len(json.dumps(names)) > LARGE
 
 
 class Apart:
@@ -67,6 +105,9 @@ class Apart:
         self._source = source
         self._child = SandboxProcess(COMMAND, SECONDS)
         self._turn = threading.Lock()
+
+    def check(self) -> None:
+        """Raises ModelError where the template does not parse."""
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:

@@ -187,7 +187,8 @@ def test_the_command_writes_json_and_a_picture(tmp_path, capsys):
     assert result == json.loads((tmp_path / "report.json").read_text())
     assert result["model"] == "scripted"
     assert [(level["at_once"], level["requests"]) for level in result["levels"]] == [(1, 8), (2, 8)]
-    assert result["levels"][1]["throughput"] > 1.5 * result["levels"][0]["throughput"]
+    assert all(level["throughput"] > 0 for level in result["levels"])
+    assert script.most == 2
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     # No two prompts are equal, or a prefix cache would answer for some.
     texts = [body["messages"][0]["content"] for body in script.bodies]

@@ -16,7 +16,7 @@ from forerun.hub.catalog import open_model
 from forerun.text import rendering
 from forerun.text.chat import ChatTemplate, clean_message
 from forerun.text.conversation import adapted
-from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, renderer
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE, Apart, BySize, renderer
 from forerun.text.template import Template
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import TEXTS, byte_level_vocabulary
@@ -346,6 +346,7 @@ def resident():
 
 def test_a_text_whose_process_is_killed_meanwhile_is_rendered_again(monkeypatch):
     made = Apart("{{ messages[0] }}!")
+    made.check()
     ask, process = made._child.ask, made._child._process
     asked = []
 
@@ -375,8 +376,25 @@ def test_rendering_goes_on_after_its_process_was_killed():
         assert template.render([USER]) == USER["content"]
         with pytest.raises(ModelError, match=r"chat template writes \d+ characters"):
             template.render([USER, USER])
-        template._renderer._child._process.kill()
-        template._renderer._child._process.wait()
+        template._renderer.small._child._process.kill()
+        template._renderer.small._child._process.wait()
+
+
+def test_what_a_large_conversation_takes_is_its_own_doing():
+    """Its client hears of it, others do not wait for it."""
+    long = "{{ 'x' * 9000000 if loop.index > 1 }}"
+    source = f"{{% for m in messages %}}{long}{{{{ m.content }}}}{{% endfor %}}"
+    template = chat_template(source, BYTES)
+    large = [{**USER, "content": "a" * 20000}]
+    assert template.render([USER])
+    assert template.render(large)
+    with pytest.raises(ModelError, match=r"chat template writes \d+ characters"):
+        template.render([USER, {"role": "assistant", "content": "Yes"}, USER])
+    with pytest.raises(RequestError, match=r"too much for the model's chat template"):
+        template.render([*large, {"role": "assistant", "content": "Yes"}, USER])
+    with template._renderer.large._turn:
+        assert template.render([USER])
+    template.close()
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -392,9 +410,9 @@ def test_a_template_says_the_same_here_and_apart(tokenizers, name):
 
 
 def test_only_known_templates_run_in_this_process():
-    assert not isinstance(renderer(BYTE_LEVEL_TEMPLATE), Apart)
+    assert not isinstance(renderer(BYTE_LEVEL_TEMPLATE), BySize)
     other = renderer(BYTE_LEVEL_TEMPLATE + " ")
-    assert isinstance(other, Apart)
+    assert isinstance(other, BySize)
     other.close()
     for digest in rendering.KNOWN:
         assert len(digest) == 64

@@ -1,0 +1,65 @@
+"""What takes time is not done on the event loop, and small bodies do not wait for large ones."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from starlette.testclient import TestClient
+
+from forerun.config import ServeSettings
+from forerun.serve.app import create_app
+from forerun.serve.workers import LARGE, LARGE_AT_ONCE, Workers
+from tests.cli.toys import toy_loaded
+
+PATIENCE = 60.0
+HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+
+
+class Waiting:
+    """Renders when it may."""
+
+    waits = True
+
+    def __init__(self, renderer):
+        self._renderer = renderer
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.waited = []
+
+    def render(self, names):
+        self.begun.set()
+        self.waited.append(self.may.wait(PATIENCE))
+        return self._renderer.render(names)
+
+    def close(self):
+        self._renderer.close()
+
+
+def test_others_are_answered_while_a_conversation_is_rendered():
+    with toy_loaded() as loaded:
+        renderer = loaded.chat._renderer = Waiting(loaded.chat._renderer)
+        with (
+            TestClient(create_app(loaded, ServeSettings())) as client,
+            ThreadPoolExecutor() as pool,
+        ):
+            asked = pool.submit(client.post, "/v1/chat/completions", json=HELLO)
+            assert renderer.begun.wait(PATIENCE)
+            assert client.get("/health").status_code == 200
+            renderer.may.set()
+            assert asked.result().status_code == 200
+    assert renderer.waited == [True], "the event loop waited for the renderer"
+
+
+def test_small_bodies_do_not_wait_for_large_ones():
+    async def both():
+        workers, may = Workers(), threading.Event()
+        large = [
+            asyncio.ensure_future(workers.apart(LARGE + 1, may.wait, PATIENCE))
+            for _ in range(LARGE_AT_ONCE + 2)
+        ]
+        assert await workers.apart(1, int, "7") == 7
+        assert await workers.run(1, int, "8") == 8
+        may.set()
+        assert all(await asyncio.gather(*large))
+        workers.close()
+
+    asyncio.run(both())
