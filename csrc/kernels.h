@@ -80,8 +80,7 @@ struct Kernels {
     void (*mix)(const Attend& job, int first, int last);
 
     // The token that forerun.speculative chooses from raw logits at one output position under a
-    // plain
-    // request (temperature 0 = greedy), or -1 where some logit is not finite.
+    // plain request (temperature 0 = greedy), or -1 where some logit is not finite.
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
                       uint32_t position);
 };
@@ -100,6 +99,7 @@ extern const Kernels* const kNeon;
 // AVX2's table with other products.
 extern const Product kAvxVnniProduct;
 extern const Product kAvx512VnniProduct;
+extern const Product kAvx512WideProduct;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.

@@ -51,13 +51,15 @@ struct Matrix {
 };
 
 // One group of four rows of activations: x = scale * q. `sum` is scale * sum of q, which a
-// format with an offset needs.
+// format with an offset needs; `excess` is -128 times the sum of q, which a product with weights
+// that are stored 128 larger begins at.
 struct Group {
     int8_t q[kLanes][kGroup];
     float scale[kLanes];
     float sum[kLanes];
+    int32_t excess[kLanes];
 };
-static_assert(sizeof(Group) == 160, "Group must be dense");
+static_assert(sizeof(Group) == 176, "Group must be dense");
 
 // What a file stores, for `pack`.
 enum Source : int32_t {

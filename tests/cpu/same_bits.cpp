@@ -181,7 +181,7 @@ static void compare(const Kernels& k) {
 }
 
 int main() {
-    for (const char* name : {"avx512-vnni", "avx-vnni", "avx2", "neon"}) {
+    for (const char* name : {"avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"}) {
         if (const Kernels* found = choose_kernels(name)) compare(*found);
     }
 #ifdef EMULATE_VNNI

@@ -98,6 +98,14 @@ def test_every_instruction_set_gives_the_same_bits(program):
 
 
 @pytest.mark.slow
+def test_wide_products_in_plain_code_give_the_same_bits(program):
+    made = program("wide_bits")
+    done = subprocess.run([made], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "1560 products compared" in done.stdout
+
+
+@pytest.mark.slow
 def test_threads_under_stress(program):
     done = subprocess.run([program("pool_test")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -20,6 +20,9 @@ def stored(weight, kind):
     return np.ascontiguousarray(raw).view(np.uint8), dequantize(raw, quant)
 
 
+INSTRUCTION_SETS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
+
+
 def multiply(kernels, kind, raw, channels, x):
     x = np.ascontiguousarray(x, np.float32)
     out = np.full((len(x), channels), np.nan, np.float32)
@@ -71,16 +74,22 @@ def test_plain_code_gives_the_same_bits(random, kind, rows):
     assert np.array_equal(best, alone)
 
 
+def k_quantised(random, kind, channels, inputs):
+    """uint8[channels, bytes of a row]"""
+    _, size, halves = K_QUANTS[kind]
+    shape = (channels, inputs // 256)
+    raw = random.integers(0, 256, (*shape, size), dtype=np.uint8)
+    at = slice(0, 2 * halves) if halves == 2 else slice(size - 2, size)
+    scales = random.uniform(0.001, 0.01, (*shape, halves)).astype(np.float16)
+    raw[..., at] = scales.view(np.uint8).reshape(*shape, -1)
+    return raw.reshape(channels, -1)
+
+
 @pytest.mark.parametrize("kernels", ["", "portable"])
 @pytest.mark.parametrize("kind", K_QUANTS)
 def test_k_quants(random, kind, kernels):
     """Any bytes are such a matrix; the halves of scales are made modest ones."""
-    _, size, halves = K_QUANTS[kind]
-    raw = random.integers(0, 256, (40, 2, size), dtype=np.uint8)
-    at = slice(0, 2 * halves) if halves == 2 else slice(size - 2, size)
-    scales = random.uniform(0.001, 0.01, (40, 2, halves)).astype(np.float16)
-    raw[..., at] = scales.view(np.uint8).reshape(40, 2, -1)
-    raw = raw.reshape(40, -1)
+    raw = k_quantised(random, kind, 40, 512)
     weight = dequantize(raw, GGMLQuantizationType[kind])
     x = random.standard_normal((5, 512))
     kept = weight if kind == "Q4_K" else eight_bits(weight)
@@ -152,4 +161,27 @@ def test_zeros_and_the_smallest_numbers(random):
 def test_kernels_are_chosen_by_name():
     assert native.kernels("portable") == "portable"
     assert native.kernels("none such") is None
-    assert native.kernels() in ("portable", "avx2", "avx-vnni", "avx512-vnni", "neon")
+    assert native.kernels() in ("portable", *INSTRUCTION_SETS)
+
+
+@pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", [*SOURCES, *K_QUANTS])
+@pytest.mark.parametrize(("channels", "inputs"), [(16, 256), (33, 512), (100, 256)])
+def test_every_instruction_set_gives_the_bits_of_plain_code(
+    random, kernels, kind, channels, inputs
+):
+    """For every number of rows that is treated in a way of its own, and full and cut blocks."""
+    if native.kernels(kernels) is None:
+        pytest.skip(f"this machine or this build has no {kernels}")
+    if kind in K_QUANTS:
+        raw = k_quantised(random, kind, channels, inputs)
+    else:
+        raw, _ = stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)
+    for rows in (*range(1, 18), 31, 64, 65, 67, 72, 130):
+        x = random.standard_normal((rows, inputs)) * np.exp(random.normal(0, 3, (rows, inputs)))
+        x[rows // 2, 7] = np.nan if rows % 5 == 3 else 1.0
+        plain, found = (multiply(name, kind, raw, channels, x) for name in ("portable", kernels))
+        same = (plain.view(np.uint32) == found.view(np.uint32)) | (
+            np.isnan(plain) & np.isnan(found)
+        )
+        assert same.all(), rows

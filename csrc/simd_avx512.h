@@ -1,0 +1,62 @@
+// What matmul_wide.inl needs, on 512-bit vectors with AVX-512's dot products of bytes.
+// tests/cpu/wide_portable.h has the same in plain C++.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "quant.h"
+
+#define FORERUN_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+using forerun::Group;
+
+using F16 = __m512;
+using I16 = __m512i;
+
+FORERUN_INLINE F16 load16(const void* at) { return _mm512_loadu_ps(at); }
+FORERUN_INLINE F16 load_half16(const void* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
+}
+FORERUN_INLINE F16 splat16(float a) { return _mm512_set1_ps(a); }
+FORERUN_INLINE F16 add16(F16 a, F16 b) { return _mm512_add_ps(a, b); }
+FORERUN_INLINE F16 mul16(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
+FORERUN_INLINE F16 fma16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
+FORERUN_INLINE F16 float16(I16 a) { return _mm512_cvtepi32_ps(a); }
+
+// The first `count` of 16 numbers; what is missing is zero.
+FORERUN_INLINE __mmask16 first16(int count) { return (__mmask16)((1u << count) - 1); }
+FORERUN_INLINE F16 load_first16(const float* at, int count) {
+    return _mm512_maskz_loadu_ps(first16(count), at);
+}
+FORERUN_INLINE void store_first16(float* at, int count, F16 a) {
+    _mm512_mask_storeu_ps(at, first16(count), a);
+}
+
+FORERUN_INLINE I16 load_bytes16(const uint8_t* at) { return _mm512_loadu_si512(at); }
+FORERUN_INLINE I16 splat_int16(int32_t a) { return _mm512_set1_epi32(a); }
+FORERUN_INLINE I16 low_nibbles16(I16 both) {
+    return _mm512_and_si512(both, _mm512_set1_epi8(15));
+}
+FORERUN_INLINE I16 high_nibbles16(I16 both) {
+    return low_nibbles16(_mm512_srli_epi16(both, 4));
+}
+// Signed bytes as unsigned ones that are 128 larger.
+FORERUN_INLINE I16 plus_128(I16 bytes) {
+    return _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));
+}
+
+// sum[lane] += the lane's four unsigned bytes of `w` times the four signed bytes at `q`.
+FORERUN_INLINE I16 dot16(I16 sum, I16 w, const int8_t* q) {
+    int32_t four;
+    memcpy(&four, q, 4);
+    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
+}
+
+// Keeps GCC from reordering the additions, which would spill the accumulators.
+#define FORERUN_PIN(vector) __asm__ volatile("" : "+v"(vector))
+
+}  // namespace

@@ -1,0 +1,59 @@
+// matmul_wide.inl in plain C++ against the kernels that this machine has: the same bits, also on
+// machines without 512-bit vectors. Linked with all of csrc/*.cpp. Code 1 on a difference.
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+#include "wide_portable.h"
+#include "matmul_wide.inl"
+
+using namespace forerun;
+
+int main() {
+    std::mt19937 random_bits(7);
+    std::normal_distribution<float> draw(0, 3);
+    const Kernels& plain = *choose_kernels("portable");
+    int compared = 0;
+    for (int format : {kQ4, kQ4M, kQ4K, kQ8}) {
+        for (int channels : {16, 40, 100}) {
+            Matrix w;
+            w.format = format;
+            w.channels = channels;
+            w.inputs = 96;
+            std::vector<uint8_t> tiles(w.blocks() * w.block_bytes());
+            for (uint8_t& byte : tiles) byte = (uint8_t)random_bits();
+            for (size_t at = 0; at < tiles.size(); at += tile_bytes(format)) {
+                // Modest scales: floats of Q4_K, halves of the others.
+                const int size = format == kQ4K ? 4 : 2;
+                for (int i = scales_at(format) + size - 1; i < tile_bytes(format); i += size) {
+                    tiles[at + i] = 0x20 | (tiles[at + i] & 0x93);
+                }
+            }
+            w.tiles = tiles.data();
+            for (int rows = 1; rows <= 130; rows++) {
+                std::vector<float> x((size_t)rows * w.inputs), bias(channels);
+                for (float& one : x) one = draw(random_bits);
+                for (float& one : bias) one = draw(random_bits);
+                w.bias = rows % 2 ? bias.data() : nullptr;
+                std::vector<Group> groups((size_t)(rows + 3) / 4 * w.groups());
+                memset((void*)groups.data(), 0, groups.size() * sizeof(Group));
+                for (int r = 0; r < rows; r++) {
+                    plain.quantise(&x[(size_t)r * w.inputs], w.inputs,
+                                   &groups[(size_t)(r / 4) * w.groups()], r % 4);
+                }
+                std::vector<float> one((size_t)rows * channels, 0.5f), other = one;
+                const bool add = rows % 3 == 0;
+                product(w, groups.data(), rows, 0, w.blocks(), {one.data(), channels, add});
+                plain.product(w, groups.data(), rows, 0, w.blocks(), {other.data(), channels, add});
+                compared++;
+                if (memcmp(one.data(), other.data(), one.size() * sizeof(float)) != 0) {
+                    printf("format %d, %d channels, %d rows differ\n", format, channels, rows);
+                    return 1;
+                }
+            }
+        }
+    }
+    printf("%d products compared\n", compared);
+}

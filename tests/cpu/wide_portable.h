@@ -1,0 +1,90 @@
+// csrc/simd_avx512.h in plain C++, for machines that have no such vectors.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+#include "quant.h"
+
+#define FORERUN_INLINE static inline __attribute__((always_inline))
+#define FORERUN_PIN(vector)
+
+namespace {
+
+using forerun::Group;
+
+struct F16 {
+    float of[16];
+};
+struct I16 {
+    int32_t of[16];
+};
+
+template <class Of>
+static F16 floats(Of of) {
+    F16 made;
+    for (int i = 0; i < 16; i++) made.of[i] = of(i);
+    return made;
+}
+
+template <class Of>
+static I16 words(Of of) {
+    I16 made;
+    for (int i = 0; i < 16; i++) made.of[i] = (int32_t)of(i);
+    return made;
+}
+
+// Every byte of every lane by `of`.
+template <class Of>
+static I16 bytes(I16 a, Of of) {
+    uint8_t all[64];
+    memcpy(all, a.of, 64);
+    for (uint8_t& byte : all) byte = (uint8_t)of(byte);
+    memcpy(a.of, all, 64);
+    return a;
+}
+
+static F16 load16(const void* at) {
+    F16 made;
+    memcpy(made.of, at, 64);
+    return made;
+}
+static F16 load_half16(const void* at) {
+    uint16_t halves[16];
+    memcpy(halves, at, 32);
+    return floats([&](int i) { return forerun::float_from_half(halves[i]); });
+}
+static F16 splat16(float a) { return floats([&](int) { return a; }); }
+static F16 add16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] + b.of[i]; }); }
+static F16 mul16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] * b.of[i]; }); }
+static F16 fma16(F16 a, F16 b, F16 c) {
+    return floats([&](int i) { return std::fmaf(a.of[i], b.of[i], c.of[i]); });
+}
+static F16 float16(I16 a) { return floats([&](int i) { return (float)a.of[i]; }); }
+static F16 load_first16(const float* at, int count) {
+    return floats([&](int i) { return i < count ? at[i] : 0.0f; });
+}
+static void store_first16(float* at, int count, F16 a) {
+    memcpy(at, a.of, count * sizeof(float));
+}
+
+static I16 load_bytes16(const uint8_t* at) {
+    I16 made;
+    memcpy(made.of, at, 64);
+    return made;
+}
+static I16 splat_int16(int32_t a) { return words([&](int) { return a; }); }
+static I16 low_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a & 15; }); }
+static I16 high_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a >> 4; }); }
+static I16 plus_128(I16 all) { return bytes(all, [](uint8_t a) { return a ^ 0x80; }); }
+
+static I16 dot16(I16 sum, I16 w, const int8_t* q) {
+    return words([&](int i) {
+        uint8_t four[4];
+        memcpy(four, &w.of[i], 4);
+        return sum.of[i] + four[0] * q[0] + four[1] * q[1] + four[2] * q[2] + four[3] * q[3];
+    });
+}
+
+}  // namespace
