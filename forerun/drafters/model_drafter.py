@@ -31,7 +31,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import Features, KeptFeatures
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
-from forerun.speculative.draft_tree import DraftTree, TemplateTree, TreeShape, block_draft
+from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import AnyArray, Ints
 
@@ -294,12 +294,12 @@ class ModelDrafter:
         )
         drafts = []
         for row, ids, log_probs in zip(rows, found.ids, found.log_probs, strict=True):
-            state, tree = self._state(plan, row), self._shape.tree()
+            state, tree = self._state(plan, row), DraftTree(self._shape.width)
             mask = self._mask(int(plan.slots[row])) if plan.constrained[row] else None
             levels = [
                 state.best(
                     (self._about.target_ids[ids[level]], log_probs[level]),
-                    self._shape.children,
+                    self._shape.width,
                     level + 1,
                     mask if level == 0 else None,
                 )
@@ -310,10 +310,10 @@ class ModelDrafter:
 
     def _trees(self, plan: Plan, rows: list[int]) -> list[Draft]:
         """Grow the trees of these rows from their roots, one pass per level."""
-        growing = {row: self._shape.tree() for row in rows}
+        growing = {row: DraftTree(self._shape.width) for row in rows}
         for row, tree in growing.items():
             mask = self._mask(int(plan.slots[row])) if plan.constrained[row] else None
-            tokens, values = self._state(plan, row).children(self._shape.children, mask)
+            tokens, values = self._state(plan, row).children(self._shape.width, mask)
             tree.extend(tokens[None], values[None])
         numbers = dict.fromkeys(rows, np.zeros(0, np.int32))
         run = 0
@@ -363,7 +363,7 @@ class ModelDrafter:
             span = range(int(start[index]), int(start[index + 1]))
             numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
             best = [
-                state.best((ids[n], found.log_probs[n]), self._shape.children, tree.levels + 1)
+                state.best((ids[n], found.log_probs[n]), self._shape.width, tree.levels + 1)
                 for n in span
             ]
             tree.extend(np.stack([each for each, _ in best]), np.stack([each for _, each in best]))
@@ -371,7 +371,7 @@ class ModelDrafter:
     def _wanted(self, plan: Plan, rows: list[int]) -> int:
         """Candidates to ask for: more than are hung, where noise or a grammar will choose."""
         hot = any(self._state(plan, row).sampling.temperature > 0 for row in rows)
-        width = self._shape.children
+        width = self._shape.width
         return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width
 
     def _state(self, plan: Plan | CarriedPlan, row: int) -> DraftState:
@@ -382,11 +382,6 @@ class ModelDrafter:
 
 def _of_levels(tree: DraftTree, levels: list[tuple[Ints, AnyArray]], nodes: int) -> Draft:
     """The draft of a block: candidates of each depth, whatever stands above them."""
-    if isinstance(tree, TemplateTree):
-        for tokens, values in levels:
-            count = len(tree.frontier())
-            tree.extend(np.tile(tokens, (count, 1)), np.tile(values, (count, 1)))
-        return tree.draft(nodes)
     width = min(len(tokens) for tokens, _ in levels)
     tokens, values = (np.stack([part[i][:width] for part in levels]) for i in (0, 1))
     return block_draft(tokens, values, nodes)

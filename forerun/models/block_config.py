@@ -31,7 +31,6 @@ class BlockHead:
     causal       a place sees those before it and itself; else all of its block. Either sees all
                  features
     qk_norm      RMSNorm over E on each query and key head, before the rotation
-    markov_rank  width of the bias W2 W1[token before], added to the logits; 0 = there is none
     own_embedding, own_head, own_mask  the file has these tensors; else they are the target's (of
                  its output head, the rows of the draft vocabulary), and the mask is a row of the
                  embedding
@@ -58,7 +57,6 @@ class BlockHead:
     anchored: bool = False
     causal: bool = False
     qk_norm: bool = True
-    markov_rank: int = 0
     own_embedding: bool = False
     own_head: bool = False
     own_mask: bool = False
@@ -165,9 +163,6 @@ def _optional_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
         tensors["lm_head.weight"] = (head.vocab, head.hidden)
     if head.vocab != head.target_vocab:
         tensors["d2t"] = (head.vocab,)
-    if head.markov_rank:
-        tensors["markov_head.markov_w1.weight"] = (head.target_vocab, head.markov_rank)
-        tensors["markov_head.markov_w2.weight"] = (head.vocab, head.markov_rank)
     if head.confidence:
         tensors["confidence_head.proj.weight"] = (1, head.confidence)
         tensors["confidence_head.proj.bias"] = (1,)

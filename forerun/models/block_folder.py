@@ -112,7 +112,7 @@ def _describe(
     dspark = bool(set(_architectures(config)) & set(_DSPARK))
     vocab = sizes.integer("vocab_size", target.vocab)
     context = sizes.integer("max_position_embeddings", target.context)
-    markov = _markov_rank(settings, shapes)
+    _refuse_bias(settings, shapes)
     head = BlockHead(
         layers=sizes.integer("num_hidden_layers"),
         hidden=hidden,
@@ -132,7 +132,6 @@ def _describe(
         anchored=settings.flag("sample_from_anchor", dspark),
         causal=settings.causal(),
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
-        markov_rank=markov,
         own_embedding="embed_tokens.weight" in shapes,
         own_head="lm_head.weight" in shapes,
         own_mask="mask_embedding" in shapes,
@@ -206,16 +205,10 @@ def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
     return shapes["lm_head.weight"][0] if shapes.get("lm_head.weight") else stated
 
 
-def _markov_rank(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> int:
-    kind, rank = settings.value("markov_head_type", "vanilla"), settings.integer("markov_rank", 0)
-    if rank and kind != "vanilla":
-        raise ModelError(f"config.json: markov_head_type is {kind!r}; it must be 'vanilla' here")
-    if rank:
+def _refuse_bias(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise ModelError for DSpark's bias of the logits by the token before."""
+    if settings.integer("markov_rank", 0) or "markov_head.markov_w1.weight" in shapes:
         raise ModelError("config.json: markov_rank: a bias by the token before is not built")
-    stored = shapes.get("markov_head.markov_w1.weight", (0, 0))[-1]
-    if stored != rank:
-        raise ModelError(f"config.json: markov_rank is {rank}, but the tensors have {stored}")
-    return rank
 
 
 def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture) -> None:

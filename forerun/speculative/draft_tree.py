@@ -4,8 +4,7 @@ Level by level (EAGLE-2, arXiv 2406.16858, section 4). Expand (4.1): the `width`
 level whose paths the drafter finds most probable get their `width` best children. Rerank (4.2): of
 all nodes grown, keep the best N. A node's value is the drafter's probability of its whole path, so
 no child is worth more than its parent, and the best N, ties to the earlier node, are connected
-without further care. `DraftTree` does that; `TemplateTree` grows a shape that was fixed beforehand
-(Medusa, arXiv 2401.10774, section 2.3.3; EAGLE-1).
+without further care. `DraftTree` does that.
 
 Best first. Where children cost nothing to look up, the likeliest path that is known and not yet
 taken is always the next draft token: `best_first`. So grow a block's marginals (DDTree, arXiv
@@ -18,7 +17,6 @@ are what host and twin agree on.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -26,10 +24,6 @@ import numpy as np
 
 from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import AnyArray, Floats, Ints
-
-Expand = Callable[["DraftTree", Ints], tuple[Ints, Floats]]
-"""(tree, int32[F] nodes to expand, -1 the root) -> their best children: tokens int32[F,k] and
-log-probabilities float32[F,k] given the node's path; -inf where there is no such child."""
 
 
 class DraftTree:
@@ -40,7 +34,7 @@ class DraftTree:
     value    float32[.] log-probability of the whole path to the node, never above its parent's
     levels   how many have been grown
 
-    `grow` drives one; a drafter of many rows drives one per row and expands all in one forward.
+    A drafter of many rows drives one per row and expands all in one forward.
     """
 
     def __init__(self, width: int) -> None:
@@ -59,7 +53,10 @@ class DraftTree:
         return (self._newest + best).astype(np.int32)
 
     def extend(self, tokens: Ints, log_probs: Floats) -> None:
-        """Hang children below `frontier()`, row i below node i; shapes and -inf as in Expand.
+        """Hang children below `frontier()`, row i below node i.
+
+        tokens     int32[F,k] for the F nodes of `frontier()`
+        log_probs  float32[F,k] given the node's path; -inf where there is no such child
 
         A log-probability that is NaN counts as -inf, one above 0 as 0.
         """
@@ -98,98 +95,24 @@ class DraftTree:
         return pruned(self.tokens, self.parents, np.exp(self.value), keep, source)
 
 
-@dataclass(frozen=True)
-class Template:
-    """A shape fixed beforehand: node i is child number ranks[i], 0 = the likeliest, of
-    parents[i]; -1 = the root. Parents come first, and no two nodes are the same child.
-
-    Raises ValueError where it is none.
-    """
-
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        nodes = list(zip(self.parents, self.ranks, strict=True))
-        if any(not -1 <= parent < node for node, (parent, _) in enumerate(nodes)):
-            raise ValueError("a template's node hangs below one that comes later")
-        if len(set(nodes)) != len(nodes) or min(self.ranks, default=0) < 0:
-            raise ValueError("a template's node is the same child as another, or has no rank")
-
-    @cached_property
-    def width(self) -> int:
-        """Children that a node has at most, counted to the last one wanted."""
-        return max(self.ranks, default=0) + 1
-
-    @cached_property
-    def below(self) -> dict[int, dict[int, int]]:
-        """By node, -1 = the root: which node each rank is."""
-        found: dict[int, dict[int, int]] = {}
-        for node, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
-            found.setdefault(parent, {})[rank] = node
-        return found
-
-
-class TemplateTree(DraftTree):
-    """A DraftTree whose nodes are a template's, as far as there are such children."""
-
-    def __init__(self, template: Template) -> None:
-        super().__init__(template.width)
-        self._template = template
-        self._ids: list[int] = []  # The template's node that each node is.
-
-    def frontier(self) -> Ints:
-        """Nodes of the newest level that have children in the template."""
-        if not self.levels:
-            return np.array([-1] if self._template.below else [], np.int32)
-        newest = range(self._newest, len(self.tokens))
-        return np.array([n for n in newest if self._ids[n] in self._template.below], np.int32)
-
-    def extend(self, tokens: Ints, log_probs: Floats) -> None:
-        """Hang the template's children below `frontier()`; k at least its width, or all."""
-        rows, count = log_probs.shape
-        wanted = np.full((rows, count), -np.inf, np.float32)
-        ids: list[int] = []
-        for row, node in enumerate(self.frontier().tolist()):
-            below = self._template.below[self._ids[node] if node >= 0 else -1]
-            for rank in sorted(below):
-                if rank < count and log_probs[row, rank] > -np.inf:
-                    wanted[row, rank] = log_probs[row, rank]
-                    ids.append(below[rank])
-        super().extend(tokens, wanted)
-        self._ids += ids
-
-
 @dataclass(frozen=True, slots=True)
 class TreeShape:
     """How trees grow.
 
-    width     children per expanded node, and nodes expanded per level; 1 = chains
-    depth     levels at most
-    template  instead: a fixed shape, of which `width` is not asked
-    nodes     draft tokens at most; 0 = nobody has said
+    width  children per expanded node, and nodes expanded per level; 1 = chains
+    depth  levels at most
+    nodes  draft tokens at most; 0 = nobody has said
     """
 
     width: int
     depth: int
-    template: Template | None = None
     nodes: int = 0
-
-    @property
-    def children(self) -> int:
-        """Candidates of a node that may be hung."""
-        return self.template.width if self.template else self.width
 
     def full(self, block: bool) -> bool:
         """Whether a full tree of this width and depth holds every draft: of a block's paths the
         best ones may be more than that on one level.
         """
-        bounded = self.width == 1 or 0 < self.nodes <= self.width**2
-        return self.template is None and (bounded or not block)
-
-    def tree(self) -> DraftTree:
-        """A tree that begins to grow."""
-        return TemplateTree(self.template) if self.template else DraftTree(self.width)
+        return not block or self.width == 1 or 0 < self.nodes <= self.width**2
 
 
 def full_size(width: int, levels: int) -> int:
@@ -207,17 +130,6 @@ def full_draft(
     count = int(np.count_nonzero(value > -np.inf))
     parents = np.arange(-1, count - 1, dtype=np.int32)
     return Draft(tokens[:count], parents, np.exp(value[:count]), DraftSource.DRAFT_MODEL)
-
-
-def grow(expand: Expand, width: int, depth: int, nodes: int) -> Draft:
-    """A draft of at most `nodes` draft tokens, at most `depth` deep and `width` children wide."""
-    tree = DraftTree(width)
-    for _ in range(depth):
-        frontier = tree.frontier()
-        if len(frontier) == 0:
-            break
-        tree.extend(*expand(tree, frontier))
-    return tree.draft(nodes)
 
 
 Offer = tuple[float, int, int, int, Any, DraftSource]

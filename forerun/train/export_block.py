@@ -63,6 +63,4 @@ def _config(head: BlockHead, layers: int) -> dict[str, Any]:
         config["sample_from_anchor"] = True
     if head.vocab != head.target_vocab:
         config["draft_vocab_size"] = head.vocab
-    if head.markov_rank:
-        config |= {"markov_rank": head.markov_rank, "markov_head_type": "vanilla"}
     return config

@@ -18,7 +18,6 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters import model_drafter
-from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import TorchDecoderModel
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.kv import KvShape
@@ -26,7 +25,6 @@ from forerun.interface.draft_model import BlockCandidates
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
-from forerun.speculative.draft_tree import Template, TreeShape
 from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
 from tests.models import tiny
 
@@ -228,32 +226,6 @@ def test_a_model_without_features_catches_up(target, models, plain, temperature,
     accepted, draft_tokens = exact(done, plain[temperature])
     assert accepted == draft_tokens > 0
     assert sum(item.stats.steps for item in done) > len(PROMPTS) * STEPS
-
-
-def test_a_template_is_grown_and_nothing_else(target, models, plain, monkeypatch):
-    """The best child and its best two, the second best: four nodes, whatever else is likely."""
-    template = Template(parents=(-1, -1, 0, 0), ranks=(0, 1, 0, 1))
-    seen = []
-    propose = ModelDrafter.propose
-
-    def proposed(self, plan):
-        drafts = propose(self, plan)
-        seen.extend(draft.parents.tolist() for draft in drafts if len(draft))
-        return drafts
-
-    monkeypatch.setattr(ModelDrafter, "propose", proposed)
-    shape = TreeShape(1, 2, template)
-    monkeypatch.setattr(drafting, "TreeShape", lambda *_, **__: shape)
-    for name in ("self", "small", "block"):
-        seen.clear()
-        done, _ = served(target, models[name], nodes=4, depth=2, width=2)
-        accepted, _ = exact(done, plain[0.0])
-        assert {tuple(parents) for parents in seen} <= {(-1, -1, 0, 0), (-1, -1)}
-        assert (-1, -1, 0, 0) in {tuple(parents) for parents in seen}
-        if name == "self":  # Its first child is always right, and the first one's first.
-            assert accepted == sum(min(2, TOKENS - 1 - at) for at in range(1, TOKENS, 3)) * len(
-                done
-            )
 
 
 @pytest.mark.parametrize("name", ["block", "both ways"])

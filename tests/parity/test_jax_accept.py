@@ -17,8 +17,9 @@ from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.accept import choose as choose_on_host
 from forerun.speculative.sampling import Sampling, unpack
 from forerun.speculative.tree import batch
-from forerun.speculative.verify import ancestor_mask, intervals
+from forerun.speculative.verify import intervals
 from tests.speculative.worlds import drafts
+from tests.twins.verify import ancestor_mask
 
 SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, 0x123456789ABCDEF0, (1 << 64) - 1]
 EXACT = jax.jit(noise.exact)

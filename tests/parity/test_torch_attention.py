@@ -1,4 +1,4 @@
-"""Attention over chains and blocks is the reference attention of speculative/verify.py."""
+"""Attention over chains and blocks is the reference attention of tests/twins/verify.py."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,11 @@ from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.plan_geometry import places_of
 from forerun.models.layer_spec import AttentionSpec
-from forerun.speculative import verify
 from forerun.speculative.tree import batch
+from forerun.speculative.verify import positions
 from tests.parity.driver import limits
 from tests.speculative.worlds import as_draft, drafts, paths, plan_of
+from tests.twins import verify
 
 SIZE = 16
 
@@ -67,7 +68,7 @@ class Pages:
 
     def expected_by(self, spec):
         """Every node on its own: the keys along its path, by position, and a plain softmax."""
-        place = verify.positions(self.trees, self.plan.kv_len)
+        place = positions(self.trees, self.plan.kv_len)
         found = np.empty_like(self.queries)
         for row, prefix in enumerate(self.prefixes):
             for node in self.trees.nodes(row):

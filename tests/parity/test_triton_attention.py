@@ -14,12 +14,12 @@ from forerun.executors.torch.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.geometry import KEYS, MOST_PARTS, attend_dense, programs_for, split_of
 from forerun.executors.torch.plan_geometry import geometry_of
 from forerun.models.layer_spec import AttentionSpec
-from forerun.speculative import verify
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import SPECS, Pages
 from tests.speculative.worlds import as_draft, drafts
+from tests.twins import verify
 
 attention = load("triton_attention")
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Growing trees, level by level, from a template and best first, against brute force."""
+"""Growing trees, level by level and best first, against brute force."""
 
 from itertools import product
 
@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 
 from forerun.speculative.draft_tree import (
     DraftTree,
-    Template,
-    TemplateTree,
     TreeShape,
     best_first,
     block_draft,
     full_draft,
     full_size,
-    grow,
     pruned,
 )
 from forerun.speculative.tree import DraftSource
@@ -30,6 +27,20 @@ def path_of(growth: DraftTree, node: int) -> tuple[int, ...]:
         path = (int(growth.tokens[node]), *path)
         node = int(growth.parents[node])
     return path
+
+
+def grow(expand, width, depth, nodes):
+    """A draft of at most `nodes` draft tokens, at most `depth` deep and `width` children wide.
+
+    expand  (tree, int32[F] nodes, -1 the root) -> tokens int32[F,k], log-probabilities of them
+    """
+    tree = DraftTree(width)
+    for _ in range(depth):
+        frontier = tree.frontier()
+        if len(frontier) == 0:
+            break
+        tree.extend(*expand(tree, frontier))
+    return tree.draft(nodes)
 
 
 class Model:
@@ -224,95 +235,6 @@ def _full(levels, width):
     return [array.astype(kind) for array, kind in zip(arrays, "iif", strict=True)]
 
 
-# --- templates -------------------------------------------------------------------------
-
-
-@st.composite
-def templates(draw):
-    """Up to ten nodes, each the next or a later child of the root or of an earlier node."""
-    parents, ranks = [], []
-    for node in range(draw(st.integers(0, 10))):
-        parent = draw(st.integers(-1, node - 1))
-        rank = draw(st.integers(0, 3))
-        if (parent, rank) not in zip(parents, ranks, strict=True):
-            parents.append(parent)
-            ranks.append(rank)
-    order = [-1]  # Parents may have been left out.
-    kept = [n for n, parent in enumerate(parents) if parent in order and not order.append(n)]
-    place = {-1: -1} | {node: index for index, node in enumerate(kept)}
-    return Template(tuple(place[parents[n]] for n in kept), tuple(ranks[n] for n in kept))
-
-
-@settings(max_examples=150, deadline=None)
-@given(templates(), st.integers(0, 2**32), st.booleans(), st.integers(1, 30))
-def test_a_template_is_grown_as_it_is_written(template, seed, coarse, nodes):
-    """Every node is the child of its rank, by the model; asked are nodes with children alone."""
-    model, tree = Model(seed, coarse), TemplateTree(template)
-    while len(frontier := tree.frontier()):
-        tree.extend(*model.expand(tree, frontier, template.width))
-
-    def path(node):
-        if node < 0:
-            return ()
-        above = path(template.parents[node])
-        best = np.argsort(-model.log_probs(above), kind="stable")
-        return (*above, int(best[template.ranks[node]]))
-
-    expected = [path(node) for node in range(len(template.parents))]
-    whole = all_paths(tree.draft(100))
-    assert sorted(whole) == sorted(expected) and len(set(whole)) == len(whole)
-    assert sorted(model.expanded) == sorted(
-        path(node) for node in {-1, *template.parents} if template.parents
-    )
-    some = all_paths(tree.draft(nodes))
-    best = sorted(map(model.value, expected), reverse=True)[:nodes]
-    np.testing.assert_allclose(sorted(map(model.value, some), reverse=True), best, rtol=1e-5)
-
-
-def test_children_that_are_not_there_end_a_template():
-    tree = TemplateTree(Template((-1, -1, 0, 1), (0, 2, 0, 0)))
-    tree.extend(np.array([[5, 6]], np.int32), np.array([[-1.0, -2.0]], np.float32))
-    assert tree.tokens.tolist() == [5]  # There is no third child.
-    nan = np.array([[np.nan]], np.float32)
-    tree.extend(np.array([[7]], np.int32), nan)
-    assert tree.tokens.tolist() == [5] and len(tree.frontier()) == 0
-
-
-def test_what_comes_after_a_child_that_is_not_there_has_its_own_children():
-    tree = TemplateTree(Template((-1, -1, -1, 0, 1), (0, 1, 3, 0, 1)))
-    # No first child, and two candidates where four were wanted.
-    tree.extend(np.array([[5, 6]], np.int32), np.array([[-np.inf, -1.0]], np.float32))
-    assert tree.tokens.tolist() == [6] and tree.frontier().tolist() == [0]
-    tree.extend(np.array([[7, 8]], np.int32), np.array([[-1.0, -2.0]], np.float32))
-    assert tree.tokens.tolist() == [6, 8] and tree.parents.tolist() == [-1, 0]
-
-
-@pytest.mark.parametrize(
-    ("parents", "ranks"),
-    [((0,), (0,)), ((-1, 2), (0, 0)), ((-2,), (0,)), ((-1, -1), (1, 1)), ((-1,), (-1,))],
-)
-def test_what_is_no_template_is_refused(parents, ranks):
-    with pytest.raises(ValueError, match="a template's node"):
-        Template(parents, ranks)
-
-
-def test_a_template_has_a_rank_for_each_parent():
-    for parents, ranks in [((-1,), ()), ((), (0,)), ((-1, 0), (0,))]:
-        with pytest.raises(ValueError, match="argument 2 is"):
-            Template(parents, ranks)
-
-
-def test_a_template_is_as_wide_as_its_last_child():
-    assert Template((-1, 0), (2, 0)).width == 3
-    assert Template((-1,), (0,)).width == 1
-    empty = Template((), ())
-    assert empty.width == 1 and empty.below == {}
-    assert len(TemplateTree(empty).frontier()) == 0
-
-
-# --- shapes ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("width", "nodes", "holds"),
     [(3, 0, False), (3, 1, True), (3, 4, True), (3, 9, True), (3, 10, False), (2, 5, False),
@@ -321,19 +243,6 @@ def test_a_template_is_as_wide_as_its_last_child():
 def test_a_full_tree_holds_a_blocks_best_paths_where_no_level_can_have_more(width, nodes, holds):
     assert TreeShape(width, 4, nodes=nodes).full(block=True) == holds
     assert TreeShape(width, 4, nodes=nodes).full(block=False)
-
-
-def test_nobody_has_said_how_many_nodes_unless_told():
-    assert TreeShape(3, 4) == TreeShape(3, 4, template=None, nodes=0)
-
-
-def test_a_shape_begins_its_kind_of_tree():
-    template = Template((-1, 0), (4, 0))
-    for block in (False, True):
-        assert not TreeShape(1, 2, template).full(block)
-    assert TreeShape(1, 2, template).children == 5 and TreeShape(3, 2).children == 3
-    assert type(TreeShape(1, 2, template).tree()) is TemplateTree
-    assert type(TreeShape(3, 2).tree()) is DraftTree
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.speculative.tree import batch
-from forerun.speculative.verify import ancestor_mask, attend, intervals, positions
+from forerun.speculative.verify import intervals, positions
 from tests.speculative.worlds import as_draft, drafts, paths
+from tests.twins.verify import ancestor_mask, attend
 
 
 @settings(max_examples=200, deadline=None)

@@ -73,20 +73,6 @@ class BlockLayer(nn.Module):
         self.mlp = _Mlp(head)
 
 
-class MarkovHead(nn.Module):
-    """DSpark's bias of the logits by the token before: W2 W1[token]."""
-
-    def __init__(self, head: BlockHead) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(head.target_vocab, head.markov_rank)
-        self.markov_w2 = nn.Linear(head.markov_rank, head.vocab, bias=False)
-
-    def forward(self, before: Tensor) -> Tensor:
-        """[..., Vd] for target ids int64[...]."""
-        bias: Tensor = self.markov_w2(self.markov_w1(before))
-        return bias
-
-
 class BlockDrafter(nn.Module):
     """A block drafter. Parameter names are the canonical names of forerun.models.block_config.
 
@@ -106,8 +92,6 @@ class BlockDrafter(nn.Module):
             self.embed_tokens = nn.Embedding(head.target_vocab, head.hidden)
         if head.own_head:
             self.lm_head = nn.Linear(head.hidden, head.vocab, bias=False)
-        if head.markov_rank:
-            self.markov_head = MarkovHead(head)
 
     def context(self, features: Tensor) -> Tensor:
         """What is read of features [..., F*H], side by side: c [..., H]."""
