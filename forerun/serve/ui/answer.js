@@ -1,6 +1,7 @@
 /** One answer: the request that a conversation makes, and how its stream becomes a message. */
 
 import { stream } from "./api.js";
+import { withFiles } from "./attachments.js";
 
 /** What a new conversation asks for. Empty values leave the choice to the server. */
 export const DEFAULTS = {
@@ -12,8 +13,11 @@ export const DEFAULTS = {
 export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens",
   "frequency_penalty", "presence_penalty", "repetition_penalty"];
 
-/** The request for an answer to these messages. Raises SyntaxError where a text is no JSON. */
-export function requestOf(messages, options) {
+/**
+ * The request for an answer to these messages; `continues`: for more of the last one, which the model
+ * wrote. Raises SyntaxError where a text is no JSON.
+ */
+export function requestOf(messages, options, continues = false) {
   const body = { messages: [], stream: true, stream_options: { include_usage: true } };
   if (options.system.trim()) body.messages.push({ role: "system", content: options.system });
   body.messages.push(...messages.filter((message) => !message.failed).map(plain));
@@ -28,6 +32,7 @@ export function requestOf(messages, options) {
     body.tools = parsed(options.tools, "The list of tools");
     body.tool_choice = options.tool_choice;
   }
+  if (continues) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
   body.speculative = { enabled: options.speculation, stats: true };
   return body;
 }
@@ -41,8 +46,8 @@ export function parsed(text, what) {
   }
 }
 
-function plain({ role, content, tool_calls, tool_call_id }) {
-  const message = { role, content };
+function plain({ role, content, files, tool_calls, tool_call_id }) {
+  const message = { role, content: withFiles(content, files) };
   if (tool_calls?.length) Object.assign(message, { tool_calls, content: content || null });
   if (tool_call_id) message.tool_call_id = tool_call_id;
   return message;

@@ -4,6 +4,7 @@ import { connection, key } from "./api.js";
 import { Chat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
 import { announce, h, icon } from "./dom.js";
+import { showKeys } from "./keys.js";
 import { Speculate } from "./speculate.js";
 import { load, save } from "./store.js";
 
@@ -93,6 +94,16 @@ function showTheme(theme) {
 by("theme").addEventListener("click", () => {
   const names = Object.keys(THEMES);
   showTheme(names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length]);
+});
+by("keys").append(icon("keys"));
+by("keys").addEventListener("click", showKeys);
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest?.("input, textarea, select, [contenteditable]");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+  const acts = { "?": showKeys, "/": () => views.chat.box.focus(), n: () => views.chat.begin(), s: () => views.chat.sidebar.search.focus() };
+  if (!acts[event.key] || (event.key !== "?" && by("view-chat").hidden)) return;
+  event.preventDefault();
+  acts[event.key]();
 });
 by("server").addEventListener("click", askForKey);
 connection.addEventListener("change", showServer);

@@ -2,10 +2,12 @@
 
 import { answer, DEFAULTS, requestOf } from "./answer.js";
 import { connection, ConnectionError, ServerError } from "./api.js";
+import { readText } from "./attachments.js";
 import { announce, download, h, icon, iconButton } from "./dom.js";
 import { asJson, asMarkdown, fileName } from "./export.js";
-import { MessageView } from "./message.js";
+import { MessageView, beginVariant, showVariant } from "./message.js";
 import { OptionsPanel } from "./options.js";
+import { Sidebar } from "./sidebar.js";
 import { conversations, load, save } from "./store.js";
 
 const IDEAS = [
@@ -17,19 +19,26 @@ const IDEAS = [
 const NEAR = 80;
 /** Pixels from the end at which the page follows what comes. */
 
+const KEEP_EVERY = 1000;
+/** Milliseconds after which a growing answer is kept again, so that a reload loses no more than that. */
+
 const newId = () => crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
 
 export class Chat {
   #running = null;
   #views = new Map();
+  #files = [];
 
   constructor(root) {
     this.root = root;
-    this.list = h("ul.conversations");
-    this.side = h("aside.side", { id: "side", "aria-label": "Conversations" },
-      h("button.new", { type: "button", onclick: () => this.begin() }, icon("plus"), "New conversation"), this.list,
-      h("div.side-foot", {}, h("p.hint", { text: "Kept in this browser only." }),
-        h("button.small", { type: "button", text: "Export all", onclick: () => this.exportAll() })));
+    this.sidebar = new Sidebar({
+      begin: () => this.begin(),
+      select: (one) => this.select(one),
+      remove: (one) => this.remove(one),
+      rename: (one, title) => this.#rename(one, title),
+      imported: (found) => this.#imported(found),
+    }, newId);
+    this.side = this.sidebar.element;
     this.messages = h("ol.messages");
     this.empty = this.#welcome();
     this.scroller = h("div.scroller", { tabindex: "0", role: "region", "aria-label": "Messages" }, this.empty, this.messages);
@@ -37,17 +46,39 @@ export class Chat {
     this.panel = new OptionsPanel(() => this.#optionsChanged(), () => this.toggleOptions(false));
     root.append(this.side, h("div.middle", {}, this.#head(), h("div.stage", {}, this.scroller, this.jump), this.#composer()), this.panel.element);
     this.scroller.addEventListener("scroll", () => { this.jump.hidden = this.#following(); }, { passive: true });
-    root.addEventListener("keydown", (event) => { if (event.key === "Escape") this.#escape(); });
+    root.addEventListener("dragover", (event) => { if (event.dataTransfer?.types.includes("Files")) event.preventDefault(); });
+    root.addEventListener("drop", (event) => { if (event.dataTransfer?.files.length) { event.preventDefault(); this.#attach(event.dataTransfer.files); } });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && !root.hidden && !document.querySelector("dialog[open]")) this.#escape();
+    });
+    addEventListener("pagehide", () => this.#saveUnfinished());
+    conversations.addEventListener("elsewhere", ({ detail }) => this.#elsewhere(detail.id));
     connection.addEventListener("change", () => this.#showState());
   }
 
   async open() {
     const kept = await conversations.open();
-    if (!kept) this.side.querySelector(".hint").textContent = "This browser keeps nothing: conversations end with the page.";
+    if (!kept) this.sidebar.hint.textContent = "This browser keeps nothing: conversations end with the page.";
     this.all = await conversations.all();
+    await this.#restoreUnfinished();
     const last = this.all.find((one) => one.id === load("open", null)) ?? this.all[0];
     if (last) this.select(last);
     else this.begin();
+  }
+
+  /** While the page goes only local storage is sure to be written. */
+  #saveUnfinished() {
+    if (this.#running) save("unfinished", { id: this.#running.conversation.id, message: this.#running.message });
+  }
+
+  async #restoreUnfinished() {
+    const { id, message } = load("unfinished", null) ?? {};
+    save("unfinished", null);
+    const conversation = this.all.find((one) => one.id === id);
+    const kept = conversation?.messages.find((one) => one.id === message.id);
+    if (!kept?.unfinished || kept.content.length > message.content.length) return;
+    Object.assign(kept, message);
+    await this.#put(conversation);
   }
 
   // --- conversations ---------------------------------------------------------------------------
@@ -77,25 +108,65 @@ export class Chat {
     else this.begin();
   }
 
-  exportAll() {
-    download("forerun-conversations.json", asJson(this.all), "application/json");
+  async #rename(conversation, title) {
+    conversation.title = title;
+    if (conversation === this.current) this.#showTitle();
+    await this.#put(conversation);
+  }
+
+  async #imported(found) {
+    for (const one of found) await conversations.put(one);
+    this.all = await conversations.all();
+    this.select(this.all.find((one) => one.id === found[0]?.id) ?? this.all[0]);
   }
 
   async #keep() {
     this.current.updated = Date.now();
-    if (!this.current.messages.length) return;
+    if (!this.current.messages.length && !this.current.removed?.length) return;
     if (!this.all.includes(this.current)) this.all.unshift(this.current);
     this.all.sort((one, other) => other.updated - one.updated);
     save("open", this.current.id);
     this.#showList();
+    await this.#put(this.current);
+  }
+
+  /** Keep a conversation, and take over what another tab has added to it. */
+  async #put(conversation) {
     try {
-      await conversations.put(this.current);
+      const kept = await conversations.put(conversation);
+      if (!this.#running) this.#take(conversation, kept);
     } catch (error) {
       announce(`This conversation could not be kept: ${error.message}`);
     }
   }
 
-  #shown() {
+  #take(conversation, kept) {
+    const same = (one, other) => one.length === other.length && one.every((message, place) => message.id === other[place].id);
+    const changed = !same(conversation.messages, kept.messages);
+    conversation.removed = kept.removed;
+    if (!changed) return;
+    const own = new Map(conversation.messages.map((message) => [message.id, message]));
+    conversation.messages = kept.messages.map((message) => own.get(message.id) ?? message);
+    if (conversation === this.current) this.#shown(false);
+  }
+
+  /** Another tab has put or removed a conversation. */
+  async #elsewhere(id) {
+    const stored = await conversations.get(id);
+    const known = this.all.find((one) => one.id === id);
+    if (this.#running?.conversation.id === id) return; // Both are merged when this answer is kept.
+    if (!stored) {
+      this.all = this.all.filter((one) => one !== known);
+      if (known && known === this.current) this.begin();
+    } else if (known) {
+      Object.assign(known, stored);
+      if (known === this.current) this.#shown(false);
+    } else this.all.unshift(stored);
+    this.#showList();
+  }
+
+  #shown(moved = true) {
+    const follow = moved || this.#following();
     this.#showList();
     this.panel.show(this.current.options);
     this.#views.clear();
@@ -103,14 +174,12 @@ export class Chat {
     this.#markCut();
     this.#showTitle();
     this.#showState();
-    this.root.classList.remove("side-open");
-    this.#toEnd();
+    if (moved) this.root.classList.remove("side-open");
+    if (follow) this.#toEnd();
   }
 
   #showList() {
-    this.list.replaceChildren(...this.all.map((one) => h("li", {},
-      h("button.conversation", { type: "button", "aria-current": one === this.current ? "true" : null, text: one.title, onclick: () => this.select(one) }),
-      iconButton("trash", `Delete ${one.title}`, () => this.remove(one)))));
+    this.sidebar.show(this.all, this.current);
   }
 
   #showTitle() {
@@ -128,6 +197,8 @@ export class Chat {
       remove: (old) => this.#remove(old),
       result: (call) => this.#result(call),
       shorten: (old) => this.#shorten(old),
+      proceed: (old) => this.#proceed(old),
+      variant: (old, variant) => this.#showVariant(old, variant),
     });
     this.#views.set(message, view);
     return view;
@@ -143,6 +214,7 @@ export class Chat {
 
   #cut(from) {
     for (const message of this.current.messages.splice(from)) {
+      (this.current.removed ??= []).push(message.id);
       this.#views.get(message)?.element.remove();
       this.#views.delete(message);
     }
@@ -151,6 +223,7 @@ export class Chat {
 
   #edited(message, again) {
     this.stop();
+    message.changed = Date.now();
     if (again) {
       this.#cut(this.current.messages.indexOf(message) + 1);
       this.#ask();
@@ -159,16 +232,33 @@ export class Chat {
 
   #regenerate(message) {
     this.stop();
-    this.#cut(this.current.messages.indexOf(message));
+    this.#cut(this.current.messages.indexOf(message) + 1);
+    beginVariant(message);
     const { seed, temperature } = this.current.options;
     if (seed !== "" || temperature === "0") this.#hint("The same seed or temperature 0 gives the same answer again.");
-    this.#ask();
+    this.#ask(message);
+  }
+
+  #showVariant(message, variant) {
+    this.stop();
+    showVariant(message, variant);
+    message.changed = Date.now();
+    this.#views.get(message).show();
+    this.#keep();
+  }
+
+  /** Let the model go on with an answer that was cut. */
+  #proceed(message) {
+    this.stop();
+    this.#cut(this.current.messages.indexOf(message) + 1);
+    this.#ask(message, true);
   }
 
   #remove(message) {
     this.stop();
     const place = this.current.messages.indexOf(message);
     this.current.messages.splice(place, 1);
+    (this.current.removed ??= []).push(message.id);
     this.#views.get(message).element.remove();
     this.#showTitle();
     this.#keep();
@@ -185,12 +275,34 @@ export class Chat {
 
   send() {
     const text = this.box.value.trim();
-    if (!text || this.#running) return;
+    if ((!text && !this.#files.length) || this.#running) return;
     this.box.value = "";
     this.#grow();
-    this.#add({ role: "user", content: text });
-    if (this.current.messages.length === 1) this.#name(text);
+    const files = this.#files.length ? { files: this.#files } : {};
+    this.#add({ role: "user", content: text, ...files });
+    if (this.current.messages.length === 1) this.#name(text || this.#files[0].name);
+    this.#files = [];
+    this.#showFiles();
     this.#ask();
+  }
+
+  async #attach(files) {
+    for (const file of files) {
+      try {
+        this.#files.push(await readText(file));
+      } catch (error) {
+        this.#hint(error.message);
+        announce(error.message);
+      }
+    }
+    this.#showFiles();
+    this.box.focus();
+  }
+
+  #showFiles() {
+    this.chips.hidden = !this.#files.length;
+    this.chips.replaceChildren(...this.#files.map((file) => h("li", {}, h("span", { text: file.name }),
+      iconButton("close", `Leave out ${file.name}`, () => { this.#files = this.#files.filter((one) => one !== file); this.#showFiles(); }))));
   }
 
   #name(text) {
@@ -199,37 +311,45 @@ export class Chat {
     this.#showTitle();
   }
 
-  async #ask() {
+  /** Have the model answer; into `message`, where that is given, which `continues` goes on with. */
+  async #ask(message = null, continues = false) {
+    const last = message ? this.current.messages.indexOf(message) + (continues ? 1 : 0) : undefined;
     let body;
     try {
-      body = requestOf(this.current.messages.slice(this.#sentFrom()), this.current.options);
+      body = requestOf(this.current.messages.slice(this.#sentFrom(), last), this.current.options, continues);
     } catch (error) {
-      this.#fail(this.#add({ role: "assistant", content: "" }), error);
+      this.#fail(message ?? this.#add({ role: "assistant", content: "" }), error);
       return;
     }
-    const message = this.#add({ role: "assistant", content: "" });
-    const running = { stop: new AbortController(), message, conversation: this.current };
+    message ??= this.#add({ role: "assistant", content: "" });
+    for (const name of ["problem", "stopped", "failed", "finish"]) delete message[name];
+    const running = { stop: new AbortController(), message, conversation: this.current, kept: performance.now() };
     this.#running = running;
+    Object.assign(message, { unfinished: true, changed: Date.now() });
     this.#views.get(message).show(true);
     this.#showState();
     this.#toEnd();
+    this.#keep();
     announce("The model answers.");
     try {
-      await answer(body, message, running.stop.signal, () => this.#soon(message));
+      await answer(body, message, running.stop.signal, () => this.#soon(running));
       announce(`Answer complete. ${message.content.slice(0, 300)}`);
     } catch (error) {
       this.#fail(message, error);
     } finally {
+      delete message.unfinished;
+      message.changed = Date.now();
+      if (message.variants) showVariant(message, message.variant);
       if (this.#running === running) this.#running = null;
       this.#views.get(message)?.show();
       this.#showState();
       if (this.current === running.conversation) this.#keep();
-      else conversations.put(running.conversation).catch(() => {});
+      else this.#put(running.conversation);
     }
   }
 
   #fail(message, error) {
-    if (error.name === "AbortError") message.problem = "Stopped.";
+    if (error.name === "AbortError") message.stopped = true;
     else if (error instanceof ConnectionError) {
       message.problem = `${error.message} What came so far is kept; regenerate once the server is back.`;
       connection.watch();
@@ -271,7 +391,13 @@ export class Chat {
     this.#running = null;
   }
 
-  #soon(message) {
+  #soon(running) {
+    const { message, conversation } = running;
+    if (performance.now() - running.kept > KEEP_EVERY) {
+      running.kept = performance.now();
+      message.changed = Date.now();
+      conversations.put(conversation).catch(() => {}); // What fails here is said at the end of the answer.
+    }
     if (this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
@@ -286,8 +412,8 @@ export class Chat {
   #head() {
     this.title = h("h1.title");
     const menu = iconButton("menu", "Conversations", () => this.root.classList.toggle("side-open"), { class: "menu", "aria-controls": "side" });
-    const markdown = h("button.small", { type: "button", title: "Export as Markdown", onclick: () => this.#export(asMarkdown, "md", "text/markdown") }, icon("download"), "Markdown");
-    const data = h("button.small", { type: "button", title: "Export as JSON", onclick: () => this.#export((one) => asJson([one]), "json", "application/json") }, icon("download"), "JSON");
+    const markdown = h("button.small", { type: "button", title: "Export as Markdown", onclick: () => this.#export(asMarkdown, "md", "text/markdown") }, icon("page"), "Markdown");
+    const data = h("button.small", { type: "button", title: "Export as JSON", onclick: () => this.#export((one) => asJson([one]), "json", "application/json") }, icon("braces"), "JSON");
     this.exports = [markdown, data];
     this.settings = iconButton("sliders", "Settings of this conversation", () => this.toggleOptions(), { "aria-expanded": "false", "aria-controls": "options" });
     return h("div.chat-head", {}, menu, this.title, h("div.row", {}, markdown, data, this.settings));
@@ -305,11 +431,16 @@ export class Chat {
 
   #composer() {
     this.box = h("textarea", { rows: 1, "aria-label": "Your message", placeholder: "Write a message", enterkeyhint: "send",
-      oninput: () => this.#grow(), onkeydown: (event) => this.#typed(event) });
+      oninput: () => this.#grow(), onkeydown: (event) => this.#typed(event),
+      onpaste: (event) => { if (event.clipboardData?.files.length) { event.preventDefault(); this.#attach([...event.clipboardData.files]); } } });
     this.go = h("button.send", { type: "submit", "aria-label": "Send" }, icon("send"));
     this.notice = h("p.notice", { role: "status" });
+    this.chips = h("ul.chips", { hidden: true, "aria-label": "Files that go with the message" });
+    this.picker = h("input.visually-hidden", { type: "file", multiple: true, tabindex: "-1", "aria-label": "Files to attach",
+      onchange: () => { this.#attach([...this.picker.files]); this.picker.value = ""; } });
+    const clip = iconButton("clip", "Attach text files", () => this.picker.click());
     return h("form.composer", { onsubmit: (event) => { event.preventDefault(); if (this.#running) this.stop(); else this.send(); } },
-      h("div.composer-box", {}, this.box, this.go), this.notice);
+      this.chips, h("div.composer-box", {}, clip, this.box, this.go), this.picker, this.notice);
   }
 
   #typed(event) {

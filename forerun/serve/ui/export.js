@@ -1,4 +1,9 @@
-/** Conversations as files. */
+/** Conversations as files, and files as conversations. */
+
+import { withFiles } from "./attachments.js";
+
+const FORMAT = "forerun-conversations";
+const ROLES = ["user", "assistant", "tool"];
 
 /** A file name from a title. */
 export function fileName(conversation, kind) {
@@ -8,7 +13,31 @@ export function fileName(conversation, kind) {
 
 /** Conversations with their settings; `messages` are as the API takes them, and what is known beside. */
 export function asJson(conversations) {
-  return `${JSON.stringify({ format: "forerun-conversations", version: 1, conversations }, null, 2)}\n`;
+  return `${JSON.stringify({ format: FORMAT, version: 1, conversations }, null, 2)}\n`;
+}
+
+/** The conversations of such a file, under new ids. Raises Error that says what is wrong with it. */
+export function fromJson(text, newId) {
+  let found;
+  try {
+    found = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`The file is not JSON: ${error.message}`);
+  }
+  if (found?.format !== FORMAT || !Array.isArray(found.conversations)) {
+    throw new Error("The file holds no conversations: choose one that “JSON” or “Export all” wrote.");
+  }
+  return found.conversations.map((one, place) => {
+    const wrong = (what) => new Error(`Conversation ${place + 1} of the file ${what}.`);
+    if (typeof one?.title !== "string" || !Array.isArray(one.messages)) throw wrong("has no title or no messages");
+    const messages = one.messages.map((message) => {
+      if (!ROLES.includes(message?.role) || typeof message.content !== "string") throw wrong("has a message without role or text");
+      return { ...message, id: newId() };
+    });
+    const time = Number(one.updated) || Date.now();
+    const { title, options } = one;
+    return { id: newId(), title, created: Number(one.created) || time, updated: time, messages, options: { ...options } };
+  });
 }
 
 /** One conversation to read. */
@@ -21,7 +50,8 @@ export function asMarkdown({ title, created, options, messages }) {
     for (const { function: called } of message.tool_calls ?? []) {
       parts.push(`Calls \`${called.name}\`:`, `\`\`\`json\n${called.arguments}\n\`\`\``);
     }
-    if (message.content) parts.push(message.content.trim());
+    const content = withFiles(message.content.trim(), message.files);
+    if (content) parts.push(content);
     if (message.problem) parts.push(`*${message.problem}*`);
   }
   return `${parts.join("\n\n")}\n`;

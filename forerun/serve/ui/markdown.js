@@ -6,12 +6,36 @@
 import { marked } from "./vendor/marked.js";
 import "./vendor/purify.js";
 import { copy, h, icon } from "./dom.js";
+import { colourCode, setFormula } from "./enrich.js";
 
 const HARMLESS = /^<\/?(br|sub|sup|kbd)\s*\/?>$/i;
 const escape = (text) => text.replace(/[&<>"']/g, (letter) => `&#${letter.charCodeAt(0)};`);
 
+/** A formula between marks, as a token of marked. Between dollars only where no digit or blank makes them prices. */
+const formula = (name, level, marks) => ({
+  name,
+  level,
+  start: (text) => {
+    const places = marks.map(([open]) => text.indexOf(open)).filter((place) => place >= 0);
+    return places.length ? Math.min(...places) : undefined;
+  },
+  tokenizer(text) {
+    for (const [, pattern] of marks) {
+      const found = pattern.exec(text);
+      if (found) return { type: name, raw: found[0], text: found[1].trim() };
+    }
+    return undefined;
+  },
+  renderer: ({ text }) => `<span class="${name}">${escape(text)}</span>`,
+});
+
 marked.use({
   gfm: true,
+  extensions: [
+    formula("formula-block", "block", [["$$", /^\$\$([^$]+)\$\$(?:\n|$)/], ["\\[", /^\\\[([\s\S]+?)\\\](?:\n|$)/]]),
+    formula("formula-line", "inline", [["$$", /^\$\$([^$]+)\$\$/], ["$", /^\$(?![\s\d$])((?:\\.|[^\\$\n])+?)(?<!\s)\$(?!\d)/],
+      ["\\(", /^\\\(([\s\S]+?)\\\)/], ["\\[", /^\\\[([\s\S]+?)\\\]/]]),
+  ],
   renderer: {
     html: ({ text }) => (HARMLESS.test(text.trim()) ? text : escape(text)),
     image: ({ href, text }) => `<a href="${escape(href)}">image: ${escape(text || href)}</a>`,
@@ -23,9 +47,15 @@ const RULES = {
     "kbd", "li", "ol", "p", "pre", "s", "span", "strong", "sub", "sup", "table", "tbody", "td", "th", "thead", "tr", "ul"],
   ALLOWED_ATTR: ["href", "title", "start", "align", "type", "checked", "disabled", "class"],
   ALLOWED_URI_REGEXP: /^(?:https?:|mailto:)/i,
+  ADD_URI_SAFE_ATTR: ["align", "checked", "disabled", "start", "type"], // Values of others must be addresses.
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };
+
+const CLASSES = /^(?:language-[\w+#.-]+|formula-(?:line|block)|hljs-[\w-]+(?: [\w-]+_+)*)$/;
+/** Classes that stay: a fence's language, our formulas, what highlight.js writes. */
+
+const COLOURED = { ALLOWED_TAGS: ["span"], ALLOWED_ATTR: ["class"], ALLOW_DATA_ATTR: false, RETURN_DOM_FRAGMENT: true };
 
 const purify = globalThis.DOMPurify;
 purify.addHook("afterSanitizeAttributes", (node) => {
@@ -34,7 +64,7 @@ purify.addHook("afterSanitizeAttributes", (node) => {
     node.setAttribute("rel", "noopener noreferrer nofollow");
   }
   if (node.tagName === "INPUT" && node.getAttribute("type") !== "checkbox") node.remove();
-  if (node.hasAttribute?.("class") && !/^language-[\w+-]+$/.test(node.className)) node.removeAttribute("class");
+  if (node.hasAttribute?.("class") && !CLASSES.test(node.className)) node.removeAttribute("class");
 });
 
 /** Shows a growing text in `target`: only the blocks that changed are made anew. */
@@ -70,6 +100,9 @@ function rendered(token, links) {
     table.replaceWith(frame);
     frame.append(table);
   }
+  for (const span of fragment.querySelectorAll(".formula-line, .formula-block")) {
+    setFormula(span, span.textContent, span.className === "formula-block").catch(() => {});
+  }
   for (const box of fragment.querySelectorAll("input")) box.setAttribute("aria-label", box.checked ? "done" : "to do");
   return fragment;
 }
@@ -81,6 +114,8 @@ function codeBlock(pre) {
   pre.setAttribute("tabindex", "0");
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", `Code, ${language}`);
-  frame.append(pre.cloneNode(true));
+  const shown = pre.cloneNode(true);
+  frame.append(shown);
+  colourCode(shown.firstElementChild ?? shown, language, (html) => purify.sanitize(html, COLOURED)).catch(() => {});
   return frame;
 }

@@ -5,10 +5,35 @@ import { MarkdownView } from "./markdown.js";
 
 const WHO = { user: "You", assistant: "Model", tool: "Tool result" };
 
+const ANSWER = ["content", "reasoning", "tool_calls", "finish", "usage", "seconds", "speculation", "problem", "stopped", "failed"];
+/** What differs between the variants of an answer. */
+
+/** Put the shown variant away and begin another one. */
+export function beginVariant(message) {
+  keepVariant(message);
+  message.variant = message.variants.length;
+  for (const name of ANSWER) delete message[name];
+  message.content = "";
+}
+
+/** Show another variant of an answer. */
+export function showVariant(message, variant) {
+  keepVariant(message);
+  for (const name of ANSWER) delete message[name];
+  Object.assign(message, structuredClone(message.variants[variant]), { variant });
+}
+
+function keepVariant(message) {
+  message.variants ??= [];
+  message.variant ??= 0;
+  const shown = Object.fromEntries(ANSWER.filter((name) => name in message).map((name) => [name, message[name]]));
+  message.variants[message.variant] = structuredClone(shown);
+}
+
 /**
  * Shows a message and the buttons below it.
  *
- * actions  {edit, regenerate, remove, result}: called with the message
+ * actions  {edit, regenerate, remove, result, proceed, variant}: called with the message
  */
 export class MessageView {
   constructor(message, actions) {
@@ -16,12 +41,13 @@ export class MessageView {
     this.actions = actions;
     this.body = h("div.md.said");
     this.reasoning = h("details.reasoning", { hidden: true }, h("summary", {}, h("span", { text: "Reasoning" })), h("div.md"));
+    this.files = h("ul.files", { hidden: true });
     this.calls = h("div.calls");
     this.note = h("p.note", { hidden: true });
     this.foot = h("div.foot");
-    const head = h("h3.who", { text: WHO[message.role] ?? message.role });
+    const head = h("h2.who", { text: WHO[message.role] ?? message.role });
     this.element = h("li.message", { class: message.role, dataset: { id: message.id } },
-      h("article", { "aria-label": WHO[message.role] ?? message.role }, head, this.reasoning, this.body, this.calls, this.note, this.foot));
+      h("article", { "aria-label": WHO[message.role] ?? message.role }, head, this.reasoning, this.files, this.body, this.calls, this.note, this.foot));
     this.text = new MarkdownView(this.body);
     this.thoughts = new MarkdownView(this.reasoning.lastElementChild);
     this.show();
@@ -36,9 +62,11 @@ export class MessageView {
     this.body.hidden = !message.content && !running;
     this.body.classList.toggle("plain", message.role !== "assistant");
     this.#showReasoning(running);
+    this.#showFiles();
     if (!running || message.tool_calls) this.#showCalls(running);
     this.note.hidden = !message.problem;
     this.note.replaceChildren(message.problem ?? "");
+    this.running = running;
     if (message.tooLong) {
       const text = "Answer without the oldest messages";
       this.note.append(" ", h("button.small", { type: "button", text, onclick: () => this.actions.shorten(message) }));
@@ -56,6 +84,13 @@ export class MessageView {
     this.thoughts.show(reasoning);
   }
 
+  #showFiles() {
+    const files = this.message.files ?? [];
+    this.files.hidden = !files.length;
+    this.files.replaceChildren(...files.map(({ name, text }) => h("li", {},
+      h("details", {}, h("summary", { text: name }), h("pre", { tabindex: "0", role: "region", "aria-label": `File ${name}`, text })))));
+  }
+
   #showCalls(running) {
     const calls = this.message.tool_calls ?? [];
     this.calls.replaceChildren(...calls.map((call) => {
@@ -71,13 +106,28 @@ export class MessageView {
     const buttons = [copied];
     buttons.push(iconButton("edit", "Edit", () => this.edit()));
     if (message.role === "assistant") buttons.push(iconButton("again", "Regenerate", () => actions.regenerate(message)));
+    const cut = message.finish === "length" || message.stopped || message.unfinished;
+    if (message.role === "assistant" && cut && message.content && !message.tool_calls) {
+      buttons.push(iconButton("play", "Continue the answer", () => actions.proceed(message), { class: "proceed" }));
+    }
     buttons.push(iconButton("trash", "Delete", () => actions.remove(message)));
-    this.foot.replaceChildren(h("div.actions", {}, buttons), this.#facts());
+    this.foot.replaceChildren(h("div.actions", {}, buttons), this.#variants(), this.#facts());
+  }
+
+  #variants() {
+    const { variants = [], variant = 0 } = this.message;
+    if (variants.length < 2) return h("span", { hidden: true });
+    const step = (by, name, label) => iconButton(name, label, () => this.actions.variant(this.message, variant + by),
+      { disabled: !(variant + by in variants) });
+    return h("div.variants", { role: "group", "aria-label": "Variants of this answer" },
+      step(-1, "left", "The variant before"), h("span", { text: `${variant + 1} of ${variants.length}` }), step(1, "right", "The next variant"));
   }
 
   #facts() {
-    const { usage, seconds, speculation, finish } = this.message;
+    const { usage, seconds, speculation, finish, stopped, unfinished } = this.message;
     const facts = [];
+    if (stopped) facts.push("stopped");
+    else if (unfinished) facts.push("not finished");
     if (usage) facts.push(`${number(usage.completion_tokens)} tokens`);
     if (usage && seconds?.rest > 0 && usage.completion_tokens > 1) {
       facts.push(number((usage.completion_tokens - 1) / seconds.rest, "tokens/s"));

@@ -1,0 +1,269 @@
+"""Conversations in a real browser: two tabs, reloads, files, variants, formulas, keys."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from tests.browser.conftest import Page, opened
+from tests.browser.test_chat import GROWN, expected, says
+
+TEN = {"max_tokens": "10", "temperature": "0"}
+LONG = {"max_tokens": "4000", "temperature": "0"}
+
+
+def another_tab(page):
+    return Page(page.context.new_page(), page.root)
+
+
+def said(page):
+    return page.locator(".message.user .said").all_text_contents()
+
+
+def test_two_tabs_on_one_conversation_keep_both_turns(page):
+    page.options(max_tokens="400", temperature="0")
+    page.open().ask("One")
+    page.answered()
+    other = another_tab(page)
+    other.open().wait_for_selector(".message.user")
+    assert said(other) == ["One"]
+    page.ask("Two")
+    page.wait_for_selector(".send[aria-label=Stop]")
+    other.ask("Three")
+    for tab in (page, other):
+        tab.wait_for_selector(":nth-match(.message.assistant:not(.running) .facts, 3)")
+        assert sorted(said(tab)) == ["One", "Three", "Two"]
+        tab.reload()
+        tab.wait_for_selector(":nth-match(.message.assistant, 3)")
+        assert sorted(said(tab)) == ["One", "Three", "Two"]
+    assert not other.errors
+
+
+def test_what_one_tab_deletes_is_gone_in_the_other(page):
+    page.options(**TEN)
+    page.open().ask("One")
+    page.answered()
+    other = another_tab(page)
+    other.open().wait_for_selector(".message.assistant")
+    page.click(".message.assistant [aria-label=Delete]")
+    other.until("!document.querySelector('.message.assistant')")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("[aria-label='Delete One']")
+    other.wait_for_selector(".welcome:visible")
+    assert not other.errors
+
+
+def test_a_reload_keeps_the_half_of_an_answer(page):
+    page.options(**LONG)
+    page.open().ask("Hi")
+    page.until(GROWN)
+    before = page.inner_text(".message.assistant .said")
+    page.reload()
+    page.wait_for_selector(".message.assistant .facts:has-text('not finished')")
+    assert page.inner_text(".message.assistant .said").startswith(before)
+    assert page.is_visible(".message.assistant [aria-label='Continue the answer']")
+
+
+def test_an_answer_is_continued(page, server):
+    page.options(**TEN)
+    page.open().ask("Hi")
+    first = page.answered()
+    page.wait_for_selector(".facts:has-text('ended at the token limit')")
+    page.click("[aria-label='Continue the answer']")
+    page.until(
+        f"document.querySelector('.message.assistant .said').innerText.length > {len(first)}"
+    )
+    assert page.answered() == expected(server, "Hi", max_tokens=20).strip()
+    assert page.locator(".message").count() == 2
+
+
+def test_variants_of_an_answer(page):
+    page.options(**TEN)
+    page.open().ask("Hi")
+    first = page.answered()
+    page.click("[aria-label='Settings of this conversation']")
+    page.fill("#option-max_tokens", "20")
+    page.click(".message.assistant [aria-label=Regenerate]")
+    page.wait_for_selector(".variants:has-text('2 of 2')")
+    second = page.answered()
+    assert second != first
+    page.click("[aria-label='The variant before']")
+    assert page.answered() == first
+    page.reload()
+    page.wait_for_selector(".variants:has-text('1 of 2')")
+    page.click("[aria-label='The next variant']")
+    assert page.answered() == second
+
+
+def test_search_and_rename(page):
+    page.options(**TEN)
+    page.open()
+    for text in ("Apples and pears", "Bananas"):
+        page.ask(text)
+        page.answered()
+        page.wait_for_selector(f".conversation[aria-current]:has-text('{text}')")
+        page.click(".side .new")
+    page.fill("#search", "PEARS")
+    assert page.locator(".conversation").all_inner_texts() == ["Apples and pears"]
+    page.fill("#search", "plums")
+    assert page.is_visible("text=No conversation has these words.")
+    page.fill("#search", "")
+    page.click("[aria-label='Rename Bananas']")
+    page.fill("[aria-label='Title of the conversation']", "Yellow <b>fruit</b>")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".conversation:has-text('Yellow <b>fruit</b>')")
+    page.click("[aria-label='Rename Apples and pears']")
+    page.keyboard.type("Nothing of this")
+    page.keyboard.press("Escape")
+    page.reload()
+    page.wait_for_selector(".conversation")
+    titles = page.locator(".conversation").all_inner_texts()
+    assert sorted(titles) == ["Apples and pears", "Yellow <b>fruit</b>"]
+
+
+def test_what_was_exported_can_be_imported(page, tmp_path):
+    page.options(**TEN)
+    page.open().ask("Hello there")
+    text = page.answered()
+    with page.expect_download() as download:
+        page.click("text=Export all")
+    kept = tmp_path / "all.json"
+    download.value.save_as(kept)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.click("[aria-label='Delete Hello there']")
+    page.wait_for_selector(".welcome:visible")
+    page.set_input_files("[aria-label='File to import']", kept)
+    page.wait_for_selector(".conversation[aria-current]:has-text('Hello there')")
+    assert page.answered() == text
+    for wrong, sentence in (
+        ("{", "not JSON"),
+        ("{}", "holds no conversations"),
+        (
+            json.dumps({"format": "forerun-conversations", "conversations": [{"title": "x"}]}),
+            "Conversation 1 of the file",
+        ),
+    ):
+        kept.write_text(wrong)
+        page.set_input_files("[aria-label='File to import']", kept)
+        page.wait_for_selector(f".side .problem:has-text('{sentence}')")
+    assert page.locator(".conversation").count() == 1
+
+
+def test_files_go_with_a_message_as_text(page):
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data))
+    page.options(**TEN)
+    page.open()
+    page.set_input_files(
+        "[aria-label='Files to attach']",
+        [
+            {"name": "notes.md", "mimeType": "text/plain", "buffer": b"a ``` fence\n"},
+            {"name": "photo.png", "mimeType": "image/png", "buffer": b"\x89PNG\r\n\x1a\n\0"},
+        ],
+    )
+    page.wait_for_selector(".notice:has-text('photo.png is not text')")
+    assert page.locator(".chips li").all_inner_texts() == ["notes.md"]
+    page.ask("What is this?")
+    page.answered()
+    body = json.loads(next(data for data in sent if data))
+    assert body["messages"][-1]["content"] == (
+        "File notes.md:\n````\na ``` fence\n````\n\nWhat is this?"
+    )
+    assert not page.is_visible(".chips")
+    page.click(".message.user summary:has-text('notes.md')")
+    assert page.is_visible("text=a ``` fence")
+
+
+RICH = r"""Prices of $5 and $6. Inline $a^2 + b$ and \(c\), then
+
+$$\frac{1}{2}$$
+
+```python
+def f(x):
+    return "<b>" + x
+```
+
+- [x] done
+- [ ] open
+
+3. third
+
+$\href{javascript:alert(1)}{x}$ $\includegraphics{https://evil.example/x.png}$
+"""
+
+
+def test_formulas_coloured_code_and_tasks(page):
+    says(page, RICH)
+    page.open().ask("Be rich")
+    page.answered()
+    page.wait_for_selector(".formula-block math mfrac")
+    page.wait_for_selector(".code .hljs-keyword:has-text('def')")
+    assert page.locator(".message.assistant math").count() >= 3
+    assert "Prices of $5 and $6." in page.inner_text(".message.assistant .said")
+    assert 'return "<b>" + x' in page.inner_text(".code pre")
+    boxes = page.locator(".message.assistant input[type=checkbox]")
+    assert [box.is_checked() for box in boxes.all()] == [True, False]
+    assert page.get_attribute(".message.assistant ol", "start") == "3"
+    assert page.locator(".message.assistant :is(img, [href^=javascript])").count() == 0
+    assert not page.outside()
+
+
+def test_large_libraries_are_loaded_when_they_are_needed(page):
+    says(page, "Plain text.")
+    page.open().ask("Be plain")
+    page.answered()
+    assert not [url for url in page.requests if "katex" in url or "highlight" in url]
+
+
+def test_escape_stops_and_that_is_no_error(page, server):
+    page.options(**LONG)
+    page.open().ask("Hi")
+    page.until(GROWN)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".message.assistant .facts:has-text('stopped')")
+    assert not page.is_visible(".message.assistant .note")
+    assert server.idle()
+
+
+def test_keys_have_a_sheet(page):
+    page.open()
+    page.click("h1.title")
+    page.keyboard.press("?")
+    assert page.is_visible("dialog:has-text('stop the answer')")
+    page.keyboard.press("Escape")
+    assert not page.is_visible("dialog")
+    page.click("#keys")
+    page.click("dialog button")
+    page.wait_for_selector("dialog", state="detached")
+    page.keyboard.press("s")
+    assert page.evaluate("document.activeElement.id") == "search"
+    page.click("h1.title")
+    page.keyboard.press("/")
+    page.keyboard.type("n?/")
+    assert page.input_value(".composer textarea") == "n?/"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_icons_differ_and_headings_are_in_order(browser, server, width):
+    with opened(browser, server.root) as page:
+        page.set_viewport_size({"width": width, "height": 844})
+        page.options(**TEN)
+        page.open().ask("Hi")
+        page.answered()
+        buttons = page.locator("button:visible:has(svg)").evaluate_all(
+            """all => all.map(one => [one.querySelector("svg").innerHTML,
+              (one.getAttribute("aria-label") || one.title || one.textContent).trim()])"""
+        )
+        meanings = defaultdict(set)
+        for drawn, name in buttons:
+            meanings[drawn].add(name.split()[0].replace("Rename", "Edit"))
+        assert all(len(names) == 1 for names in meanings.values()), meanings.values()
+        for view in ("chat", "speculate", "dashboard"):
+            page.click(f"[data-view={view}]")
+            levels = page.locator(":is(h1, h2, h3, h4):visible").evaluate_all(
+                "all => all.map(one => Number(one.tagName[1]))"
+            )
+            assert levels[0] == 1, view
+            assert all(b - a <= 1 for a, b in pairwise(levels)), view
+        assert not page.errors
