@@ -411,6 +411,11 @@ class ServeSettings:
         low=0.1,
     )
     request_seconds: float = option(600.0, "longest a request may take", low=0.1)
+    watchdog_seconds: float = option(
+        300.0,
+        "a step of the engine that takes longer is stuck: /health says so, clients get a 503",
+        low=0.1,
+    )
     drain_seconds: float = option(
         30.0, "time for running requests to finish after SIGTERM", low=0.0
     )

@@ -66,6 +66,7 @@ class Grammar:
         schema = {} if schema is True else schema
         if not lenient:
             _check_patterns(schema, field)
+            _check_members(schema, field)
         try:
             source = json.dumps(_finite(schema), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -91,7 +92,11 @@ class Grammar:
         """Text that is one of `choices`."""
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"{field} must be a list of at least one non-empty string", field)
-        pattern = "|".join("".join(map(_escaped, text)) for text in dict.fromkeys(choices))
+        size = sum(map(len, choices))
+        if size > MAX_SOURCE:
+            message = f"{field} has {size} characters; at most {MAX_SOURCE} bytes are taken"
+            raise RequestError(message, field)
+        pattern = "|".join(_SPECIAL.sub(r"\\\g<0>", text) for text in dict.fromkeys(choices))
         return cls(Kind.REGEX, pattern, field=field)._checked()
 
     @classmethod
@@ -129,8 +134,8 @@ class Grammar:
 
 
 def portable(pattern: str, field: str) -> str:
-    """The pattern with character classes as Python and JavaScript read them: `[`, `&&`, `--` and
-    `~~` in a class are plain characters there, set operations in Rust.
+    """The pattern with character classes as JavaScript reads them: `[`, `&&`, `--` and `~~` in a
+    class are plain characters there, set operations in Rust; digits and letters are ASCII's.
 
     Raises RequestError pointing at the first bracket that has no partner, or at a repetition
     that makes every text longer than MAX_FORCED: such a text is forced on every step anew.
@@ -151,13 +156,25 @@ def portable(pattern: str, field: str) -> str:
             raise _at(pattern, index, field, f"every text has more than {MAX_FORCED} characters")
         if unit in ("}", "]") and stray is None and lengths.opened:
             stray = index
-        out.append(portable_class(unit) if unit[0] == "[" else unit)
+        out.append(portable_class(unit) if unit[0] == "[" else ASCII_CLASSES.get(unit, unit))
         index = end
     if lengths.opened and stray is not None and stray > lengths.opened[-1]:
         raise _at(pattern, stray, field, f"{pattern[stray]!r} where ')' was expected")
     if lengths.opened:
         raise _at(pattern, lengths.opened[-1], field, "'(' is never closed")
     return "".join(out)
+
+
+def _check_members(schema: Any, field: str) -> None:
+    """Raise RequestError naming the path of what stands where a schema must, and is none."""
+    for path, inner in schemas(schema):
+        for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+            members = inner.get(keyword)
+            for name, member in members.items() if isinstance(members, dict) else ():
+                if not isinstance(member, dict | bool):
+                    place = ".".join(filter(None, (path, keyword, str(name))))
+                    message = f"{field}: {place} must be a schema: an object, true or false"
+                    raise RequestError(message, field)
 
 
 class _Lengths:
@@ -197,6 +214,16 @@ class _Lengths:
         elif unit != "+":
             frame[0], frame[2] = branch + 1, 1
 
+
+ASCII_MEMBERS = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+"""What they mean within a class: no digits and letters of other scripts, as in JavaScript."""
+
+ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} | {
+    name.upper(): f"[^{inside}]" for name, inside in ASCII_MEMBERS.items()
+}
+"""What they and their opposites mean elsewhere."""
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*,?\d*\}")
@@ -245,7 +272,7 @@ def _at(text: str, index: int, field: str, message: str) -> RequestError:
 
 def _escaped(atom: str) -> str:
     """A regex for exactly this character; longer atoms are regexes already."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", atom) if len(atom) == 1 else atom
+    return _SPECIAL.sub(r"\\\g<0>", atom) if len(atom) == 1 else ASCII_MEMBERS.get(atom, atom)
 
 
 def _check_patterns(schema: Any, field: str) -> None:

@@ -7,7 +7,7 @@ llguidance writes a pattern's texts as JSON strings. In a character class that l
 import re
 from collections.abc import Iterable
 
-from forerun.constrain.grammar import portable_class, unit_end
+from forerun.constrain.grammar import ASCII_CLASSES, portable_class, unit_end
 from forerun.errors import RequestError
 
 NATIVE = frozenset(
@@ -141,6 +141,8 @@ def _unit(unit: str) -> str:
             raise Unenforceable("back-references in a pattern are not supported")
         if not unit[1].isalnum():
             return re.escape(unit[1])
+        if unit in ASCII_CLASSES:
+            return _class(ASCII_CLASSES[unit])
     return unit
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from time import monotonic
 from typing import Any
 
 from forerun.constrain.grammars import Grammars, NoGrammars
@@ -66,6 +67,7 @@ class Engine:
         self._entering = 0
         self._draining = self._stopping = False
         self._broken: str | None = None
+        self._turn: float | None = None  # When the turn began that is under way.
         self._thread: threading.Thread | None = None
 
     # --- any thread --------------------------------------------------------------------
@@ -76,6 +78,12 @@ class Engine:
         if self._broken is not None or self._stopping:
             return False
         return self._thread is None or self._thread.is_alive()
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long the turn that is under way has taken; 0 between turns. A turn is one step."""
+        began = self._turn
+        return 0.0 if began is None else monotonic() - began
 
     @property
     def fault(self) -> str | None:
@@ -193,7 +201,9 @@ class Engine:
                 )
                 if self._stopping:
                     break
+            self._turn = monotonic()
             self.step_once()
+            self._turn = None
         self._stop()
 
     def step_once(self) -> bool:

@@ -33,6 +33,12 @@ def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
+def stuck(seconds: float) -> ApiError:
+    """A 503: the engine has been in one step for so long."""
+    message = f"The engine has not come out of a step for {seconds:.0f} s; see the server's log."
+    return unavailable(message, "engine_stuck", 30.0)
+
+
 def api_error(error: ForerunError) -> ApiError:
     """How one of Forerun's own errors is answered."""
     if isinstance(error, BusyError):

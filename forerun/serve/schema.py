@@ -161,7 +161,7 @@ class SampledBody(ConstrainedBody):
         "length_penalty": _NO_BEAMS,
         "early_stopping": _NO_BEAMS,
         "prompt_logprobs": "use echo with logprobs on /v1/completions",
-        "allowedtoken_ids": "use logit_bias",
+        "allowed_token_ids": "use logit_bias",
         "bad_words": "use logit_bias",
         "logits_processors": "the server runs no code from requests",
         "speculative_accept_threshold_single": "use speculative.accept_threshold_single",

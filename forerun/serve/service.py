@@ -19,7 +19,7 @@ from forerun.constrain.compile import MAX_WAITING
 from forerun.constrain.matcher import Compiled
 from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
-from forerun.serve.errors import ApiError, unavailable
+from forerun.serve.errors import ApiError, stuck, unavailable
 from forerun.serve.metrics import Meter
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
@@ -79,12 +79,15 @@ class Service:
 
     @property
     def state(self) -> str:
-        """One of loading, ok, draining, stopped."""
+        """One of loading, ok, stuck, draining, stopped."""
         if self._draining:
             return "draining"
         if self._served is None:
             return "loading"
-        return "ok" if self._served.loaded.engine.alive else "stopped"
+        engine = self._served.loaded.engine
+        if not engine.alive:
+            return "stopped"
+        return "stuck" if engine.turn_seconds > self.settings.watchdog_seconds else "ok"
 
     def served(self) -> Served:
         """What was loaded, whether it answers or not. Raises ApiError (503) before that."""
@@ -99,6 +102,8 @@ class Service:
         served = self.served()
         if not served.loaded.engine.alive:
             raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")
+        if self.state == "stuck":
+            raise stuck(served.loaded.engine.turn_seconds)
         return served
 
     def named(self, model: str | None) -> Served:

@@ -14,7 +14,7 @@ from forerun.config import ServeSettings
 from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
 from forerun.engine.thread import Engine
 from forerun.serve.bridge import EventQueue, merged
-from forerun.serve.errors import ApiError, ClientGoneError, unavailable
+from forerun.serve.errors import ApiError, ClientGoneError, stuck, unavailable
 from forerun.serve.prepare import Generation
 from forerun.types import RequestId
 
@@ -115,6 +115,8 @@ class GenerationSession:
                 raise ClientGoneError
             if not deltas and not self._engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
+            if not deltas and self._engine.turn_seconds > self._settings.watchdog_seconds:
+                raise stuck(self._engine.turn_seconds)
             if monotonic() >= deadline:
                 seconds = self._settings.request_seconds
                 raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")

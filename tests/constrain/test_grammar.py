@@ -169,3 +169,41 @@ def test_every_schema_inside_a_schema_is_found():
     ]
     message = 'Unimplemented keys: ["not"]'
     assert locate(json.dumps(schema), message) == "properties.b.items[0].not"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "asked"),
+    [
+        (r"\d{4}", "[0-9]{4}"),
+        (r"[\d.]+\w", r"[0-9\.]+[0-9A-Za-z_]"),
+        (r"\D\W", "[^0-9][^0-9A-Za-z_]"),
+        (r"[^\w-]", r"[^0-9A-Za-z_\-]"),
+        (r"\\d", r"\\d"),
+    ],
+)
+def test_digits_and_letters_are_those_of_ascii(pattern, asked):
+    assert Grammar.regex(pattern).source == asked
+
+
+def test_choices_that_are_too_many_are_refused_unread(monkeypatch):
+    def read(*_):
+        raise AssertionError("they were escaped")
+
+    monkeypatch.setattr("forerun.constrain.grammar._SPECIAL", type("Never", (), {"sub": read})())
+    with pytest.raises(RequestError, match="3000000 characters; at most 262144 bytes"):
+        Grammar.choice(["a" * 1000 + str(index) for index in range(1000, 3000)] + ["b" * 992000])
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"foo": "bar"}}, "properties.foo"),
+        ({"properties": {"a": {"properties": {"b": 3}}}}, "properties.b"),
+        ({"$defs": {"x": []}}, "$defs.x"),
+    ],
+)
+def test_what_is_no_schema_is_named(schema, place):
+    with pytest.raises(RequestError) as found:
+        Grammar.json_schema(schema)
+    assert place in str(found.value)
+    assert Grammar.json_schema({"properties": {"a": True, "b": {}}, "default": {"properties": 3}})
