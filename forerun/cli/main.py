@@ -11,10 +11,11 @@ Exit codes:
     3    the model cannot be used or fetched
     4    it does not fit into memory
     5    the engine failed
-    130  interrupted; 141 the reader of our output went away
+    130  interrupted; 141 our output cannot be written: its reader went away, or the disk is full
 """
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -43,7 +44,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (MemoryPlanError, 4),
     (EngineError, 5),
 )
-INTERRUPTED, BROKEN_PIPE = 130, 141
+INTERRUPTED, NO_OUTPUT = 130, 141
 
 EXTRAS = {"torch": "torch", "matplotlib": "plots"}
 """Packages that a plain installation leaves out, and the extra that brings each."""
@@ -51,8 +52,8 @@ EXTRAS = {"torch": "torch", "matplotlib": "plots"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, translate errors into a sentence on stderr and an exit code."""
-    parser = build_parser()
     try:
+        parser = build_parser()
         arguments = parser.parse_args(argv)
         if arguments.command is None:
             parser.print_help()
@@ -78,10 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except BrokenPipeError:
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        if error.errno == errno.ENOSPC:
+            print(f"forerun: the output cannot be written: {error.strerror}.", file=sys.stderr)
         # Python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return NO_OUTPUT
     except ForerunError as error:
         for line in str(error).splitlines():
             print(f"forerun: {line}", file=sys.stderr)
@@ -92,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> None:
     """Entry point of the `forerun` command."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # Under nohup it is ignored.
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     # A terminal that cannot show a letter of an answer gets another in its place.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

@@ -39,7 +39,8 @@ class Engine:
     thread; everything else happens on the engine's own, which `start` begins. Without `start`,
     whoever calls `step_once` is that thread.
 
-    fault  why nothing is drafted from the start although it should be; None = all is well
+    fault       why nothing is drafted from the start although it should be; None = all is well
+    step_began  when the step under way began (time.monotonic); None between steps
     """
 
     def __init__(
@@ -54,8 +55,7 @@ class Engine:
     ) -> None:
         if fault is not None:
             policy.disable(fault)
-        parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
-        self._parts = parts
+        self._parts = parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
         self._options = options
         self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
         self._checked = False
@@ -67,7 +67,7 @@ class Engine:
         self._entering = 0
         self._draining = self._stopping = False
         self._broken: str | None = None
-        self._turn: float | None = None  # When the turn began that is under way.
+        self.step_began: float | None = None
         self._thread: threading.Thread | None = None
 
     # --- any thread --------------------------------------------------------------------
@@ -78,12 +78,6 @@ class Engine:
         if self._broken is not None or self._stopping:
             return False
         return self._thread is None or self._thread.is_alive()
-
-    @property
-    def turn_seconds(self) -> float:
-        """How long the turn that is under way has taken; 0 between turns. A turn is one step."""
-        began = self._turn
-        return 0.0 if began is None else monotonic() - began
 
     @property
     def fault(self) -> str | None:
@@ -201,9 +195,9 @@ class Engine:
                 )
                 if self._stopping:
                     break
-            self._turn = monotonic()
+            self.step_began = monotonic()
             self.step_once()
-            self._turn = None
+            self.step_began = None
         self._stop()
 
     def step_once(self) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import ceil
+from time import monotonic
 
 from forerun.errors import BusyError, ContextError, EngineError, ForerunError, RequestError
 
@@ -33,8 +34,10 @@ def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
-def stuck(seconds: float) -> ApiError:
-    """A 503: the engine has been in one step for so long."""
+def stuck(since: float | None, limit: float) -> ApiError | None:
+    """A 503 where a step that began at `since` (time.monotonic) has taken over `limit` seconds."""
+    if since is None or (seconds := monotonic() - since) <= limit:
+        return None
     message = f"The engine has not come out of a step for {seconds:.0f} s; see the server's log."
     return unavailable(message, "engine_stuck", 30.0)
 

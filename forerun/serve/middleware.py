@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import monotonic
 from urllib.parse import quote
 
@@ -40,8 +41,12 @@ UNENFORCED = b"x-forerun-unenforced"
 LOSSY = b"x-forerun-lossy"
 """Header that names the accept thresholds, where an answer may differ from plain decoding's."""
 
-MAX_NAMED = 32
-"""Of them, at most; the answer's body names all."""
+LONGEST = 1000
+"""Bytes of the names in such a header, at most: proxies keep a few kilobytes for all headers. The
+answer's body names all."""
+
+MOST_HEADERS = 256
+"""Headers of a request: no client sends a tenth of them."""
 
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
@@ -69,11 +74,11 @@ class Record:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What an answer says of the request beside itself."""
-        found = [(IGNORED, ", ".join(self.ignored))] if self.ignored else []
+        found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
         if self.unenforced:
-            names = [quote(path, safe="[]$:")[:300] for path in self.unenforced[:MAX_NAMED]]
-            more = len(self.unenforced) - len(names)
-            found.append((UNENFORCED, ", ".join([*names, *([f"{more} more"] if more else [])])))
+            found.append(
+                (UNENFORCED, _names([quote(path, safe="[]$:") for path in self.unenforced]))
+            )
         if self.lossy:
             found.append((LOSSY, ", ".join(f"{k}={v:g}" for k, v in self.lossy.items())))
         return [(name, value.encode()) for name, value in found]
@@ -166,9 +171,15 @@ class RequestMiddleware:
             raise ClientGoneError(f"it read nothing for {self._patience:g} s") from None
 
     def _admit(self, scope: Scope) -> None:
-        """Raise ApiError: 403 under a name that is not this server's, 401 where a key is wanted and
-        not given. Takes as long for any key.
+        """Raise ApiError: 505 and 431 where it is no request that we read, 403 under a name that is
+        not this server's, 401 where a key is wanted and not given. Takes as long for any key.
         """
+        if scope["http_version"] not in ("1.0", "1.1"):
+            message = f"This server speaks HTTP/1.1, not HTTP/{scope['http_version']}."
+            raise ApiError(505, message, "http_version")
+        if len(scope["headers"]) > MOST_HEADERS:
+            message = f"The request has more than {MOST_HEADERS} headers."
+            raise ApiError(431, message, "too_many_headers")
         path, host = scope["path"], Headers(scope=scope).get("host")
         if not self._hosts.admits(host):
             raise ApiError(
@@ -192,6 +203,14 @@ class RequestMiddleware:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+
+
+def _names(paths: list[str]) -> str:
+    """Paths for a header: those that fit, and how many there are more."""
+    ends = accumulate(len(path) + 2 for path in paths)
+    count = sum(end <= LONGEST for end in ends)
+    more = len(paths) - count
+    return ", ".join([*paths[:count], *([f"{more} more"] if more else [])])
 
 
 def _pieces(message: Message) -> Iterator[Message]:

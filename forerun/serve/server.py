@@ -4,9 +4,11 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -40,7 +42,7 @@ def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[st
 
     announce  is told the URL once the server listens
 
-    The first SIGTERM or SIGINT drains: new requests get 503, running ones have
+    The first SIGTERM, SIGINT or SIGHUP drains: new requests get 503, running ones have
     `settings.drain_seconds`. A second ends the process at once with status 128 + signal.
     Raises ConfigError where it cannot listen, and what `source` raises.
     """
@@ -152,6 +154,9 @@ class _Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; also end when the model cannot be loaded."""
         self._loop = asyncio.get_running_loop()
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # A terminal that closes.
+            self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
         self._tasks.append(self._loop.create_task(self._end_on_failure()))
         await super().serve(sockets)
 

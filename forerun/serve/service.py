@@ -87,7 +87,7 @@ class Service:
         engine = self._served.loaded.engine
         if not engine.alive:
             return "stopped"
-        return "stuck" if engine.turn_seconds > self.settings.watchdog_seconds else "ok"
+        return "stuck" if stuck(engine.step_began, self.settings.watchdog_seconds) else "ok"
 
     def served(self) -> Served:
         """What was loaded, whether it answers or not. Raises ApiError (503) before that."""
@@ -102,8 +102,8 @@ class Service:
         served = self.served()
         if not served.loaded.engine.alive:
             raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")
-        if self.state == "stuck":
-            raise stuck(served.loaded.engine.turn_seconds)
+        if error := stuck(served.loaded.engine.step_began, self.settings.watchdog_seconds):
+            raise error
         return served
 
     def named(self, model: str | None) -> Served:

@@ -115,8 +115,9 @@ class GenerationSession:
                 raise ClientGoneError
             if not deltas and not self._engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
-            if not deltas and self._engine.turn_seconds > self._settings.watchdog_seconds:
-                raise stuck(self._engine.turn_seconds)
+            error = stuck(self._engine.step_began, self._settings.watchdog_seconds)
+            if not deltas and error is not None:
+                raise error
             if monotonic() >= deadline:
                 seconds = self._settings.request_seconds
                 raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")

@@ -4,6 +4,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -315,3 +316,16 @@ def test_prove_with_everything(capsys):
     out, err = capsys.readouterr()
     assert "other parameters for each" in out.replace("\n", " ") and "12 of 12" in out
     assert "speculation was at work" in err.replace("\n", " ")
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
+def test_a_full_disk_is_said():
+    with FULL.open("w") as full:
+        command = [sys.executable, "-m", "forerun", "run", "Hi", "--model", "toy"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 141
+    assert "the output cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -411,6 +411,20 @@ def test_bytes_that_are_no_http(server):
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /version HTTP/2.0\r\nHost: x\r\n\r\n", b"505"),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 300 + b"\r\n", b"431"),
+        (b"GET /version HTTP/1.0\r\n\r\n", b"200"),
+    ],
+)
+def test_heads_that_are_not_read(server, head, status):
+    with server.connect() as sock:
+        sock.sendall(head)
+        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 " + status)
+
+
 def test_request_ids_are_harmless(server):
     echoed = server.http.get("/version", headers={"x-request-id": "a.b-c_1"})
     assert echoed.headers["x-request-id"] == "a.b-c_1"

@@ -52,8 +52,11 @@ def test_a_signal_while_loading_ends_it(tmp_path):
         assert server.ends() == 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_drains(tmp_path, stream):
+@pytest.mark.parametrize(
+    ("stream", "sent"),
+    [(False, signal.SIGTERM), (True, signal.SIGTERM), (False, signal.SIGHUP)],
+)
+def test_drains(tmp_path, stream, sent):
     """Running requests end as usual, new ones get 503, then the process ends with 0."""
     with serving(tmp_path, delay=0.02) as server:
         whole = server.complete(**BODY, max_tokens=100).json()["choices"][0]["text"]
@@ -65,7 +68,7 @@ def test_drains(tmp_path, stream):
 
         thread, results = in_background(ask)
         assert wait_for(lambda: server.load()["running"] == 1)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(sent)
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         assert code_of(server.http.get("/health")) == (503, "shutting_down")
         assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")

@@ -71,3 +71,17 @@ def test_nothing_is_named_where_all_is_enforced(client):
     body = {"guided_json": {"type": "boolean", "title": "x"}}
     answer = client.post("/v1/chat/completions", json=CHAT | body)
     assert HEADER not in answer.headers and "metadata" not in answer.json()
+
+
+def test_a_long_list_is_cut_in_the_header_and_whole_in_the_body(client):
+    names = [f"property_{index}" for index in range(200)]
+    inside = {name: {"type": "boolean", "not": {"minimum": 3}} for name in names}
+    answer = client.post(
+        "/v1/chat/completions",
+        json=CHAT | {"guided_json": {"type": "object", "properties": inside}},
+    )
+    header = answer.headers[HEADER]
+    *told, more = header.split(", ")
+    whole = answer.json()["metadata"]["unenforced"]
+    assert len(header) < 1100
+    assert whole[: len(told)] == told and more == f"{200 - len(told)} more" and len(whole) == 200

@@ -240,6 +240,20 @@ class _StreamOptions:
 
 LOGPROBS = "message.output_text.logprobs"
 
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""OpenAI's values of `include`; those of tools and media that are not here change nothing."""
+
+_INCLUDED = only(*INCLUDED, why="OpenAI knows no such part")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesBody:
@@ -259,7 +273,7 @@ class ResponsesBody:
     min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
-    include: tuple[str, ...] = accept(items(text(128), 64), ())
+    include: tuple[str, ...] = accept(items(_INCLUDED, 64), ())
     tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
     tool_choice: ToolChoice | None = accept(_tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
