@@ -29,14 +29,14 @@ from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
-from forerun.control import acceptance, adaptive, cost_model, slowdown_guard
+from forerun.control import acceptance, account, adaptive, cost_model
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.calibration import smoothed
-from forerun.control.constants import MIN_REPEATS, NODES, REPEATS, SECONDS
+from forerun.control.calibration import NODES, REPEATS, SECONDS, smoothed
+from forerun.control.constants import MIN_REPEATS
 from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts
 from forerun.hub.catalog import shipped_draft
-from forerun.interface.drafter import Drafter
+from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.speculative.sampling import Sampling
@@ -139,26 +139,26 @@ class Replay:
         slots = np.array(sorted(self.streams), np.int32)
         streams = [self.streams[slot] for slot in slots.tolist()]
         kv_len = np.array([len(s.prompt) + s.done - 1 for s in streams], np.int32)
-        budgets = self.policy.budgets(slots, kv_len)
+        budget = self.policy.budget(slots, kv_len)
         left = np.array([len(s.left) - 1 for s in streams])
-        depth = np.minimum([b.depth for b in budgets], left).astype(np.int32)
+        depth = np.minimum(budget.depth, left).astype(np.int32)
         plan = Plan(
             slots=slots,
             kv_len=kv_len,
             known=tuple(np.zeros(1, np.int32) for _ in streams),
             samples=np.ones(len(slots), np.bool_),
-            max_nodes=np.where(depth > 0, [b.nodes for b in budgets], 0).astype(np.int32),
+            max_nodes=np.where(depth > 0, budget.nodes, 0).astype(np.int32),
             max_depth=depth,
             page_table=np.zeros((len(slots), 1), np.int32),
             constrained=np.zeros(len(slots), np.bool_),
-            min_prob=min((b.min_prob for b in budgets if b.nodes), default=0.0),
+            min_prob=budget.min_prob,
         )
         drafts = [Draft()] * len(slots)
         if asked := bool(plan.max_nodes.any()):
             proposed = self.drafter.propose(plan)
             if self.wrong:
                 proposed = [bad(min(int(d), 4)) for d in depth]
-            drafts = self.policy.select(plan, self.policy.calibrate(plan, proposed))
+            drafts = self.policy.select(plan, proposed)
         self._settle(plan, streams, drafts, asked)
 
     def _settle(self, plan: Plan, streams: list[Stream], drafts: list[Draft], asked: bool) -> None:
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace) -> None:
     """Print one line per cost table and number of rows."""
     for change in options.set:
         name, value = change.split("=")
-        for module in (sys.modules[__name__], acceptance, adaptive, cost_model, slowdown_guard):
+        for module in (sys.modules[__name__], acceptance, account, adaptive, cost_model):
             if hasattr(module, name):
                 setattr(module, name, type(getattr(module, name))(float(value)))
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]
@@ -288,7 +288,7 @@ def replayed(
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
         told = machine.start_up() if options.startup else COSTS[options.told or name]
-        replay.policy = AdaptivePolicy(told, 8, 8, free=True)
+        replay.policy = AdaptivePolicy(told, 8, 8, DrafterTraits("ngram", 8, free=True))
         if options.warm:
             # What a prompt waited for, its answer is shorter when all are decoded together.
             short = [

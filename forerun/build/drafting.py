@@ -319,5 +319,4 @@ def policy_for(
     depth = min(shape.steps, shape.nodes, drafter.traits.max_depth)
     if costs is None or config.policy != "adaptive" or depth == 0:
         return FixedPolicy(shape.nodes if depth else 0, depth, lookahead)
-    traits = drafter.traits
-    return AdaptivePolicy(costs, shape.nodes, depth, traits.free, lookahead, traits.merged)
+    return AdaptivePolicy(costs, shape.nodes, depth, drafter.traits, lookahead)

@@ -7,15 +7,7 @@ from time import perf_counter
 
 import numpy as np
 
-from forerun.control.constants import (
-    CACHED,
-    FIRST_CALLS,
-    MIN_REPEATS,
-    NODES,
-    PER_ROW,
-    REPEATS,
-    SECONDS,
-)
+from forerun.control.constants import MIN_REPEATS
 from forerun.control.step_costs import StepCosts
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
@@ -25,6 +17,22 @@ from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
+
+NODES = (1, 2, 64, 8, 4, 16, 32, 3, 5, 6)
+"""Node counts that are timed, the most telling first: no further one is begun after SECONDS."""
+PER_ROW = 8
+"""Nodes of one row at most; more nodes mean more rows, as they would in service. So from here on
+steps grow at least in proportion; below, kernels work in fours."""
+CACHED = 256
+"""Cached tokens in the measurement that tells what reading the cache costs."""
+SECONDS = 0.5
+"""All node counts together get so long; three times that where a machine is slow."""
+REPEATS = 8
+"""A count is timed so often at most."""
+FIRST_CALLS = 2
+"""Steps of a count that are not timed. The first compiles what is made when it is needed, and pages
+in what lies on disk; on a GPU the second captures what the others replay. Simulated with both, a
+table said 30 to 300 times a step's time."""
 
 
 def measure_costs(executor: Executor) -> StepCosts:
@@ -242,7 +250,9 @@ def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts
         for ms, level in zip(costs.verify_ms, levels, strict=True)
     ]
     steady = np.maximum.accumulate(verify)
-    return replace(costs, verify_ms=tuple(steady.tolist()), draft_ms=0.0, follow_ms=0.0)
+    return replace(
+        costs, verify_ms=tuple(steady.tolist()), draft_ms=0.0, follow_ms=0.0, in_round=True
+    )
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -8,14 +8,15 @@ import numpy as np
 from forerun.control.constants import (
     DECAY,
     FOLLOW,
-    LARGEST,
     MIN_REPEATS,
-    NEW_OUTLIER,
-    OUTLIER_FACTOR,
-    UNSEEN,
+    OUTLIER,
 )
 from forerun.control.step_costs import StepCosts
-from forerun.types import AnyArray
+
+LARGEST = 14
+"""Powers of two of nodes up to which corrections have counts of their own: no step has more."""
+UNSEEN = 1e-3
+"""Steps that what start-up said of a count is worth against one that was seen: none."""
 
 
 class LiveCosts:
@@ -28,32 +29,26 @@ class LiveCosts:
     seen. `known` tells how many were, `at_most` what a larger one may take if the table is wrong.
 
     largest  nodes of the largest step that was seen; 0: none was
+    steps    that were seen
     """
 
     def __init__(self, measured: StepCosts) -> None:
         self.measured, self.largest = measured, 0
         # Corrections have counts between and beyond those of the table.
-        powers = (1 << power for power in range(LARGEST.bit_length()))
+        powers = (1 << power for power in range(LARGEST))
         self._counts = tuple(sorted({*measured.nodes, *powers}))
         self._line: list[float] = measured.verify(np.array(self._counts)).tolist()
         # Logarithms of the corrections: of all counts, and of each in _counts.
-        self._level, self._steps = 0.0, 0
+        self._level, self.steps = 0.0, 0
         self._each = [0.0] * len(self._counts)
         self._seen = [0.0] * len(self._counts)
 
-    def many(self, nodes: AnyArray, cached: AnyArray) -> AnyArray:
-        """Milliseconds of a step, drafting not counted; the arguments' shape.
+    def one(self, nodes: int, cached: int) -> float:
+        """Milliseconds of a step, drafting not counted.
 
         nodes   known tokens and draft tokens
         cached  cached tokens that they see, summed over the nodes
         """
-        costs = self.measured
-        base = costs.verify(nodes) + costs.attend_ms * cached / 1000.0
-        ms: AnyArray = np.exp(self._level + np.interp(nodes, self._counts, self._each)) * base
-        return ms
-
-    def one(self, nodes: int, cached: int) -> float:
-        """`many` of one step, in microseconds instead of many: it is asked in every step."""
         below, above, fraction = self._between(nodes)
         line = self._line[below] + fraction * (self._line[above] - self._line[below])
         each = self._each[below] + fraction * (self._each[above] - self._each[below])
@@ -86,13 +81,13 @@ class LiveCosts:
     def learn(self, nodes: int, ms: float, believed: float) -> None:
         """A step of so many nodes, of which `one` says `believed`, took so long."""
         error = log(max(ms, 1e-6) / max(believed, 1e-6))
-        new = self._steps >= MIN_REPEATS and self.known(nodes) < MIN_REPEATS
-        self._steps, self.largest = self._steps + 1, max(self.largest, nodes)
-        if self._steps > 1:
-            error = min(log(NEW_OUTLIER if new else OUTLIER_FACTOR), error)
+        new = self.steps >= MIN_REPEATS and self.known(nodes) < MIN_REPEATS
+        self.steps, self.largest = self.steps + 1, max(self.largest, nodes)
+        if self.steps > 1:
+            error = min(log(2.0 * OUTLIER if new else OUTLIER), error)
         # The first step sets the level: 1/1, 1/2, 1/3, ... is a mean of the first few. What a
         # count says that was not seen before is no news of the machine.
-        follow = 0.0 if new else max(FOLLOW, 1.0 / self._steps)
+        follow = 0.0 if new else max(FOLLOW, 1.0 / self.steps)
         self._level += follow * error
         error *= 1.0 - follow
         below, above, fraction = self._between(nodes)

@@ -1,6 +1,6 @@
-"""The door to the control of speculation: who asks what, and the policy that never changes."""
+"""The door to the control of speculation: one answer per step; the policy that never changes."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,13 +20,15 @@ def off(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one row may draft in the next step, and why, in words for people.
+    """What every row may draft in the next step, and why, in words for people. Nothing: the step
+    is exactly a plain one.
 
     nodes   draft tokens at most
     depth   longest path of draft tokens
     min_prob  draft tokens less likely than this would not be verified
     model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
             only these are asked
+    known   by row, how many tokens its grammar knows, for which there is room too; () = none
     """
 
     nodes: int
@@ -34,6 +36,22 @@ class Budget:
     reason: str
     min_prob: float = 0.0
     model_depth: int = 0
+    known: tuple[int, ...] = ()
+
+    def by_row(self, rows: int) -> list["Budget"]:
+        """The same for each row, with room for what its grammar knows."""
+        return [
+            self if count <= min(self.nodes, self.depth) else self._widened(count)
+            for count in self.known or (0,) * rows
+        ]
+
+    def _widened(self, count: int) -> "Budget":
+        return replace(
+            self,
+            nodes=max(self.nodes, count),
+            depth=max(self.depth, count),
+            reason=f"{self.reason}; {count} tokens known from the grammar",
+        )
 
 
 class Lookahead(Protocol):
@@ -46,33 +64,29 @@ class Lookahead(Protocol):
         ...
 
 
-class Budgets(Protocol):
-    """What a scheduler asks of a policy."""
-
-    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
-        """One budget per row of the coming step: slots int32[B], cached tokens int32[B]; whether
-        a grammar holds some row.
-        """
-        ...
-
-
-class Policy(Budgets, Protocol):
+class Policy(Protocol):
     """Chooses draft tokens and learns from what became of them."""
 
     def open(self, slot: int) -> None:
         """A sequence took the slot; forget its predecessor."""
         ...
 
-    def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """The drafter's proposals, one per row, with scores as far as they are believed."""
+    def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
+        """What the rows of the coming step may draft: slots int32[B], B > 0, cached tokens
+        int32[B]; whether a grammar holds some row. A plan may be thrown away: the policy goes on
+        with what it observes, not with what it was asked.
+        """
         ...
 
     def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """What is worth verifying of `drafts`, one per row; parents of what is kept are kept."""
+        """Of all draft tokens that were found on the host, one draft per row, those that pay.
+
+        drafts  of the drafter and the grammars, with the drafter's scores
+        """
         ...
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step that is over; once for every step."""
+        """Learn from a step that is over."""
         ...
 
     def disable(self, reason: str) -> None:
@@ -94,16 +108,12 @@ class FixedPolicy:
     def open(self, slot: int) -> None:
         """Nothing to remember."""
 
-    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
-        """One and the same budget for every row, more where a grammar knows more."""
-        budgets = [self._budget] * len(slots)
+    def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
+        """One and the same, with more where a grammar knows more."""
         if self._lookahead is None or not constrained:
-            return budgets
-        return widened(budgets, list(map(len, self._lookahead.predicted(slots, FIXED_MIN_PROB))))
-
-    def calibrate(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """Unchanged."""
-        return drafts
+            return self._budget
+        found: Sequence[list[float]] = self._lookahead.predicted(slots, FIXED_MIN_PROB)
+        return replace(self._budget, known=tuple(map(len, found)))
 
     def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
         """All."""
@@ -119,18 +129,3 @@ class FixedPolicy:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         return {"policy": "fixed", "nodes": self._budget.nodes, "depth": self._budget.depth}
-
-
-def widened(budgets: list[Budget], known: Iterable[int]) -> list[Budget]:
-    """The budgets with room for so many tokens that the grammar knows in each row."""
-    return [
-        replace(
-            budget,
-            nodes=max(budget.nodes, int(count)),
-            depth=max(budget.depth, int(count)),
-            reason=f"{budget.reason}; {count} tokens known from the grammar",
-        )
-        if count > min(budget.nodes, budget.depth)
-        else budget
-        for budget, count in zip(budgets, known, strict=True)
-    ]

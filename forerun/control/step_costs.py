@@ -17,6 +17,7 @@ class StepCosts:
     attend_ms  what a node costs on top for every 1,000 cached tokens it sees
     draft_ms   what proposing one draft token costs, where that is no trifle
     follow_ms  what it costs the drafter, in every step, to follow what was decided
+    in_round   steps grow draft tokens by themselves, which is a part of what they cost
     """
 
     nodes: tuple[int, ...]
@@ -24,6 +25,7 @@ class StepCosts:
     attend_ms: float = 0.0
     draft_ms: float = 0.0
     follow_ms: float = 0.0
+    in_round: bool = False
 
     def verify(self, nodes: AnyArray) -> AnyArray:
         """Milliseconds to verify so many nodes; same shape as `nodes`."""

@@ -7,9 +7,9 @@ forgetting this costs acceptance silently. From the last of them the tree grows
 a device that can do so extends and drafts by itself (`DraftRequest`); then nothing is left to do.
 
 Of a sequence that nobody wants draft tokens for, what the model would read is only kept ("at zero
-the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again. Steps
-that draft by themselves go on following it for a while instead, so that the next step can begin
-before they are looked at; after that it is not drafted for any more.
+the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again. Where
+steps draft by themselves, a step without draft tokens is exactly a plain one: features stay on the
+device, so a model that reads any does not draft for its sequences any more.
 """
 
 from collections.abc import Callable
@@ -38,10 +38,6 @@ from forerun.types import AnyArray, Ints
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
 answer is one, and pages that later requests reuse should hold its entries."""
-FOLLOWED = 32
-"""The same where steps extend the model themselves, and it reads features. Keeping these on the
-host made a plain step of 16 rows take twice its time (docs/log.md, first session on a GPU). A look
-waits so long where a draft token costs half of a plain one (LOSS_SHARE); no other was measured."""
 MOST_BEHIND = 256
 """Tokens a sequence may lag behind with its features kept, see KeptFeatures. One that lags further
 is not drafted for any more."""
@@ -84,8 +80,8 @@ class ModelDrafter:
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
         self._states: list[DraftState | None] = [None] * limits.slots
-        # Whether steps have extended the model; steps without a budget until it rests.
-        self._within, self._patience = False, PATIENCE
+        # Whether steps have extended the model.
+        self._within = False
 
     def begin(self, slot_init: SlotInit) -> None:
         """Remember the known tokens; features come with the steps."""
@@ -113,7 +109,7 @@ class ModelDrafter:
             state = self._state(plan, row)
             state.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else state.idle + 1
             if drafts is not None and drafts.rows[row]:
-                self._within, self._patience = True, FOLLOWED if self._reads else PATIENCE
+                self._within = True
                 ready = int(plan.kv_len[row] + outcome.n_tokens[row])
                 state.draft_extended(ready, drafts, row)
                 continue
@@ -153,15 +149,14 @@ class ModelDrafter:
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
         state, short = self._state(plan, row), len(plan.known[row]) == 1
-        return not state.current or (short and state.idle > self._patience)
+        return not state.current or (short and (state.idle > PATIENCE or self._within))
 
     def _keep(
         self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None
     ) -> None:
-        """Keep what extending these rows takes; nothing of those that were followed until now."""
-        for row in rows:
-            if self._state(plan, row).idle > self._patience == FOLLOWED:
-                self._state(plan, row).give_up()
+        """Keep what extending these rows takes; no features that are on a device."""
+        for row in rows if self._within and self._reads else ():
+            self._state(plan, row).give_up()
         kept, begin = None, 0
         if not (rows := [row for row in rows if self._state(plan, row).begin != LOST]):
             return
@@ -259,21 +254,27 @@ class ModelDrafter:
         level: the model keeps up. In powers of two: a device prepares for every depth it meets.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
-        if not self.traits.drafts_on_device or (depth == 0 and not self._within):
+        if not self.traits.drafts_on_device:
             return None
         levels = min(1 << max(depth - 1, 0).bit_length(), self.traits.max_depth)
         states = [self._state(plan, row) for row in range(plan.rows)]
+        # Of a step without draft tokens prompts are followed, and nothing else.
+        prompts = [
+            isinstance(plan, Plan) and (len(plan.known[row]) > 1 or not plan.samples[row])
+            for row in range(plan.rows)
+        ]
         # What begins behind pages that another filled has no root before it was extended once.
         first = self._about.runs_roots
-        recent = [state.idle < self._patience for state in states]
         current = [state.current and (state.ready > 0 or not first) for state in states]
-        slots = plan.slots[current & ((plan.max_nodes > 0) | recent | (not self._within))]
+        slots = plan.slots[current & (np.array(prompts) | (depth > 0))]
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
-        """Where the running step drafts for every row that is not lost: nothing of it is needed on
-        the host, and where nobody drafts for a row any more, nothing of the coming one.
+        """Where the running step drafts for every row that is not lost, or the coming one is plain:
+        nothing of it is needed on the host.
         """
+        if self._within and not plan.max_nodes.any():
+            return True
         lost = [self._state(plan, row).begin == LOST for row in range(plan.rows)]
         return bool((np.isin(plan.slots, drafting) | np.array(lost)).all())
 

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.control.policy import Budget, Budgets
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Decided, Parts, Running, StepOver
@@ -33,7 +32,6 @@ from forerun.engine.timing import StageTimer
 from forerun.interface.executor import Executor, OverlapExecutor, Scores
 from forerun.interface.plan import CarriedPlan, Outcome, Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Ints
 
 log = logging.getLogger("forerun.engine")
 
@@ -53,27 +51,6 @@ class Carried:
         return Running(self.rows, plan, None, self.scores, self.timer)
 
 
-class RepeatedBudgets:
-    """A policy's budgets, which can be had once more.
-
-    again  give the next step of the same rows what was given last: its plan was not begun. Else a
-           policy that looks for draft tokens now and then, which needs the step before to be looked
-           at, would be asked anew until it does not.
-    """
-
-    def __init__(self, policy: Budgets) -> None:
-        self._policy, self.again = policy, False
-        self._slots, self._given = list[int](), list[Budget]()
-
-    def budgets(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> list[Budget]:
-        """See Budgets."""
-        if not self.again or slots.tolist() != self._slots:
-            self._slots = slots.tolist()
-            self._given = self._policy.budgets(slots, kv_len, constrained)
-        self.again = False
-        return self._given
-
-
 class Overlap:
     """Keeps the running step, where one may run while the host does something else.
 
@@ -82,7 +59,6 @@ class Overlap:
 
     def __init__(self, executor: OverlapExecutor, parts: Parts, scheduler: Scheduler) -> None:
         self._executor, self._parts, self._scheduler = executor, parts, scheduler
-        scheduler.policy = self._budgets = RepeatedBudgets(scheduler.policy)
         self.running: Running | Carried | None = None
         # Of the running step: slots, and positions that it may make permanent in each.
         self._grows: dict[int, int] = {}
@@ -178,7 +154,6 @@ class Overlap:
             scores = self._executor.carry(plan, next_draft)
             if scores is not None:
                 return Carried(rows, plan, scores, timer)
-        self._budgets.again = True
         return None
 
 

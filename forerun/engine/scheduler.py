@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
-from forerun.control.policy import Budget, Budgets
+from forerun.control.policy import Budget, Policy
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(
         self,
         limits: ExecutorLimits,
-        policy: Budgets,
+        policy: Policy,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:
@@ -268,12 +268,14 @@ class Scheduler:
 
     def _grant(self, rows: list[_Row], room: int) -> None:
         """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
-        budgets = self.policy.budgets(
+        if not rows:
+            return
+        whole = self.policy.budget(
             np.array([row.sequence.slot for row in rows], np.int32),
             np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
             any(row.sequence.request.grammar is not None for row in rows),
         )
-        for row, budget in zip(rows, budgets, strict=True):
+        for row, budget in zip(rows, whole.by_row(len(rows)), strict=True):
             if not row.sequence.request.speculation.enabled:
                 budget = UNWANTED  # noqa: PLW2901
             row.sequence.tally.reason = budget.reason
@@ -283,8 +285,7 @@ class Scheduler:
             if row.budget.nodes:
                 depth = self._reserve_draft_tokens(row, min(row.budget.depth, nodes))
                 row.budget = _bounded(row.budget, nodes, depth, CRAMPED)
-        if rows:
-            self._granted = tuple(row.budget for row in rows)
+        self._granted = tuple(row.budget for row in rows)
 
     def _reserve_draft_tokens(self, row: _Row, depth: int) -> int:
         """Pages for paths of up to `depth` draft tokens; how deep they may be. Preempts nobody."""

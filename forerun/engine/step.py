@@ -113,7 +113,7 @@ def draft(plan: Plan, parts: Parts) -> list[Draft]:
     if not any(plan.max_nodes.tolist()):
         return nothing
     proposed = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
-    drafts = parts.policy.calibrate(plan, proposed)
+    drafts = proposed
     if plan.some_constrained:
         drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
     return parts.policy.select(plan, drafts)

@@ -1,0 +1,200 @@
+"""Which shape of draft the whole batch gets from a drafter that costs time: one per step.
+
+Every row that may draft gets the same: a device pays for rows x deepest row, so what one row does
+not verify saves nothing. What a shape brings is known of all shapes at once, from how often each
+level was right where the one above was; what it takes is measured of each, in plain steps, by
+powers of two of rows.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.control.account import Account
+from forerun.control.constants import (
+    CLEAR,
+    DECAY,
+    FIRST_RATE,
+    HYSTERESIS,
+    PLAIN_EVERY,
+    PRIOR,
+    TRIAL,
+)
+from forerun.control.step_costs import StepCosts
+
+
+class Shape(NamedTuple):
+    """Draft tokens of every row: `nodes` in all, paths of `depth`."""
+
+    nodes: int
+    depth: int
+
+
+class Found(NamedTuple):
+    """Of a row that had draft tokens: levels tried below one that was right, and levels right."""
+
+    tried: int
+    right: int
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What is known of steps of about so many rows.
+
+    ratio   by shape: plain steps that a step of it takes; seen: how many such steps tell that
+    on      whether draft tokens are asked for
+    rest    plain steps since they were; wait: how many come before they are tried again
+    """
+
+    ratio: dict[Shape, float] = field(default_factory=dict)
+    seen: dict[Shape, int] = field(default_factory=dict)
+    on: bool = True
+    rest: int = 0
+    wait: int = PLAIN_EVERY // 2
+
+
+class Shapes:
+    """Chooses among shapes, by tokens per millisecond.
+
+    depth   of a path at most; each level has `width` draft tokens
+    losing  sequences that went without draft tokens for a step cannot have any more: the draft
+            model was not extended (drafters/model_drafter.py)
+    floor   what is reached without this drafter, over plain decoding
+    """
+
+    def __init__(
+        self, costs: StepCosts, account: Account, depth: int, width: int, losing: bool
+    ) -> None:
+        self._costs, self._account, self.losing, self.floor = costs, account, losing, 1.0
+        # 1, 3, 7, ... levels and as many as may be; of wide levels also one draft token alone.
+        depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
+        self.shapes = [Shape(width * levels, levels) for levels in depths if levels <= depth]
+        if width > 1:
+            self.shapes.insert(0, Shape(1, 1))
+        self._wide = width > 1
+        self._buckets: dict[int, _Bucket] = {}
+        self._lost: set[int] = set()
+        # How often each level was tried below one that was right, and right; decayed. First comes
+        # the draft token alone.
+        self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
+
+    def open(self, slot: int) -> None:
+        """A sequence took the slot; whatever was lost is lost no more."""
+        self._lost.discard(slot)
+
+    def rates(self) -> list[float]:
+        """By level: the chance that it is right where the one above is; unseen: as above. First
+        that of a draft token alone.
+        """
+        tries, right = self._tries.tolist(), self._right.tolist()
+        rates, above = [0.0], FIRST_RATE
+        for level in range(1, len(tries)):
+            above = (PRIOR * above + right[level]) / (PRIOR + tries[level])
+            rates.append(above)
+        rates[0] = (PRIOR * rates[1] + right[0]) / (PRIOR + tries[0])
+        return rates
+
+    def ratio(self, rows: int, shape: Shape) -> float:
+        """Plain steps that a step takes; where it was not seen, as start-up says."""
+        bucket = self._bucket(rows)
+        if shape in bucket.ratio:
+            return bucket.ratio[shape]
+        costs = self._costs
+        plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
+        ms += costs.follow_ms
+        ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
+        return float(max(1.0, ms / plain))
+
+    def best(self, rows: int, share: float = 1.0) -> tuple[Shape, float]:
+        """The shape that brings most per millisecond where so many of the rows can have it, and its
+        speed over plain decoding.
+        """
+        single, *levels = self.rates()
+        brought = np.cumprod(levels).cumsum().tolist()
+        speeds = [
+            (1.0 + share * (single if self._alone(shape) else brought[shape.depth - 1]))
+            / self.ratio(rows, shape)
+            for shape in self.shapes
+        ]
+        place = int(np.argmax(speeds))
+        return self.shapes[place], speeds[place]
+
+    def choose(self, slots: list[int]) -> Shape | None:
+        """The shape of the coming step, None = no draft tokens. Changes nothing."""
+        rows, able = len(slots), len(slots)
+        if self.losing:
+            able -= len(self._lost.intersection(slots))
+        bucket, (shape, _) = self._bucket(rows), self.best(rows, able / rows)
+        longer = self.ratio(rows, shape) - 1.0
+        if not able or not self._account.covers(longer):
+            return None
+        due = bucket.rest >= bucket.wait and self._account.covers(longer * TRIAL / rows)
+        return shape if bucket.on or due else None
+
+    def promising(self, rows: int) -> bool:
+        """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
+        knows yet what they bring, or they bring far more than start-up says that they cost.
+        """
+        return bool(self._tries[:2].max() < TRIAL) or self.best(rows)[1] > CLEAR
+
+    def lost(self, slots: list[int]) -> bool:
+        """Whether none of these sequences can have draft tokens."""
+        return self.losing and self._lost.issuperset(slots)
+
+    def rested(self, slots: list[int]) -> None:
+        """A step of these sequences had no draft tokens of this drafter."""
+        self._bucket(len(slots)).rest += 1
+        if self.losing:
+            self._lost.update(slots)
+
+    def observe(
+        self, rows: int, shape: Shape, found: list[Found], ratio: float, steady: bool
+    ) -> None:
+        """What came of a step without prompts: of each row that had draft tokens, and plain steps
+        that it took. steady: it took what such steps take.
+        """
+        bucket = self._bucket(rows)
+        if not bucket.on:
+            bucket.on = True
+            # What was seen before a pause counts for little: the text is another.
+            share = min(1.0, PRIOR / max(float(self._tries.max()), PRIOR))
+            self._tries, self._right = share * self._tries, share * self._right
+        if steady:
+            seen = bucket.seen.get(shape, 0)
+            old = bucket.ratio.get(shape, ratio)
+            bucket.ratio[shape] = old + max(1.0 - DECAY, 1.0 / (seen + 1)) * (ratio - old)
+            bucket.seen[shape] = seen + 1
+        self._learn(self._alone(shape), found)
+        _, speed = self.best(rows)
+        if self._tries[:2].max() < TRIAL:
+            return
+        if speed < self.floor * (1.0 - HYSTERESIS):
+            bucket.on, bucket.rest, bucket.wait = False, 0, 2 * bucket.wait
+        elif speed > self.floor * (1.0 + HYSTERESIS):
+            bucket.wait = PLAIN_EVERY // 2
+
+    def _learn(self, alone: bool, found: list[Found]) -> None:
+        self._tries *= DECAY
+        self._right *= DECAY
+        first = 0 if alone else 1
+        for tried, right in found:
+            self._tries[first : first + tried] += 1.0
+            self._right[first : first + right] += 1.0
+
+    def _alone(self, shape: Shape) -> bool:
+        return self._wide and shape.nodes == 1
+
+    def _bucket(self, rows: int) -> _Bucket:
+        return self._buckets.setdefault((rows - 1).bit_length(), _Bucket())
+
+    def describe(self) -> dict[str, object]:
+        """Facts for /server_info."""
+        return {
+            "right_by_level": [round(rate, 3) for rate in self.rates()[1:]],
+            "plain_steps_by_rows": {
+                f"{1 << power} rows, {shape.nodes} draft tokens": round(ratio, 2)
+                for power, bucket in sorted(self._buckets.items())
+                for shape, ratio in bucket.ratio.items()
+            },
+        }
