@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
 from forerun.control import acceptance, account, adaptive, cost_model
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.calibration import NODES, REPEATS, SECONDS, smoothed
+from forerun.control.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.control.constants import MIN_REPEATS
 from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts
@@ -100,10 +100,10 @@ class Machine:
         times: dict[int, list[float]] = {nodes: [] for nodes in sorted(NODES)}
         for _ in range(REPEATS):
             for nodes, taken in times.items():
-                if len(taken) < MIN_REPEATS or sum(taken) < 1000.0 * SECONDS / len(times):
-                    taken.append(self.noise() * float(self.costs.verify(np.array(nodes))))
-        steady = np.maximum.accumulate([median(taken) for taken in times.values()])
-        return StepCosts(tuple(times), tuple(smoothed([*times], steady.tolist())))
+                if len(taken) < MIN_REPEATS or sum(taken) < SECONDS / len(times):
+                    ms = self.noise() * float(self.costs.verify(np.array(nodes)))
+                    taken.append(ms / 1000.0)
+        return StepCosts(tuple(times), believed_ms(times))
 
 
 @dataclass

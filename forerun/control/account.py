@@ -25,14 +25,17 @@ class Account:
 
     in_round  draft tokens are grown in the rounds of a device, so that steps of as many nodes do
               not take the same: only plain steps teach `costs`
+    losing    see Shapes
     free      draft tokens are looked for on the host: no step is carried on from one that does
     """
 
-    def __init__(self, measured: StepCosts, in_round: bool = False, free: bool = False) -> None:
+    def __init__(
+        self, measured: StepCosts, in_round: bool = False, free: bool = False, losing: bool = False
+    ) -> None:
         self.costs, self._in_round, self._free = LiveCosts(measured), in_round, free
         self.saved = self.gain = 0.0
         # What goes plain in rounds stays plain for its answer: going back takes a run-up.
-        self._refill = 8.0 * CREDIT if in_round else CREDIT
+        self._refill = 8.0 * CREDIT if losing else CREDIT
         self._most = max(4.0 * CREDIT, self._refill)
         self.credit, self.empty, self.times_empty = self._refill, False, 0
         self._brought, self._paid, self._asked = 1.0 + LOSS_SHARE, 1.0, MIN_REPEATS
@@ -67,7 +70,8 @@ class Account:
     @property
     def sure(self) -> bool:
         """Whether enough plain steps were seen to know what they take."""
-        return not self._in_round or self.costs.steps >= MIN_REPEATS
+        enough = not self._in_round or self.costs.steps >= MIN_REPEATS
+        return enough and not 0 < self._carried < MIN_REPEATS
 
     def plain_ms(self, report: StepReport) -> float:
         """What a step with the same rows takes that has no draft tokens."""
@@ -99,7 +103,7 @@ class Account:
         if report.constrained or prompt or not (asked or before):
             plain *= late  # It would not have been carried either.
         brought, paid = sum(map(len, report.tokens)) / rows, (spent + report.ms["draft"]) / plain
-        if not self.sure:
+        if self._in_round and not self.sure:
             return
         if asked:
             # A plain mean at first, in which what is believed before counts for a few.

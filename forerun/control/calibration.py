@@ -51,14 +51,29 @@ def measure_costs(executor: Executor) -> StepCosts:
             "chunked-prefill-size or context is too small to measure what a draft token costs."
         )
     times = _time_interleaved(executor, possible)
+    return StepCosts(tuple(sorted(times)), believed_ms(times), attend_ms=_attention_ms(executor))
+
+
+def believed_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
+    """Milliseconds of a step by ascending number of nodes, of seconds that such steps took."""
     counts = sorted(times)
-    # A bigger step is never cheaper: what says otherwise is noise.
-    steady = 1000.0 * np.maximum.accumulate([median(times[nodes]) for nodes in counts])
-    return StepCosts(
-        nodes=tuple(counts),
-        verify_ms=tuple(smoothed(counts, steady.tolist())),
-        attend_ms=_attention_ms(executor),
-    )
+    ms = [1000.0 * median(times[nodes]) for nodes in counts]
+    return tuple(smoothed(counts, rising(ms, [len(times[nodes]) for nodes in counts])))
+
+
+def rising(ms: list[float], weights: list[int]) -> list[float]:
+    """The rising times that are nearest to these, counted `weights` times each (isotonic
+    regression, by pooling adjacent violators): a bigger step is never cheaper, so where times say
+    so both are wrong, and share the error.
+    """
+    pools: list[tuple[float, int, int]] = []
+    for time, weight in zip(ms, weights, strict=True):
+        pools.append((time, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (one, heavy, few), (two, light, more) = pools[-2:]
+            mean = (one * heavy + two * light) / (heavy + light)
+            pools[-2:] = [(mean, heavy + light, few + more)]
+    return [time for time, _, count in pools for _ in range(count)]
 
 
 def smoothed(counts: list[int], ms: list[float]) -> list[float]:
@@ -198,11 +213,13 @@ def with_draft_model(
 ) -> StepCosts:
     """The costs with a draft model's added: a pass per level of draft tokens, or its part of a
     block, and the pass over what was accepted, which every step pays. Slots are closed again.
-    Where steps do that work themselves, it is a part of what they cost.
+    Where steps do that work themselves: what a step takes longer that grows a level, and a further
+    one.
     """
     within, outcome = _times_within(executor)
     if within is not None:
-        return _with_drafting(costs, *within)
+        follow, further = within
+        return replace(costs, draft_ms=further, follow_ms=follow, in_round=True)
     pages = np.arange(-(-PER_ROW // page_size), dtype=np.int32)[None]
     zero, ends = np.zeros(1, np.int32), np.array([0, 1], np.int32)
     blocks = model.traits.block_size
@@ -240,19 +257,6 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
     follow = max(0.0, fastest[1] - fastest[0])
     further = max(0.0, fastest[PER_ROW // 2] - fastest[1]) / (PER_ROW // 2 - 1)
     return (follow, further), outcome
-
-
-def _with_drafting(costs: StepCosts, follow: float, further: float) -> StepCosts:
-    """Costs of steps that grow as many levels as they verify; what runs corrects them as one."""
-    levels = [nodes // -(-nodes // PER_ROW) - 1 for nodes in costs.nodes]
-    verify = [
-        ms + (follow + further * (level - 1) if level else 0.0)
-        for ms, level in zip(costs.verify_ms, levels, strict=True)
-    ]
-    steady = np.maximum.accumulate(verify)
-    return replace(
-        costs, verify_ms=tuple(steady.tolist()), draft_ms=0.0, follow_ms=0.0, in_round=True
-    )
 
 
 def _seconds(work: Callable[[], object]) -> float:

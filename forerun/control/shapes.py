@@ -127,10 +127,11 @@ class Shapes:
             able -= len(self._lost.intersection(slots))
         bucket, (shape, _) = self._bucket(rows), self.best(rows, able / rows)
         longer = self.ratio(rows, shape) - 1.0
-        if not able or not self._account.covers(longer):
+        if not able or longer >= shape.depth or not self._account.covers(longer):
             return None
+        on = bucket.on and self.best(rows)[1] > self.floor * (1.0 - HYSTERESIS)
         due = bucket.rest >= bucket.wait and self._account.covers(longer * TRIAL / rows)
-        return shape if bucket.on or due else None
+        return shape if on or due else None
 
     def promising(self, rows: int) -> bool:
         """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
@@ -170,7 +171,8 @@ class Shapes:
         if self._tries[:2].max() < TRIAL:
             return
         if speed < self.floor * (1.0 - HYSTERESIS):
-            bucket.on, bucket.rest, bucket.wait = False, 0, 2 * bucket.wait
+            bucket.on, bucket.rest = False, 0
+            bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)
         elif speed > self.floor * (1.0 + HYSTERESIS):
             bucket.wait = PLAIN_EVERY // 2
 

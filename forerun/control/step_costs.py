@@ -17,7 +17,8 @@ class StepCosts:
     attend_ms  what a node costs on top for every 1,000 cached tokens it sees
     draft_ms   what proposing one draft token costs, where that is no trifle
     follow_ms  what it costs the drafter, in every step, to follow what was decided
-    in_round   steps grow draft tokens by themselves, which is a part of what they cost
+    in_round   steps follow and grow draft tokens by themselves: follow_ms is of a step that grows
+               one level, draft_ms of every further level
     """
 
     nodes: tuple[int, ...]

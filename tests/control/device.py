@@ -124,9 +124,7 @@ class Device:
         drafts, host = self._drafts(plan, carried)
         wanted = self.drafter.draft_request(plan)
         sizes = np.array(list(map(len, drafts)), np.int32)
-        said = [
-            self._said(slot, draft, text) for slot, draft in zip(slots, drafts, strict=True)
-        ]
+        said = [self._said(slot, draft, text) for slot, draft in zip(slots, drafts, strict=True)]
         outcome = self._outcome(plan, said, sizes, wanted)
         deepest, levels = int(sizes.max()), wanted.levels if wanted else 0
         device = self._round(len(slots), deepest, levels) + PROMPT_TOKEN * PROMPT * len(new)

@@ -5,10 +5,15 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.constants import LARGEST, MIN_REPEATS
+from forerun.control.constants import MIN_REPEATS
+from forerun.control.cost_model import LARGEST
 from forerun.control.report import StepReport
+from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import Draft
+
+FREE = DrafterTraits("ngram", 64, free=True)
+MODEL = DrafterTraits("model", 64)
 
 
 def slots_of(rows: int) -> np.ndarray:
@@ -64,8 +69,8 @@ def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=F
 
 def seen(policy):
     """The policy after steps of all sizes, which took what its table says."""
-    costs = policy.guard.costs
-    sizes = {*costs.measured.nodes, *(1 << power for power in range(LARGEST.bit_length()))}
+    costs = policy.account.costs
+    sizes = {*costs.measured.nodes, *(1 << power for power in range(LARGEST))}
     for nodes in [*sizes] * MIN_REPEATS:
         ms = costs.one(nodes, 0)
         costs.learn(nodes, ms, ms)
@@ -96,8 +101,7 @@ class Text:
         return self
 
     def step(self, policy):
-        budgets = policy.budgets(*arrays(self.rows))
-        allowed = [budget.nodes for budget in budgets]
+        allowed = [policy.budget(*arrays(self.rows)).nodes] * self.rows
         shares = [
             self.random.uniform(0.2, 0.95, count if self.random.random() < self.match else 0)
             for count in allowed
@@ -105,7 +109,7 @@ class Text:
         plan = plan_of(self.rows, allowed)
         kept = [chain([])] * self.rows
         if any(allowed):
-            kept = policy.select(plan, policy.calibrate(plan, [chain(row) for row in shares]))
+            kept = policy.select(plan, [chain(row) for row in shares])
         out = []
         for row, draft in zip(shares, kept, strict=True):
             right = self.random.random(len(row)) < self.honesty * row
@@ -132,7 +136,7 @@ class PolicyOnTable(AdaptivePolicy):
     """Hears that every step took what its table says: no clock has a part in what it decides."""
 
     def observe(self, report):
-        costs = self.guard.costs.measured
+        costs = self.account.costs.measured
         ms = float(costs.verify(np.array(report.nodes)))
         drafting = costs.draft_ms * sum(report.draft_tokens)
         stages = dict.fromkeys(report.ms, 0.0) | {"draft": drafting, "verify": ms}

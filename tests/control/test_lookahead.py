@@ -8,7 +8,7 @@ from forerun.control.constants import FIXED_MIN_PROB, MIN_PROB
 from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft
-from tests.control.steps import arrays, chain, plan_of, report_of, seen
+from tests.control.steps import FREE, MODEL, arrays, chain, plan_of, report_of, seen
 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
@@ -28,21 +28,21 @@ class Known:
 
 
 def held(rows):
-    """Arguments of `budgets` where a grammar holds some row."""
+    """Arguments of `budget` where a grammar holds some row."""
     return *arrays(rows), True
 
 
 def opened(costs, rows, lookahead, nodes=2, free=True):
-    policy = AdaptivePolicy(costs, nodes, nodes, free, lookahead)
+    policy = AdaptivePolicy(costs, nodes, nodes, FREE if free else MODEL, lookahead)
     for slot in range(rows):
         policy.open(slot)
-    policy.guard._credit = 1e12  # Nothing is too dear to be tried.
+    policy.account.credit = 1e12  # Nothing is too dear to be tried.
     return seen(policy)
 
 
 def reached(policy, speed):
     """Steps have been so many times as fast as plain ones."""
-    policy.guard._brought, policy.guard._paid = speed, 1.0
+    policy.account._brought, policy.account._paid = speed, 1.0
 
 
 def bought(policy, *rows):
@@ -64,15 +64,15 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
         known = Known()
         policy = opened(costs, rows, known)
         reached(policy, 1.0)
-        policy.budgets(*held(rows))
+        policy.budget(*held(rows))
         chances += known.asked
     assert chances == sorted(chances)
     assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
     known = Known()
-    FixedPolicy(4, 4, known).budgets(*held(64))
+    FixedPolicy(4, 4, known).budget(*held(64))
     assert known.asked == [FIXED_MIN_PROB]
     steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), Known()
-    opened(steep, 4, known).budgets(*held(4))
+    opened(steep, 4, known).budget(*held(4))
     assert known.asked == [1.0], "a forced token has probability 1"
 
 
@@ -98,10 +98,10 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
 
 def test_a_row_gets_room_for_what_would_be_bought_and_is_told():
     policy = opened(COSTS, 2, Known([], [1.0, 0.9, 0.9]))
-    budgets = policy.budgets(*held(2))
+    budgets = policy.budget(*held(2)).by_row(2)
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
     assert budgets[1].reason.endswith("; 3 tokens known from the grammar")
-    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).budgets(*held(2))
+    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).budget(*held(2)).by_row(2)
     assert [(b.nodes, b.depth) for b in fixed] == [(2, 2), (3, 3)]
 
 
@@ -110,12 +110,12 @@ def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
     cheap = StepCosts((1, 2, 4, 8, 16), (4.0, 4.0, 4.0, 4.0, 4.0))
     known = Known([0.6, 0.6, 0.6])
     policy = opened(cheap, 1, known, nodes=1)
-    assert policy.budgets(*held(1))[0].nodes == 3
+    assert policy.budget(*held(1)).by_row(1)[0].nodes == 3
     for step in range(600):
         nodes = (1, 2, 4)[step % 3]
-        policy.guard.costs.learn(nodes, 4.0 * nodes, policy.guard.costs.one(nodes, 64 * nodes))
+        policy.account.costs.learn(nodes, 4.0 * nodes, policy.account.costs.one(nodes, 64 * nodes))
     for _ in range(20):
-        room = policy.budgets(*held(1))[0].nodes
+        room = policy.budget(*held(1)).by_row(1)[0].nodes
     assert room <= 1 and known.asked[-1] > 0.6
 
 
@@ -123,13 +123,13 @@ def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     """What a grammar forces cannot be wrong, so it loses nothing, whatever the credit."""
     known = Known([1.0, 1.0, 0.9])
     policy = opened(COSTS, 2, known)
-    policy.guard._credit, policy.guard.disabled = -0.1, True
-    budgets = policy.budgets(*held(2))
+    policy.account.credit, policy.account.empty = -0.1, True
+    budgets = policy.budget(*held(2)).by_row(2)
     assert [budget.nodes for budget in budgets] == [2, 0] and known.asked == [1.0]
     assert bought(policy, [1.0, 1.0, 0.9], [0.9]) == [2, 0]
-    policy.guard._credit, policy.guard.disabled = 8.0, False
+    policy.account.credit, policy.account.empty = 8.0, False
     policy.disable("speculation is off: it failed")
-    budgets = policy.budgets(*held(2))
+    budgets = policy.budget(*held(2)).by_row(2)
     assert [budget.nodes for budget in budgets] == [3, 0]
     assert budgets[1].reason == "speculation is off: it failed"
 
@@ -142,7 +142,7 @@ def test_easy_text_makes_a_doubtful_draft_token_dear():
             policy.observe(report_of([[0] * tokens], [3], 5.2, cached=0))
     assert bought(easy, [0.3]) == [0] and bought(hard, [0.3]) == [1]
     assert bought(easy, [1.0] * 6) == [6], "what is certain is worth it"
-    assert easy.guard.speed == pytest.approx(4 / 1.3, rel=0.05)
+    assert easy.account.speed == pytest.approx(4 / 1.3, rel=0.05)
 
 
 def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():
@@ -185,9 +185,9 @@ def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
 
     before = learned()
     plan = plan_of(2, [2, 3])
-    policy.calibrate(plan, [chain([]), chain([])])  # The drafter found nothing.
+    policy.select(plan, [chain([]), chain([])])  # The drafter found nothing.
     policy.observe(report_of([[1], [1, 2, 3, 4]], [0, 3], 5.2))
     assert learned() == before
-    policy.calibrate(plan, [chain([]), chain([0.5, 0.5])])
+    policy.select(plan, [chain([]), chain([0.5, 0.5])])
     policy.observe(report_of([[1], [7, 8]], [0, 3], 5.2))  # The grammar was right, not the drafter.
     assert acceptance.trust(1) < before[1] and acceptance.trust(0) == before[0]

@@ -80,9 +80,7 @@ class World:
             self.head = Source(self.truths, DraftSource.DRAFT_MODEL, *head, free=False)
             self.drafter = CombinedDrafter(lookup, self.head)
         traits = self.drafter.traits
-        self.policy = AdaptivePolicy(
-            believed or costs, NODES, DEPTH, traits.free, merged=traits.merged
-        )
+        self.policy = AdaptivePolicy(believed or costs, NODES, DEPTH, traits)
         self.random = np.random.default_rng(7)
 
     def run(self, steps, length=100):
@@ -105,7 +103,8 @@ class World:
     def step(self):
         for slot in range(self.rows):
             self.truths[slot] = self.random.integers(1, 9_000, DEPTH + 1).tolist()
-        budgets = self.policy.budgets(slots_of(self.rows), np.full(self.rows, 64, np.int32))
+        cached = np.full(self.rows, 64, np.int32)
+        budgets = self.policy.budget(slots_of(self.rows), cached).by_row(self.rows)
         nodes, depth, modelled = (
             np.array([getattr(budget, name) for budget in budgets], np.int32)
             for name in ("nodes", "depth", "model_depth")
@@ -113,8 +112,7 @@ class World:
         plan = replace(plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled)
         drafts = [NO_DRAFT] * self.rows
         if nodes.any():
-            drafts = self.policy.calibrate(plan, self.drafter.propose(plan))
-            drafts = self.policy.select(plan, drafts)
+            drafts = self.policy.select(plan, self.drafter.propose(plan))
         said = [self.accepted(slot, draft) for slot, draft in enumerate(drafts)]
         sizes = np.array(list(map(len, drafts)), np.int32)
         counts = np.array(list(map(len, said)), np.int32)

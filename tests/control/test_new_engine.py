@@ -8,7 +8,7 @@ from forerun.control.constants import MIN_REPEATS
 from forerun.control.cost_model import LiveCosts
 from forerun.control.reasons import PLAIN
 from forerun.control.step_costs import StepCosts
-from tests.control.steps import Text, arrays, report_of
+from tests.control.steps import FREE, Text, arrays, report_of
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CPU = StepCosts(COUNTS, (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8))
@@ -26,8 +26,8 @@ TOLD = {
 STEPS = 100
 
 
-def new(told, rows, free=True):
-    policy = AdaptivePolicy(told, 8, 8, free)
+def new(told, rows):
+    policy = AdaptivePolicy(told, 8, 8, FREE)
     for slot in range(rows):
         policy.open(slot)
     return policy
@@ -51,11 +51,10 @@ def test_the_first_steps_of_every_number_of_rows_are_plain():
     policy = new(TOLD["small steps slow"], 4)
     for rows in (4, 2):
         for _ in range(MIN_REPEATS):
-            budgets = policy.budgets(*arrays(rows))
-            assert [budget.reason for budget in budgets] == [PLAIN] * rows
+            assert policy.budget(*arrays(rows)).reason == PLAIN
             policy.observe(report_of([[1]] * rows, [0] * rows, float(CPU.verify(rows))))
-        assert policy.budgets(*arrays(rows))[0].reason != PLAIN
-        assert policy.guard.costs.one(rows, 0) == pytest.approx(float(CPU.verify(rows)), rel=0.01)
+        assert policy.budget(*arrays(rows)).reason != PLAIN
+        assert policy.account.costs.one(rows, 0) == pytest.approx(float(CPU.verify(rows)), rel=0.01)
 
 
 def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():

@@ -9,20 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.control.acceptance import compare
+from forerun.control.account import Account
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import (
     CREDIT,
     LOSS_SHARE,
-    MAX_CREDIT,
-    PROBE_EVERY,
-    PROBE_ROWS,
+    PLAIN_EVERY,
 )
 from forerun.control.cost_model import LiveCosts
 from forerun.control.reasons import DISABLED, ON, SELDOM, WRONG
-from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft
-from tests.control.steps import Text, arrays, chain, plan_of, report_of, seen
+from tests.control.steps import FREE, Text, arrays, chain, plan_of, report_of, seen
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
@@ -35,7 +33,7 @@ def learn(live, nodes, cached, ms):
 
 
 def opened(costs, rows, nodes=8, depth=8):
-    policy = AdaptivePolicy(costs, nodes, depth, free=True)
+    policy = AdaptivePolicy(costs, nodes, depth, FREE)
     for slot in range(rows):
         policy.open(slot)
     return policy
@@ -44,7 +42,7 @@ def opened(costs, rows, nodes=8, depth=8):
 def kept_of(policy, drafts):
     """What the policy verifies of drafts that were asked for without a bound."""
     plan = plan_of(len(drafts), [8] * len(drafts))
-    return policy.select(plan, policy.calibrate(plan, drafts))
+    return policy.select(plan, drafts)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
@@ -93,8 +91,8 @@ def test_dear_guesses_are_hardly_proposed():
 
 def test_a_probe_beside_many_rows_is_small():
     text = Text(STEEP, 64, 1.0, match=1.0).run(opened(STEEP, 64), 300)
-    assert max(text.verified) == PROBE_ROWS
-    assert np.count_nonzero(text.verified) == 300 // PROBE_EVERY
+    assert max(text.verified) == 8
+    assert np.count_nonzero(text.verified) == 300 // PLAIN_EVERY
 
 
 def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
@@ -105,7 +103,7 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
     def asked(steps, tokens):
         count = 0
         for _ in range(steps):
-            drafting_allowed = any(budget.nodes for budget in policy.budgets(slots, kv_len))
+            drafting_allowed = policy.budget(slots, kv_len).nodes > 0
             drafting_ms = ms / 20 * drafting_allowed
             out, asked_for = [[0] * (tokens // 2)] * 2, [drafting_allowed] * 2
             policy.observe(report_of(out, [0, 0], ms, draft_ms=drafting_ms, allowed=asked_for))
@@ -113,16 +111,16 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
         return count
 
     assert asked(100, 2) <= 27, "the first look tells a new engine"
-    assert policy.guard.gain < 0.0 and not policy.guard.disabled
+    assert policy.account.gain < 0.0 and not policy.account.empty
     assert asked(100, 2) in (25, 26)  # Perhaps with a probe.
-    assert policy.budgets(slots, kv_len)[0].reason == SELDOM
+    assert policy.budget(slots, kv_len).reason == SELDOM
     asked(20, 4)
     assert asked(20, 4) == 20
 
 
 def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():
-    (budget,) = seen(opened(MIDDLE, 1)).budgets(*arrays(1))
-    (dearer, _) = seen(opened(MIDDLE, 2)).budgets(*arrays(2))
+    budget = seen(opened(MIDDLE, 1)).budget(*arrays(1))
+    dearer = seen(opened(MIDDLE, 2)).budget(*arrays(2))
     assert budget.reason.startswith(ON) and 0.05 < budget.min_prob < dearer.min_prob < 0.5
 
 
@@ -146,8 +144,8 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
     drafts = [chain(row) for row in rows]
 
     policy = opened(costs, len(rows))
-    policy.guard._credit = 1e12  # Nothing is too dear to be tried.
-    policy.guard._brought, policy.guard._paid = speed, 1.0
+    policy.account.credit = 1e12  # Nothing is too dear to be tried.
+    policy.account._brought, policy.account._paid = speed, 1.0
     per_ms = max(1.0, speed) * len(rows) / float(costs.verify(len(rows)))
 
     def won(depths):
@@ -167,9 +165,9 @@ def test_no_step_stakes_more_than_its_share_of_the_credit():
     for credit, most in (
         (CREDIT, 1.0 + CREDIT / 4),
         (0.4, 1.1),
-        (MAX_CREDIT, 1.0 + CREDIT),
+        (4 * CREDIT, 1.0 + CREDIT),
     ):
-        policy.guard._credit = credit
+        policy.account.credit = credit
         kept = sum(map(len, kept_of(policy, drafts)))
         ms = [float(MIDDLE.verify(4 + count)) for count in (kept, kept + 1)]
         plain = float(MIDDLE.verify(4))
@@ -225,15 +223,15 @@ def test_reasons_are_told_and_counted():
     counted = facts["reasons"]
     assert sum(counted.values()) >= 100 and counted[WRONG] and counted[WRONG] + counted[SELDOM] > 60
     assert facts["trust_in_scores"] < 0.6 and facts["first_draft_token_right"] < 0.7
-    (budget,) = seen(opened(MIDDLE, 1)).budgets(*arrays(1))
+    budget = seen(opened(MIDDLE, 1)).budget(*arrays(1))
     assert budget.reason == f"{ON} (those right in 8 % or more)"
 
 
 def guard_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
     """A slowdown guard after steps of one row; whether it was disabled, step by step."""
-    guard, disabled = SlowdownGuard(costs), []
+    guard, disabled = Account(costs), []
     for _ in range(steps):
-        off = guard.disabled
+        off = guard.empty
         disabled.append(off)
         guard.observe(
             report_of([[0]], [0], costs.verify_ms[0], allowed=[0], cached=0)
@@ -256,7 +254,7 @@ LEVEL = StepCosts((1, 2, 64), (10.0, 12.0, 136.0))
 def test_losing_guesses_lose_no_more_than_the_credit():
     guard, disabled = guard_after(LEVEL, 2000, draft_tokens=1, tokens=1, ms=12.0)
     assert -guard.saved <= CREDIT + LOSS_SHARE * 2000 + 0.5
-    assert np.mean(disabled) > 0.9 and guard.times_disabled > 5
+    assert np.mean(disabled) > 0.9 and guard.times_empty > 5
 
 
 def test_looking_for_guesses_counts_as_loss():
@@ -274,24 +272,23 @@ def test_winning_guesses_are_never_interrupted():
 def test_an_interruption_from_outside_is_not_the_guesses_fault():
     guard, _ = guard_after(LEVEL, 50, draft_tokens=1, tokens=2, ms=12.0)
     guard.observe(step_of(2, 1, 500.0))
-    assert not guard.disabled
+    assert not guard.empty
 
 
 def test_old_wins_do_not_pay_for_ever():
     guard, _ = guard_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0)
     steps = 0
-    while not guard.disabled:
+    while not guard.empty:
         guard.observe(step_of(1, 1, 12.0))
         steps += 1
-    assert steps <= (MAX_CREDIT + 1) / (0.2 - LOSS_SHARE) + 2
+    assert steps <= (4 * CREDIT + 1) / (0.2 - LOSS_SHARE) + 2
 
 
 def test_a_disabled_policy_asks_for_nothing_and_says_why():
     policy = opened(MIDDLE, 2)
-    policy.guard.disabled = True
-    budgets = policy.budgets(*arrays(2))
-    assert [budget.nodes for budget in budgets] == [0, 0]
-    assert budgets[0].reason == DISABLED
+    policy.account.empty = True
+    budget = policy.budget(*arrays(2))
+    assert budget.nodes == 0 and budget.reason == DISABLED
     assert policy.describe()["disabled"] is True
 
 
@@ -316,4 +313,4 @@ def test_looks_that_keep_steps_from_beginning_early(rows, late, honesty, match):
     text = Text(FLAT, rows, honesty, match, late=late).run(policy, 600, length=96)
     assert text.over_plain() > 0.975
     assert text.over_plain() > 1.03 or match < 1.0 or late > 1.5
-    assert policy.guard.late == pytest.approx(late, rel=0.15)
+    assert policy.account.late == pytest.approx(late, rel=0.15)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.reasons import ON_SINGLE
+from forerun.control.reasons import ON_LEVELS
 from forerun.control.step_costs import StepCosts
-from tests.control.steps import report_of, slots_of
+from tests.control.steps import MODEL, report_of, slots_of
 
 NODES, DEPTH, BUSY = 15, 5, 64
 """Draft tokens of a tree, its levels, and rows of a server that is saturated."""
@@ -26,14 +26,14 @@ SATURATED = {
     2 * BUSY: (1 + FIRST) * 100.0 * 0.62 / 0.68,
     (1 + NODES) * BUSY: TREE * 100.0 * 0.62 / 0.54,
 }  # fmt: skip
-COSTS = StepCosts(tuple(SATURATED), tuple(SATURATED.values()))
+COSTS = StepCosts(tuple(SATURATED), tuple(SATURATED.values()), in_round=True)
 
 
 class Load:
     """Sequences of so many rows; the drafter's tokens are right as often as `honesty` says."""
 
     def __init__(self, believed=COSTS, honesty=1.0, seed=0):
-        self.policy = AdaptivePolicy(believed, NODES, DEPTH)
+        self.policy = AdaptivePolicy(believed, NODES, DEPTH, MODEL)
         self.random, self.honesty = np.random.default_rng(seed), honesty
         self.opened = 0
 
@@ -52,8 +52,8 @@ class Load:
                 if (step + 7 * slot) % length == 0 or slot >= self.opened:
                     self.policy.open(slot)
             self.opened = max(self.opened, rows)
-            budgets = self.policy.budgets(slots_of(rows), np.full(rows, 64, np.int32))
-            nodes = [budget.nodes for budget in budgets]
+            cached = np.full(rows, 64, np.int32)
+            nodes = [self.policy.budget(slots_of(rows), cached).nodes] * rows
             right = [self.right(count) if count else 0 for count in nodes]
             taken = float(COSTS.verify(np.array(rows + sum(nodes))))
             said = [[1] * (1 + count) for count in right]
@@ -80,7 +80,7 @@ def test_saturated_it_is_one_draft_token():
     nodes, speed = load.run(BUSY, 600)
     assert (nodes == 1).mean() > 0.9 and (nodes > 1).mean() < 0.01
     assert speed > 0.98 * 0.68 / 0.62
-    assert load.policy.describe()["reasons"][ON_SINGLE] > 500
+    assert load.policy.describe()["reasons"][ON_LEVELS.format(1)] > 500
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -111,6 +111,7 @@ def test_load_that_comes_and_goes_changes_it_back_and_forth():
 
 def test_a_table_that_is_wrong_is_corrected_by_steps():
     """Start-up said that nodes are free: then a tree would be right."""
-    free = StepCosts(COSTS.nodes, tuple(40.0 + 0.01 * count for count in COSTS.nodes))
+    ms = tuple(40.0 + 0.01 * count for count in COSTS.nodes)
+    free = StepCosts(COSTS.nodes, ms, in_round=True)
     nodes, speed = Load(free).run(BUSY, 800)
     assert (nodes == 1).mean() > 0.85 and (nodes > 1).mean() < 0.01 and speed > 1.07
