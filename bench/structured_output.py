@@ -28,8 +28,8 @@ from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher import Compiled, Matcher
 from forerun.constrain.tree_mask import TreeGrammars
+from forerun.control.account import Account
 from forerun.control.report import StepReport
-from forerun.control.slowdown_guard import SlowdownGuard
 from forerun.control.step_costs import StepCosts
 from forerun.errors import RequestError
 from forerun.machine import stamp
@@ -254,13 +254,13 @@ def tokens_per_step(model: str, tokens: int, requests: int) -> None:
     """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
     corrects that.
     """
-    observe = SlowdownGuard.observe
+    observe = Account.observe
 
-    def by_table(guard: SlowdownGuard, report: StepReport) -> None:
-        ms = guard.costs.one(report.nodes, report.cached)
-        observe(guard, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+    def by_table(account: Account, report: StepReport) -> None:
+        ms = account.costs.one(report.nodes, report.cached)
+        observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
 
-    SlowdownGuard.observe = by_table  # type: ignore[method-assign]
+    Account.observe = by_table  # type: ignore[method-assign]
     target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
     target = replace(target, costs=FIXED)
     facts = ("tokens_per_step", "first", "draft_tokens", "accepted", "steps")

@@ -7,7 +7,7 @@ draft tokens are asked for only while it covers the worst loss of the coming ste
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER, STAKE
+from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER
 from forerun.control.cost_model import LiveCosts
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
@@ -51,11 +51,6 @@ class Account:
         """
         return self._brought / self._paid
 
-    @property
-    def max_loss(self) -> float:
-        """Plain steps that the coming step may lose if all that is uncertain in it is wrong."""
-        return STAKE * max(self.credit, 0.0)
-
     def covers(self, loss: float) -> bool:
         """Whether the credit covers a loss of so many plain steps."""
         return not self.empty and loss <= self.credit
@@ -69,9 +64,19 @@ class Account:
 
     @property
     def sure(self) -> bool:
-        """Whether enough plain steps were seen to know what they take."""
+        """Whether enough plain steps were seen to know what they take: carried ones, and one after
+        a look for draft tokens, which is not.
+        """
         enough = not self._in_round or self.costs.steps >= MIN_REPEATS
-        return enough and not 0 < self._carried < MIN_REPEATS
+        some_carried = 0 < self._carried < MIN_REPEATS
+        return (
+            enough and not some_carried and not (self._asked > MIN_REPEATS and self._late_unknown)
+        )
+
+    @property
+    def _late_unknown(self) -> bool:
+        """Whether no plain step told yet what one takes that is not carried, where others are."""
+        return self._free and self._carried >= MIN_REPEATS and not self._late_steps
 
     def plain_ms(self, report: StepReport) -> float:
         """What a step with the same rows takes that has no draft tokens."""
@@ -98,7 +103,8 @@ class Account:
             spent = min(ms, OUTLIER * late * plain * max(nodes / rows, 2.0))
         elif nodes > rows:
             spent = min(ms, OUTLIER * late * self.costs.at_most(nodes, report.cached, believed))
-        if not self._in_round or (self.steady and not asked):
+        known = nodes == rows or not self._late_unknown
+        if known and (not self._in_round or (self.steady and not asked)):
             self.costs.learn(nodes, ms / late, believed)
         if report.constrained or prompt or not (asked or before):
             plain *= late  # It would not have been carried either.

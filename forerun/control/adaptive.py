@@ -2,10 +2,9 @@
 
 One answer per step, for the whole batch: a plain step, or draft tokens of one shape. Of a drafter
 that costs time, the shape that brings most tokens per millisecond (shapes.py). Of one that is free,
-all that it knows. What was found on the host is then cut by score and price: draft tokens are
-bought while they bring more tokens than the time they take would bring elsewhere, at the speed that
-steps reach on average. (Of a ratio of means, tokens over time, that is the maximum: Dinkelbach
-1967.) It is the same for proposals of drafters and for what a grammar forces or makes likely.
+all that it knows. What was found on the host, by drafters and grammars, is then cut by score and
+price: draft tokens are bought while they bring more tokens than their time would bring elsewhere,
+at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of means).
 """
 
 from collections import Counter
@@ -27,13 +26,14 @@ from forerun.control.constants import (
     MIN_REPEATS,
     PLAIN_EVERY,
     SPARING,
+    STAKE,
 )
-from forerun.control.policy import Budget, Lookahead
+from forerun.control.policy import Lookahead
 from forerun.control.report import StepReport
 from forerun.control.shapes import Found, Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Plan
+from forerun.interface.plan import Budget, Plan
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import Ints
 
@@ -58,11 +58,11 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self.account = Account(costs, costs.in_round, traits.free)
+        losing = costs.in_round and traits.needs_features and not traits.free
+        self.account = Account(costs, costs.in_round, traits.free, losing)
         self.acceptance = Acceptance(FIRST_RATE, traits.merged)
         self.shapes: Shapes | None = None
         if not traits.free:
-            losing = costs.in_round and traits.needs_features
             width = max_nodes // max_depth
             self.shapes = Shapes(costs, self.account, max_depth, width, losing)
         self.reasons: Counter[str] = Counter()
@@ -85,18 +85,17 @@ class AdaptivePolicy:
 
     def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
         """See Policy."""
-        budget = self._asked(slots, kv_len)
+        budget = self._asked(slots, kv_len, constrained)
         if self._lookahead is not None and constrained:
             budget = self._with_known(budget, slots, kv_len)
         self._answer = budget
         return budget
 
     def price(self, kv_len: Ints) -> float:
-        """What a draft token costs at least, in tokens of plain decoding, beside these rows:
-        one that promises less is not worth looking for.
+        """What a draft token costs at least, in tokens of plain decoding, beside these rows.
 
-        Times grow in straight lines between the measured counts of nodes, so one of these, or the
-        first or the last draft token, is where a draft token is cheapest.
+        Times grow in straight lines between measured counts of nodes: it is cheapest at one of
+        these, or as the first or the last.
         """
         rows, costs, cached = len(kv_len), self.account.costs, int(kv_len.sum())
         most = rows * (1 + self._nodes)
@@ -106,13 +105,15 @@ class AdaptivePolicy:
             (costs.one(n, cached * n // rows) / plain - 1.0) / (n - rows) for n in counts
         )
 
-    def _asked(self, slots: Ints, kv_len: Ints) -> Budget:
+    def _asked(self, slots: Ints, kv_len: Ints, constrained: bool) -> Budget:
         """What the drafter is asked for."""
         account, shapes = self.account, self.shapes
         why = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         losing = shapes is not None and shapes.losing
+        # Where plain steps are carried, what they take is known of carried ones only.
         unknown = account.costs.known(len(slots)) < MIN_REPEATS
+        unknown = unknown or not (account.sure or constrained)
         if shapes is not None and losing:
             unknown = not account.sure and not shapes.promising(len(slots))
         if why is None and (unknown or (self._drafted >= PLAIN_EVERY and not losing)):
@@ -133,8 +134,8 @@ class AdaptivePolicy:
         """All that a free drafter knows, where something of it may pay."""
         price = self.price(kv_len)
         if self._idle >= PLAIN_EVERY:
-            return Budget(1, 1, reasons.PROBING)
-        if self.account.gain < 0.0 and self._looked < max(
+            return Budget(1, 1, reasons.PROBING, most_rows=-(-len(kv_len) // 8))
+        if self.account.gain < 0.0 and self._looked + 1 < max(
             SPARING, self.account.look_loss / LOSS_SHARE
         ):
             return Budget(0, 0, reasons.SELDOM)
@@ -170,21 +171,12 @@ class AdaptivePolicy:
             for slot, draft in zip(slots, drafts, strict=True)
         ]
         if self._answer.reason == reasons.PROBING:
-            return self._probes(drafts)
+            return [draft if any(draft.score > 0.5) else NO_DRAFT for draft in drafts]
         bought = set(self._bought(*_scored(drafts), plan.kv_len.tolist())[0])
         kept, end = [], 0
         for draft in drafts:
             begin, end = end, end + len(draft)
             kept.append(cut(draft, [index in bought for index in range(begin, end)]))
-        return kept
-
-    def _probes(self, drafts: list[Draft]) -> list[Draft]:
-        """One draft token each for an eighth of the rows, more often right than not."""
-        left, kept = -(-len(drafts) // 8), []
-        for draft in drafts:
-            good = left > 0 and len(draft) > 0 and draft.score[0] > 0.5
-            left -= good
-            kept.append(cut(draft, [good and n == 0 for n in range(len(draft))]))
         return kept
 
     def _learn_free(self, plan: Plan, drafts: list[Draft]) -> None:
@@ -212,7 +204,10 @@ class AdaptivePolicy:
         account, costs = self.account, self.account.costs
         rows, cached = len(kv_len), sum(kv_len)
         plain = costs.one(rows, cached)
-        price, most_longer = rows * max(1.0, account.speed), account.max_loss * plain
+        price, most_longer = (
+            rows * max(1.0, account.speed),
+            STAKE * max(account.credit, 0.0) * plain,
+        )
         best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
         for number, index in enumerate(order, 1):
             cached += kv_len[owners[index]]
@@ -231,7 +226,9 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         """See Policy."""
         allowed, verified = max(report.allowed), any(report.draft_tokens)
-        self._count(report.rows, allowed > 0, verified)
+        self.reasons[self._answer.reason] += report.rows
+        if allowed and not self._in_round:
+            self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
         plain = self.account.plain_ms(report)
         self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
@@ -272,12 +269,6 @@ class AdaptivePolicy:
             elif (learned := self.acceptance.learn(slot, tokens)) is not None:
                 found.append(Found(*learned))
         return found
-
-    def _count(self, rows: int, asked: bool, verified: bool) -> None:
-        """Reasons, by rows, for /server_info."""
-        self.reasons[self._answer.reason] += rows
-        if asked and not self._in_round:
-            self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += rows
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""

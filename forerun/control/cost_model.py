@@ -5,12 +5,7 @@ from math import exp, log
 
 import numpy as np
 
-from forerun.control.constants import (
-    DECAY,
-    FOLLOW,
-    MIN_REPEATS,
-    OUTLIER,
-)
+from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER
 from forerun.control.step_costs import StepCosts
 
 LARGEST = 14

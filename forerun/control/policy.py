@@ -1,12 +1,12 @@
 """The door to the control of speculation: one answer per step; the policy that never changes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.control.report import StepReport
-from forerun.interface.plan import Plan
+from forerun.interface.plan import Budget, Plan
 from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
@@ -16,42 +16,6 @@ FIXED = "fixed by the configuration"
 def off(reason: str) -> str:
     """How every part of the system words that nothing is drafted although it should be."""
     return f"speculation is off: {reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What every row may draft in the next step, and why, in words for people. Nothing: the step
-    is exactly a plain one.
-
-    nodes   draft tokens at most
-    depth   longest path of draft tokens
-    min_prob  draft tokens less likely than this would not be verified
-    model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
-            only these are asked
-    known   by row, how many tokens its grammar knows, for which there is room too; () = none
-    """
-
-    nodes: int
-    depth: int
-    reason: str
-    min_prob: float = 0.0
-    model_depth: int = 0
-    known: tuple[int, ...] = ()
-
-    def by_row(self, rows: int) -> list["Budget"]:
-        """The same for each row, with room for what its grammar knows."""
-        return [
-            self if count <= min(self.nodes, self.depth) else self._widened(count)
-            for count in self.known or (0,) * rows
-        ]
-
-    def _widened(self, count: int) -> "Budget":
-        return replace(
-            self,
-            nodes=max(self.nodes, count),
-            depth=max(self.depth, count),
-            reason=f"{self.reason}; {count} tokens known from the grammar",
-        )
 
 
 class Lookahead(Protocol):

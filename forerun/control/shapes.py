@@ -17,6 +17,7 @@ from forerun.control.constants import (
     DECAY,
     FIRST_RATE,
     HYSTERESIS,
+    MIN_REPEATS,
     PLAIN_EVERY,
     PRIOR,
     TRIAL,
@@ -85,10 +86,11 @@ class Shapes:
 
     def rates(self) -> list[float]:
         """By level: the chance that it is right where the one above is; unseen: as above. First
-        that of a draft token alone.
+        that of a draft token alone, which a whole level is at least.
         """
         tries, right = self._tries.tolist(), self._right.tolist()
-        rates, above = [0.0], FIRST_RATE
+        above = (PRIOR * FIRST_RATE + right[0]) / (PRIOR + tries[0])
+        rates = [0.0]
         for level in range(1, len(tries)):
             above = (PRIOR * above + right[level]) / (PRIOR + tries[level])
             rates.append(above)
@@ -110,27 +112,43 @@ class Shapes:
         """The shape that brings most per millisecond where so many of the rows can have it, and its
         speed over plain decoding.
         """
+        speeds = self._speeds(rows, share)
+        place = int(np.argmax(speeds))
+        return self.shapes[place], speeds[place]
+
+    def _speeds(self, rows: int, share: float) -> list[float]:
+        """Of every shape, over plain decoding."""
         single, *levels = self.rates()
         brought = np.cumprod(levels).cumsum().tolist()
-        speeds = [
+        return [
             (1.0 + share * (single if self._alone(shape) else brought[shape.depth - 1]))
             / self.ratio(rows, shape)
             for shape in self.shapes
         ]
-        place = int(np.argmax(speeds))
-        return self.shapes[place], speeds[place]
+
+    def _covered(self, rows: int, share: float) -> tuple[Shape, float] | None:
+        """The best shape whose loss the credit covers, and that loss in plain steps. Where trying
+        again costs a run-up, no less than the best will do.
+        """
+        speeds = self._speeds(rows, share)
+        order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
+        for place in order[:1] if self.losing else order:
+            loss = self.ratio(rows, self.shapes[place]) - 1.0
+            if self._account.covers(loss) and loss < self.shapes[place].depth:
+                return self.shapes[place], loss
+        return None
 
     def choose(self, slots: list[int]) -> Shape | None:
         """The shape of the coming step, None = no draft tokens. Changes nothing."""
         rows, able = len(slots), len(slots)
         if self.losing:
             able -= len(self._lost.intersection(slots))
-        bucket, (shape, _) = self._bucket(rows), self.best(rows, able / rows)
-        longer = self.ratio(rows, shape) - 1.0
-        if not able or longer >= shape.depth or not self._account.covers(longer):
+        if not able or (covered := self._covered(rows, able / rows)) is None:
             return None
-        on = bucket.on and self.best(rows)[1] > self.floor * (1.0 - HYSTERESIS)
-        due = bucket.rest >= bucket.wait and self._account.covers(longer * TRIAL / rows)
+        bucket, (shape, loss) = self._bucket(rows), covered
+        new = self._tries[:2].max() < MIN_REPEATS
+        on = bucket.on and (new or self.best(rows)[1] > self.floor * (1.0 - HYSTERESIS))
+        due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
         return shape if on or due else None
 
     def promising(self, rows: int) -> bool:
@@ -177,9 +195,12 @@ class Shapes:
             bucket.wait = PLAIN_EVERY // 2
 
     def _learn(self, alone: bool, found: list[Found]) -> None:
-        self._tries *= DECAY
-        self._right *= DECAY
+        # What was not tried is forgotten half as fast, or it would be tried again too soon.
         first = 0 if alone else 1
+        kept = np.full(len(self._tries), DECAY**0.5)
+        kept[first : first + max((each.tried for each in found), default=0)] = DECAY
+        self._tries *= kept
+        self._right *= kept
         for tried, right in found:
             self._tries[first : first + tried] += 1.0
             self._right[first : first + right] += 1.0

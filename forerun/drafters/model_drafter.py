@@ -149,7 +149,8 @@ class ModelDrafter:
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
         state, short = self._state(plan, row), len(plan.known[row]) == 1
-        return not state.current or (short and (state.idle > PATIENCE or self._within))
+        plain = self._within and not plan.max_nodes.any()
+        return not state.current or (short and (state.idle > PATIENCE or plain))
 
     def _keep(
         self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None

@@ -8,11 +8,11 @@ import numpy as np
 
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
-from forerun.control.policy import Budget, Policy
+from forerun.control.policy import Policy
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import CarriedPlan, Plan
+from forerun.interface.plan import Budget, CarriedPlan, Plan
 from forerun.types import Ints
 
 UNWANTED = Budget(0, 0, "off: the request wants no speculation")

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from forerun.control.policy import Budget
 from forerun.engine.request import Finish
+from forerun.interface.plan import Budget
 
 
 @dataclass(frozen=True, slots=True)

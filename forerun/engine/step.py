@@ -112,8 +112,7 @@ def draft(plan: Plan, parts: Parts) -> list[Draft]:
     nothing = [NO_DRAFT] * plan.rows
     if not any(plan.max_nodes.tolist()):
         return nothing
-    proposed = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
-    drafts = proposed
+    drafts = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
     if plan.some_constrained:
         drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
     return parts.policy.select(plan, drafts)

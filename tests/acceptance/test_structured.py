@@ -13,7 +13,7 @@ from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
-from forerun.control.slowdown_guard import SlowdownGuard
+from forerun.control.account import Account
 from forerun.control.step_costs import StepCosts
 from forerun.executors import cpu
 
@@ -66,13 +66,13 @@ COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
 @pytest.fixture
 def target(monkeypatch):
-    observe = SlowdownGuard.observe
+    observe = Account.observe
 
-    def by_table(guard, report):
-        ms = guard.costs.one(report.nodes, report.cached)
-        observe(guard, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+    def by_table(account, report):
+        ms = account.costs.one(report.nodes, report.cached)
+        observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
 
-    monkeypatch.setattr(SlowdownGuard, "observe", by_table)
+    monkeypatch.setattr(Account, "observe", by_table)
     target = open_target(EngineConfig(kv_tokens=2048))
     yield replace(target, costs=COSTS)
     target.close()

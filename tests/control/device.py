@@ -212,8 +212,8 @@ class Device:
 
     def _round(self, rows, deepest, levels):
         size = 1 << (rows - 1).bit_length(), deepest, levels
-        if 0 < deepest < levels:
-            deepest = levels  # It runs as the next larger one that is declared.
+        if 0 < deepest <= max(DEPTHS):  # It runs as the next larger one that is declared.
+            deepest = max(levels, min(depth for depth in DEPTHS if depth >= deepest))
         declared = {deepest, levels} <= {0, *DEPTHS} and (deepest in (0, levels) or not levels)
         capturing = not declared and size not in self._sizes
         self._sizes.add(size)

@@ -101,7 +101,8 @@ class Text:
         return self
 
     def step(self, policy):
-        allowed = [policy.budget(*arrays(self.rows)).nodes] * self.rows
+        budget = policy.budget(*arrays(self.rows))
+        allowed = [each.nodes for each in budget.by_row(self.rows)]
         shares = [
             self.random.uniform(0.2, 0.95, count if self.random.random() < self.match else 0)
             for count in allowed

@@ -7,7 +7,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import FIXED_MIN_PROB, MIN_PROB
 from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
-from forerun.speculative.tree import Draft
+from forerun.speculative.tree import Draft, DraftSource
 from tests.control.steps import FREE, MODEL, arrays, chain, plan_of, report_of, seen
 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
@@ -53,8 +53,9 @@ def bought(policy, *rows):
 
 def chain_of(scores):
     count = len(scores)
-    parents = np.arange(-1, count - 1, dtype=np.int32)
-    return Draft(np.arange(count, dtype=np.int32), parents, np.array(scores, np.float32))
+    tokens, parents = np.arange(count, dtype=np.int32), np.arange(-1, count - 1, dtype=np.int32)
+    source = np.full(count, DraftSource.GRAMMAR)
+    return Draft(tokens, parents, np.array(scores, np.float32), source)
 
 
 def test_where_nodes_are_dear_only_what_is_certain_enters():
@@ -140,6 +141,7 @@ def test_easy_text_makes_a_doubtful_draft_token_dear():
     for policy, tokens in ((easy, 4), (hard, 1)):
         for _ in range(100):
             policy.observe(report_of([[0] * tokens], [3], 5.2, cached=0))
+        policy.account.credit = 1e12
     assert bought(easy, [0.3]) == [0] and bought(hard, [0.3]) == [1]
     assert bought(easy, [1.0] * 6) == [6], "what is certain is worth it"
     assert easy.account.speed == pytest.approx(4 / 1.3, rel=0.05)
@@ -180,7 +182,7 @@ def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
 
     def learned():
         trusts = [acceptance.trust(0), acceptance.trust(1)]
-        rates = [] if free else acceptance.rates(np.arange(2)).tolist()
+        rates = [] if policy.shapes is None else policy.shapes.rates()
         return [*trusts, acceptance.first_rate, rates]
 
     before = learned()

@@ -1,6 +1,5 @@
 """Choosing among draft tokens that were seen: against brute force, and over simulated text."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,9 +14,10 @@ from forerun.control.constants import (
     CREDIT,
     LOSS_SHARE,
     PLAIN_EVERY,
+    STAKE,
 )
 from forerun.control.cost_model import LiveCosts
-from forerun.control.reasons import DISABLED, ON, SELDOM, WRONG
+from forerun.control.reasons import DISABLED, NOTHING_VERIFIED, ON, SELDOM, VERIFIED
 from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft
 from tests.control.steps import FREE, Text, arrays, chain, plan_of, report_of, seen
@@ -65,13 +65,9 @@ def test_good_guesses_are_used_where_they_are_cheap():
     assert Text(MIDDLE, 1, 1.0).run(opened(MIDDLE, 1), 300).over_plain() > 1.3
 
 
-def test_text_that_defies_the_drafter_is_hardly_drafted_for():
+def test_of_text_that_defies_the_drafter_hardly_anything_is_verified():
     text = Text(MIDDLE, 1, honesty=0.0, match=1.0)
-    policy = opened(MIDDLE, 1)
-    text.run(policy, 200)
-    before = text.drafted
-    text.run(policy, 320)
-    assert text.drafted - before <= 20
+    text.run(opened(MIDDLE, 1), 520)
     assert sum(text.verified[-320:]) <= 3
 
 
@@ -91,7 +87,7 @@ def test_dear_guesses_are_hardly_proposed():
 
 def test_a_probe_beside_many_rows_is_small():
     text = Text(STEEP, 64, 1.0, match=1.0).run(opened(STEEP, 64), 300)
-    assert max(text.verified) == 8
+    assert 0 < max(text.verified) <= 8
     assert np.count_nonzero(text.verified) == 300 // PLAIN_EVERY
 
 
@@ -113,7 +109,7 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
     assert asked(100, 2) <= 27, "the first look tells a new engine"
     assert policy.account.gain < 0.0 and not policy.account.empty
     assert asked(100, 2) in (25, 26)  # Perhaps with a probe.
-    assert policy.budget(slots, kv_len).reason == SELDOM
+    assert policy.describe()["reasons"][SELDOM] > 70
     asked(20, 4)
     assert asked(20, 4) == 20
 
@@ -163,9 +159,9 @@ def test_no_step_stakes_more_than_its_share_of_the_credit():
     policy = opened(MIDDLE, 4)
     drafts = [chain([0.99] * 4)] * 4
     for credit, most in (
-        (CREDIT, 1.0 + CREDIT / 4),
-        (0.4, 1.1),
-        (4 * CREDIT, 1.0 + CREDIT),
+        (CREDIT, 1.0 + STAKE * CREDIT),
+        (0.4, 1.0 + STAKE * 0.4),
+        (4 * CREDIT, 1.0 + STAKE * 4 * CREDIT),
     ):
         policy.account.credit = credit
         kept = sum(map(len, kept_of(policy, drafts)))
@@ -202,7 +198,7 @@ def test_costs_measured_wrongly_are_corrected():
     for _ in range(150):
         learn(live, 1, 0, 5.0)
         learn(live, 2, 0, 5.5)
-    one, two = live.many(np.array([1, 2]), np.zeros(2)).tolist()
+    one, two = live.one(1, 0), live.one(2, 0)
     assert two / one == pytest.approx(1.1, abs=0.05)
     assert one == pytest.approx(5.0, rel=0.1)
 
@@ -211,8 +207,7 @@ def test_a_slow_machine_does_not_make_guesses_dearer():
     live = LiveCosts(MIDDLE)
     for _ in range(300):
         learn(live, 1, 0, 3 * 6.1)
-    ms = live.many(np.array([1, 8]), np.zeros(2))
-    assert ms[1] / ms[0] == pytest.approx(10.7 / 6.1, rel=0.3)
+    assert live.one(8, 0) / live.one(1, 0) == pytest.approx(10.7 / 6.1, rel=0.3)
     assert live.pace > 2.0
 
 
@@ -221,24 +216,25 @@ def test_reasons_are_told_and_counted():
     Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
     facts = policy.describe()
     counted = facts["reasons"]
-    assert sum(counted.values()) >= 100 and counted[WRONG] and counted[WRONG] + counted[SELDOM] > 60
+    assert counted[ON] + counted[SELDOM] == 100 and counted[SELDOM] > 60
+    assert counted[VERIFIED] + counted[NOTHING_VERIFIED] == counted[ON]
     assert facts["trust_in_scores"] < 0.6 and facts["first_draft_token_right"] < 0.7
     budget = seen(opened(MIDDLE, 1)).budget(*arrays(1))
-    assert budget.reason == f"{ON} (those right in 8 % or more)"
+    assert budget.reason == ON and budget.min_prob == 0.08
 
 
-def guard_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
-    """A slowdown guard after steps of one row; whether it was disabled, step by step."""
-    guard, disabled = Account(costs), []
+def account_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
+    """The account after steps of one row; whether it was empty, step by step."""
+    account, disabled = Account(costs), []
     for _ in range(steps):
-        off = guard.empty
+        off = account.empty
         disabled.append(off)
-        guard.observe(
+        account.observe(
             report_of([[0]], [0], costs.verify_ms[0], allowed=[0], cached=0)
             if off
             else step_of(tokens, draft_tokens, ms, drafting_ms)
         )
-    return guard, disabled
+    return account, disabled
 
 
 def step_of(tokens, draft_tokens, ms, drafting_ms=0.0):
@@ -252,34 +248,34 @@ LEVEL = StepCosts((1, 2, 64), (10.0, 12.0, 136.0))
 
 
 def test_losing_guesses_lose_no_more_than_the_credit():
-    guard, disabled = guard_after(LEVEL, 2000, draft_tokens=1, tokens=1, ms=12.0)
-    assert -guard.saved <= CREDIT + LOSS_SHARE * 2000 + 0.5
-    assert np.mean(disabled) > 0.9 and guard.times_empty > 5
+    account, empty = account_after(LEVEL, 2000, draft_tokens=1, tokens=1, ms=12.0)
+    assert -account.saved <= CREDIT + LOSS_SHARE * 2000 + 0.5
+    assert np.mean(empty) > 0.9 and account.times_empty > 5
 
 
 def test_looking_for_guesses_counts_as_loss():
-    guard, disabled = guard_after(LEVEL, 1000, draft_tokens=0, tokens=1, ms=10.0, drafting_ms=0.6)
-    assert np.mean(disabled) > 0.7
-    assert -guard.saved <= CREDIT + LOSS_SHARE * 1000 + 0.5
+    account, empty = account_after(LEVEL, 1000, draft_tokens=0, tokens=1, ms=10.0, drafting_ms=0.6)
+    assert np.mean(empty) > 0.7
+    assert -account.saved <= CREDIT + LOSS_SHARE * 1000 + 0.5
 
 
 def test_winning_guesses_are_never_interrupted():
-    guard, disabled = guard_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0, drafting_ms=0.2)
-    assert not any(disabled)
-    assert guard.saved == pytest.approx(500 * (2 - 1.22), rel=0.02)
+    account, empty = account_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0, drafting_ms=0.2)
+    assert not any(empty)
+    assert account.saved == pytest.approx(500 * (2 - 1.22), rel=0.02)
 
 
 def test_an_interruption_from_outside_is_not_the_guesses_fault():
-    guard, _ = guard_after(LEVEL, 50, draft_tokens=1, tokens=2, ms=12.0)
-    guard.observe(step_of(2, 1, 500.0))
-    assert not guard.empty
+    account, _ = account_after(LEVEL, 50, draft_tokens=1, tokens=2, ms=12.0)
+    account.observe(step_of(2, 1, 500.0))
+    assert not account.empty
 
 
 def test_old_wins_do_not_pay_for_ever():
-    guard, _ = guard_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0)
+    account, _ = account_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0)
     steps = 0
-    while not guard.empty:
-        guard.observe(step_of(1, 1, 12.0))
+    while not account.empty:
+        account.observe(step_of(1, 1, 12.0))
         steps += 1
     assert steps <= (4 * CREDIT + 1) / (0.2 - LOSS_SHARE) + 2
 
@@ -290,16 +286,6 @@ def test_a_disabled_policy_asks_for_nothing_and_says_why():
     budget = policy.budget(*arrays(2))
     assert budget.nodes == 0 and budget.reason == DISABLED
     assert policy.describe()["disabled"] is True
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 63, 64, 65, 400])
-def test_the_cost_of_one_step_is_that_of_many(nodes):
-    """Reckoned by hand for one, with NumPy for many; also after steps have corrected them."""
-    live = LiveCosts(replace(MIDDLE, attend_ms=0.7))
-    for step in range(40):
-        learn(live, 1 + step % 90, 100 * step, 8.0 + step)
-    (many,) = live.many(np.array([nodes]), np.array([900.0])).tolist()
-    assert live.one(nodes, 900) == pytest.approx(many, rel=1e-9)
 
 
 @pytest.mark.parametrize("rows", [1, 16])

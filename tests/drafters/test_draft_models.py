@@ -16,12 +16,13 @@ from forerun.build.engine import make_engine, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete, make_request
 from forerun.config import EngineConfig
-from forerun.control.policy import Budget, FixedPolicy
+from forerun.control.policy import FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.executors.torch import TorchDecoderModel
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.kv import KvShape
 from forerun.interface.draft_model import BlockCandidates
+from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
@@ -213,10 +214,10 @@ class Resting(FixedPolicy):
         super().__init__(DEPTH, DEPTH)
         self.steps = iter(range(10**6))
 
-    def budgets(self, slots, kv_len, constrained=False):
+    def budget(self, slots, kv_len, constrained=False):
         if next(self.steps) % 9 in (3, 4, 5, 6):
-            return [Budget(0, 0, "not now")] * len(slots)
-        return super().budgets(slots, kv_len)
+            return Budget(0, 0, "not now")
+        return super().budget(slots, kv_len)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forerun.constrain.grammars import NoGrammars
-from forerun.control.policy import Budget, FixedPolicy
+from forerun.control.policy import FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
@@ -14,6 +14,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures
+from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
@@ -189,10 +190,10 @@ class Moody(FixedPolicy):
         object.__setattr__(self, "wanted", wanted)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budgets(self, slots, kv_len, constrained=False):
+    def budget(self, slots, kv_len, constrained=False):
         if self.wanted(next(self.steps)):
-            return super().budgets(slots, kv_len)
-        return [Budget(0, 0, "not now")] * len(slots)
+            return super().budget(slots, kv_len)
+        return Budget(0, 0, "not now")
 
 
 @pytest.mark.parametrize("rest", [2, 10, 40])

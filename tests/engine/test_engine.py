@@ -7,7 +7,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
-from tests.control.steps import PolicyOnTable
+from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.toys import (
     Ear,
     ask,
@@ -51,7 +51,7 @@ def test_preempted_and_resumed_text_is_the_same(name):
 @pytest.mark.parametrize("draft_ms", [0.0, 100.0])
 def test_a_policy_that_learns_changes_speed_only(draft_ms):
     costs = StepCosts(nodes=(1, 64), verify_ms=(1.0, 1.5), draft_ms=draft_ms)
-    engine = make("ngram", policy=PolicyOnTable(costs, 4, 4), pages=160, max_nodes=32)
+    engine = make("ngram", policy=PolicyOnTable(costs, 4, 4, MODEL), pages=160, max_nodes=32)
     requests = [ask(str(i), f"Prompt {i % 3}", 40, **SAMPLED) for i in range(5)]
     ear = run(engine, *requests)
     for request in requests:

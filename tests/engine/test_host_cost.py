@@ -19,7 +19,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import Outcome, SlotInit
 from forerun.text.stream import TextStream
-from tests.control.steps import PolicyOnTable, seen
+from tests.control.steps import FREE, PolicyOnTable, seen
 from tests.counted import lines
 from tests.drafters.test_ngram import plan as one_row
 from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make
@@ -103,7 +103,7 @@ def test_speculation_at_rest_costs_next_to_nothing():
     1.04, and 1.10 when every row was gone through to be told that it learnt nothing.)
     """
     dear = StepCosts((1, 64, 128), (1.0, 10.0, 40.0))
-    policy = seen(PolicyOnTable(dear, 8, 8, free=True))
+    policy = seen(PolicyOnTable(dear, 8, 8, FREE))
     counted = []
     for engine in (running("none", 64), running("ngram", 64, policy)):
         for _ in range(256):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from forerun.control.policy import Budget, FixedPolicy
+from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish
-from forerun.interface.plan import CarriedPlan, Outcome, Plan
-from tests.control.steps import PolicyOnTable
+from forerun.interface.plan import Budget, CarriedPlan, Outcome, Plan
+from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
 
@@ -267,20 +267,18 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
 
 
 class Counting(FixedPolicy):
-    """No draft tokens but in every seventh step; counts how often it is asked."""
+    """Draft tokens where none were looked for in six steps; counts how often it is asked."""
 
     def __init__(self):
         super().__init__(3, 3)
-        self.asked = 0
+        self.asked, self.looks = 0, []
 
-    def budgets(self, slots, kv_len, constrained=False):
-        if len(slots):
-            self.asked += 1
-        return (
-            super().budgets(slots, kv_len)
-            if self.asked % 7 == 0
-            else [Budget(0, 0, "")] * len(slots)
-        )
+    def budget(self, slots, kv_len, constrained=False):
+        self.asked += 1
+        return super().budget(slots, kv_len) if True not in self.looks[-6:] else Budget(0, 0, "")
+
+    def observe(self, report):
+        self.looks.append(any(report.allowed))
 
 
 @pytest.mark.parametrize(
@@ -300,18 +298,19 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
 
 
 def test_who_looks_now_and_then_does():
-    """A plan with draft tokens from the text is thrown away before its begin; its budget is not."""
-    toy, policy, looks = CarryingToy(limits()), Counting(), []
-    object.__setattr__(policy, "observe", lambda report: looks.append(any(report.allowed)))
+    """A plan with draft tokens from the text is thrown away before its begin, and made anew: they
+    come a step later.
+    """
+    toy, policy = CarryingToy(limits()), Counting()
     engine = make("ngram", executor=toy, overlap=True, policy=policy)
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
-    assert sum(looks) >= policy.asked // 7 > 10
+    assert sum(policy.looks) >= len(policy.looks) // 8 > 10
 
 
 def test_adaptive_guessing_sees_every_step():
-    costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), attend_ms=0.0, draft_ms=0.0)
-    policy, toy = PolicyOnTable(costs, 4, 4), CarryingToy(limits())
+    costs = StepCosts(nodes=(1, 16), verify_ms=(1.0, 1.1), in_round=True)
+    policy, toy = PolicyOnTable(costs, 4, 4, MODEL), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
     ear = run(engine, *requests)
@@ -319,7 +318,7 @@ def test_adaptive_guessing_sees_every_step():
         ear.expect(request)
     stats = engine.stats()
     assert stats.carried > stats.steps / 3
-    assert stats.acceptance_length > 2 and policy.describe()["first_draft_token_right"] > 0.7
+    assert stats.acceptance_length > 2 and policy.describe()["right_by_level"][0] > 0.7
 
 
 def test_a_plan_is_completed_by_the_outcome_before():

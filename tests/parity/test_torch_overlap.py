@@ -14,8 +14,7 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
-from forerun.control.policy import Budget, FixedPolicy
-from forerun.drafters import model_drafter
+from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import executor
@@ -23,6 +22,7 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import ASKED
+from forerun.interface.plan import Budget
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
 from tests.parity.test_torch_eagle_model import opened, opened_config
@@ -214,16 +214,14 @@ class Resting(FixedPolicy):
         super().__init__(2, 2)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budgets(self, slots, kv_len, constrained=False):
+    def budget(self, slots, kv_len, constrained=False):
         if next(self.steps) < 8:
-            return super().budgets(slots, kv_len, constrained)
-        return [Budget(0, 0, "not now")] * len(slots)
+            return super().budget(slots, kv_len, constrained)
+        return Budget(0, 0, "not now")
 
 
-@pytest.mark.parametrize("followed", [6, 100])
-def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch, followed):
-    """While the model is followed, and when it is given up."""
-    monkeypatch.setattr(model_drafter, "FOLLOWED", followed)
+def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):
+    """And are exactly plain ones: the model does not follow them."""
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
     requests = asked(learned[1], 0.8, (40, 40, 40))
     expected, _ = answered(eager, requests, False, **OFF)
@@ -237,7 +235,7 @@ def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkey
     found, stats = answered(slow[0], requests, True, **SHAPES[2])
     assert tokens(found) == tokens(expected)
     assert stats.carried > 0.7 * stats.steps > 20
-    assert (wanted[-1] is not None) == (followed == 100)
+    assert wanted[-1] is None
 
 
 def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypatch):

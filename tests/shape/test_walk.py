@@ -1,6 +1,6 @@
 """How far a newcomer has to walk with one token. The limits are alarms: they shrink, or whoever
 raises one says here what for. (Last: by 50 lines, since a look is charged with the head start that
-it costs where the device works ahead, control/slowdown_guard.py.)
+it costs where the device works ahead, control/account.py.)
 
 The walk through captured rounds with a draft head is counted in
 tests/parity/test_torch_overlap.py, where the device is emulated.
