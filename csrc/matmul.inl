@@ -2,8 +2,10 @@
 //
 // For one channel and one row, group after group in this order and no other:
 //     acc += (d * x.scale) * sum(q * x.q)        low += m * x.sum
-// and the result is acc + low. Nothing depends on the other rows, so a row's bits are the same
+// and the result is acc + low; where d belongs to 16 inputs, one after the other. Nothing depends on the other rows, so a row's bits are the same
 // alone and among 64.
+
+#include "k_bits.inl"
 
 namespace {
 
@@ -12,6 +14,8 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kQ5K;
+using forerun::kQ6K;
 using forerun::kQ8;
 using forerun::Matrix;
 using forerun::Target;
@@ -19,56 +23,119 @@ using forerun::Target;
 // Rows whose activations stay in the near cache while the weights of a block pass once.
 constexpr int kRowsAtOnce = 64;
 
-// What to fetch while a tile is worked on: bytes [first, last) of the tile that lies `distance`
+// What to fetch while a group is worked on: bytes [first, last) of the group that lies `distance`
 // bytes further on.
 struct Ahead {
     int64_t distance;
     int first, last;
 };
 
-// Eight scales of a tile: d of channels 0 to 7, 8 to 15, then m of the same.
+// What a tile's scales are taken from: the tile itself or, of K-quants, their halves as floats and
+// the 256 small numbers.
 template <int Format>
-FORERUN_INLINE F8 scale8(const uint8_t* scales, int index) {
-    if (Format != kQ4K) return load_half8(scales + 16 * index);
-    float floats[8];
-    memcpy(floats, scales + 32 * index, sizeof floats);
-    return load8(floats);
+struct Scales {
+    const uint8_t* tile;
+    F8 d[2], m[2];
+    const uint8_t* small;
+
+    // Eight scales of a group, the channels from 8 h on: d, or of Q6_K that of inputs from 16 p on.
+    FORERUN_MEMBER F8 scale(int group, int p, int h) const {
+        if (Format == kQ6K) {
+            return mul8(d[h], load_bytes8<true>(small + 32 * group + 16 * p + 8 * h));
+        }
+        if (Format == kQ4K || Format == kQ5K) {
+            return mul8(d[h], load_bytes8<false>(small + 16 * group + 8 * h));
+        }
+        return load_half8(tile + forerun::scales_at(Format) + 16 * h);
+    }
+    FORERUN_MEMBER F8 offset(int group, int h, F8 scale) const {
+        if (Format == kQ4K || Format == kQ5K) {
+            return mul8(m[h], load_bytes8<false>(small + 128 + 16 * group + 8 * h));
+        }
+        if (Format == kQ4M) return load_half8(tile + forerun::scales_at(Format) + 32 + 16 * h);
+        return mul8(scale, splat8(-8.0f));
+    }
+};
+
+template <int Format>
+FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
+    Scales<Format> scales;
+    scales.tile = tile;
+    if (!forerun::is_k_quant(Format)) return scales;
+    for (int h = 0; h < 2; h++) {
+        scales.d[h] = load_half8(tile + 16 * h);
+        if (Format != kQ6K) scales.m[h] = load_half8(tile + 32 + 16 * h);
+    }
+    scales.small = small_scales<Format>(tile, room);
+    return scales;
+}
+
+// acc and low of group `group` of a tile, whose quants lie at `quants`.
+template <int Format, int R>
+FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>& scales, int group,
+                                     const Group& x, F8 (&acc)[R][2], F8 (&low)[R][2]) {
+    constexpr int pieces = Format == kQ6K ? 2 : 1;  // that have a scale of their own
+    uint8_t bytes[Format == kQ5K || Format == kQ6K ? 512 : 1];
+    if (Format == kQ5K) spread_fives(quants, bytes);
+    if (Format == kQ6K) {
+        spread_sixes(quants, bytes);
+        spread_sixes(quants + 192, bytes + 256);
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < pieces; p++) {
+        I8 sum[R][2];
+        for (int r = 0; r < R; r++) {
+            sum[r][0] = sum[r][1] = splat_int8(Format == kQ6K ? x.excess32[r][p] : 0);
+        }
+        if (Format == kQ8) {
+            dot_bytes<R>(quants, x, sum);
+        } else if (Format == kQ5K) {
+            dot_sixes<R, 0, 8>(bytes, x, sum);
+        } else if (Format == kQ6K && p == 0) {
+            dot_sixes<R, 0, 4>(bytes, x, sum);
+        } else if (Format == kQ6K) {
+            dot_sixes<R, 4, 8>(bytes, x, sum);
+        } else {
+            dot_nibbles<R>(quants, x, sum);
+        }
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            const F8 d = scales.scale(group, p, h), m = scales.offset(group, h, d);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x.scale[r])), acc[r][h]);
+                if (Format != kQ8 && Format != kQ6K) {
+                    low[r][h] = fma8(m, splat8(x.sum[r]), low[r][h]);
+                }
+            }
+        }
+    }
 }
 
 // The two halves of a block's 16 channels for R rows.
 template <int Format, int R>
 FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, Ahead ahead,
                                      F8 (&out)[R][2]) {
+    constexpr int step = forerun::tile_groups(Format);
+    uint8_t room[forerun::is_k_quant(Format) ? 256 : 1];
     F8 acc[R][2], low[R][2];
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) acc[r][h] = low[r][h] = splat8(0.0f);
     }
-    for (int g = 0; g < groups; g++, x++, tile += forerun::tile_bytes(Format)) {
-        for (int i = ahead.first; i < ahead.last; i += 64) {
-            __builtin_prefetch(tile + ahead.distance + i, 0, 2);
-        }
-        I8 sum[R][2];
-        if (Format == kQ8) {
-            dot_bytes<R>(tile, *x, sum);
-        } else {
-            dot_nibbles<R>(tile, *x, sum);
-        }
-        const uint8_t* scales = tile + forerun::scales_at(Format);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            const F8 d = scale8<Format>(scales, h);
-            F8 m = mul8(d, splat8(-8.0f));
-            if (Format == kQ4M || Format == kQ4K) m = scale8<Format>(scales, h + 2);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x->scale[r])), acc[r][h]);
-                if (Format != kQ8) low[r][h] = fma8(m, splat8(x->sum[r]), low[r][h]);
+    for (int g = 0; g < groups; g += step, tile += forerun::tile_bytes(Format)) {
+        const Scales<Format> scales = scales_of<Format>(tile, room);
+        const uint8_t* quants = tile + forerun::quants_at(Format);
+        for (int k = 0; k < step; k++, x++) {
+            for (int i = ahead.first; i < ahead.last; i += 64) {
+                __builtin_prefetch(quants + ahead.distance + i, 0, 2);
             }
+            group_times_rows<Format, R>(quants, scales, k, *x, acc, low);
+            quants += forerun::group_bytes(Format);
         }
     }
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) {
-            out[r][h] = Format == kQ8 ? acc[r][h] : add8(acc[r][h], low[r][h]);
+            out[r][h] = Format == kQ8 || Format == kQ6K ? acc[r][h] : add8(acc[r][h], low[r][h]);
         }
     }
 }
@@ -100,8 +167,9 @@ static void rows_of_block(const Matrix& w, int block, const Group* x, int row, A
 // next block, so that memory is busy all the time; a single pass fetches a little ahead.
 template <int Format>
 FORERUN_INLINE Ahead ahead_of(const Matrix& w, int pass, int passes) {
-    if (passes == 1) return {2048, 0, forerun::tile_bytes(Format)};
-    const int lines = (forerun::tile_bytes(Format) + 63) / 64;
+    constexpr int bytes = forerun::tile_bytes(Format) / forerun::tile_groups(Format);
+    if (passes == 1) return {2048, 0, bytes};
+    const int lines = (bytes + 63) / 64;
     return {(int64_t)w.block_bytes(), pass * lines / passes * 64, (pass + 1) * lines / passes * 64};
 }
 
@@ -131,6 +199,8 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4: return product_as<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return product_as<kQ4M>(w, x, rows, first, last, out);
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
+        case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
+        case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

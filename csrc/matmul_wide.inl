@@ -2,7 +2,10 @@
 // the same order of float32, so the same bits.
 //
 // Up to eight rows meet one block at a time, which is then read from memory in one sweep; more rows
-// meet two blocks, four rows at a time, so that each broadcast of activations serves both.
+// meet two blocks, four rows at a time, so that each broadcast of activations serves both, or, of
+// K-quants, whose bits take longer to spread, one block, eight rows at a time.
+
+#include "k_bits.inl"
 
 namespace {
 
@@ -11,60 +14,148 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kQ5K;
+using forerun::kQ6K;
 using forerun::kQ8;
 using forerun::Matrix;
 using forerun::Target;
 
 constexpr int kWideRowsAtOnce = 64;  // whose activations stay in the near cache over a block
 
-// What to fetch while a tile is worked on: lines [first, last) from `distance` bytes further on.
+// What to fetch while a group is worked on: lines [first, last) from `distance` bytes further on.
 struct Lines {
     int64_t distance;
     int first, last;
 };
 
-// Sixteen scales of a tile: d of all channels (index 0) or m (index 1).
+// What a tile's scales are taken from: the tile itself or, of K-quants, their halves as floats and
+// the 256 small numbers.
 template <int Format>
-FORERUN_INLINE F16 scale16(const uint8_t* scales, int index) {
-    return Format == kQ4K ? load16(scales + 64 * index) : load_half16(scales + 32 * index);
+struct Scales {
+    const uint8_t* tile;
+    F16 d, m;
+    const uint8_t* small;
+
+    // The scales of a group: d, or of Q6_K that of inputs from 16 p on.
+    FORERUN_MEMBER F16 scale(int group, int p) const {
+        if (Format == kQ6K) {
+            return mul16(d, load_bytes_as_floats16<true>(small + 32 * group + 16 * p));
+        }
+        if (Format == kQ4K || Format == kQ5K) {
+            return mul16(d, load_bytes_as_floats16<false>(small + 16 * group));
+        }
+        return load_half16(tile + forerun::scales_at(Format));
+    }
+    FORERUN_MEMBER F16 offset(int group, F16 scale) const {
+        if (Format == kQ4K || Format == kQ5K) {
+            return mul16(m, load_bytes_as_floats16<false>(small + 128 + 16 * group));
+        }
+        if (Format == kQ4M) return load_half16(tile + forerun::scales_at(Format) + 32);
+        return mul16(scale, splat16(-8.0f));
+    }
+};
+
+template <int Format>
+FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
+    Scales<Format> scales;
+    scales.tile = tile;
+    if (!forerun::is_k_quant(Format)) return scales;
+    scales.d = load_half16(tile);
+    if (Format != kQ6K) scales.m = load_half16(tile + 32);
+    scales.small = small_scales<Format>(tile, room);
+    return scales;
 }
 
-// sum[r][v] = block v's weights times row r of one group, exact.
-template <int Format, int R, int V>
-FORERUN_INLINE void dot_tiles(const uint8_t* const (&tile)[V], const Group* x, int groups,
+// How many times four inputs a piece of the stored quants has.
+template <int Format>
+constexpr int kOperands = Format == kQ8 ? 1 : Format == kQ6K ? 4 : 2;
+
+// Unsigned bytes of piece J of a group's quants: lane c of operand k has inputs 4 k to 4 k + 3.
+template <int Format, int J>
+FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Format>]) {
+    constexpr int last = kOperands<Format> - 1;
+    if (Format == kQ6K) {
+        const I16 a = load_bytes16(quants + 192 * J), b = load_bytes16(quants + 192 * J + 64);
+        const I16 c = load_bytes16(quants + 192 * J + 128);
+        w[0] = low_sixes16(a);
+        w[1 % (last + 1)] = low_sixes16(b);
+        w[2 % (last + 1)] = low_sixes16(c);
+        w[last] = high_bits16(a, b, c);
+        return;
+    }
+    const I16 bytes = load_bytes16(quants + 64 * J);
+    w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
+    if (Format == kQ8) return;
+    w[last] = high_nibbles16(bytes);
+    if (Format != kQ5K) return;
+    const I16 fifth = load_bytes16(quants + 256);
+    w[0] = with_fifth16<2 * J % 8>(w[0], fifth);
+    w[last] = with_fifth16<(2 * J + 1) % 8>(w[last], fifth);
+}
+
+// sum[r][v] += piece J of V groups' quants times row r, exact.
+template <int Format, int R, int V, int J>
+FORERUN_INLINE void dot_piece(const uint8_t* const (&quants)[V], const Group* x, int groups,
                               I16 (&sum)[R][V]) {
+    constexpr int K = kOperands<Format>;
+    I16 w[V][K];
+    for (int v = 0; v < V; v++) {
+        load_operands<Format, J>(quants[v], w[v]);
+        for (int k = 0; k < K; k++) FORERUN_PIN(w[v][k]);
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < K; k++) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const int8_t* q = x[r / kLanes * groups].q[r % kLanes] + 4 * (K * J + k);
+            for (int v = 0; v < V; v++) {
+                sum[r][v] = dot16(sum[r][v], w[v][k], q);
+                FORERUN_PIN(sum[r][v]);
+            }
+        }
+    }
+}
+
+// Where the sums of row r begin, so that weights stored larger than they are come out right.
+template <int Format>
+FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
+    if (Format == kQ6K) return lanes.excess32[r % kLanes][half];
+    return Format == kQ8 ? lanes.excess[r % kLanes] : 0;
+}
+
+// acc and low of group `group` of V tiles; with Q6_K of the half `Half` of its inputs.
+template <int Format, int R, int V, int Half>
+FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
+                                      const Scales<Format> (&scales)[V], int group, const Group* x,
+                                      int groups, F16 (&acc)[R][V], F16 (&low)[R][V]) {
+    constexpr bool offset = Format != kQ8 && Format != kQ6K;
+    I16 sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-        const Group& lanes = x[r / kLanes * groups];
-        const I16 begin = splat_int16(Format == kQ8 ? lanes.excess[r % kLanes] : 0);
+        const I16 begin = splat_int16(first_sum<Format>(x[r / kLanes * groups], r, Half));
         for (int v = 0; v < V; v++) sum[r][v] = begin;
     }
-#pragma GCC unroll 8
-    for (int j = 0; j < (Format == kQ8 ? 8 : 4); j++) {
-        I16 first[V], second[V];
-        for (int v = 0; v < V; v++) {
-            const I16 bytes = load_bytes16(tile[v] + 64 * j);
-            first[v] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
-            second[v] = Format == kQ8 ? first[v] : high_nibbles16(bytes);
-            FORERUN_PIN(first[v]);
-            FORERUN_PIN(second[v]);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const int8_t* q = x[r / kLanes * groups].q[r % kLanes] + (Format == kQ8 ? 4 : 8) * j;
-            for (int v = 0; v < V; v++) {
-                sum[r][v] = dot16(sum[r][v], first[v], q);
-                FORERUN_PIN(sum[r][v]);
-            }
-        }
-        if (Format == kQ8) continue;
+    dot_piece<Format, R, V, Half>(quants, x, groups, sum);
+    if (Format != kQ6K) {
+        dot_piece<Format, R, V, 1>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 2>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 3>(quants, x, groups, sum);
+    }
+    if (Format == kQ8) {
+        dot_piece<Format, R, V, 4>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 5>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 6>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 7>(quants, x, groups, sum);
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+        const F16 d = scales[v].scale(group, Half), m = scales[v].offset(group, d);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            const int8_t* q = x[r / kLanes * groups].q[r % kLanes] + 8 * j + 4;
-            for (int v = 0; v < V; v++) {
-                sum[r][v] = dot16(sum[r][v], second[v], q);
-                FORERUN_PIN(sum[r][v]);
-            }
+            const Group& lanes = x[r / kLanes * groups];
+            const F16 scale = mul16(d, splat16(lanes.scale[r % kLanes]));
+            acc[r][v] = fma16(float16(sum[r][v]), scale, acc[r][v]);
+            if (offset) low[r][v] = fma16(m, splat16(lanes.sum[r % kLanes]), low[r][v]);
         }
     }
 }
@@ -73,37 +164,39 @@ FORERUN_INLINE void dot_tiles(const uint8_t* const (&tile)[V], const Group* x, i
 template <int Format, int R, int V>
 FORERUN_INLINE void blocks_times_rows(const Matrix& w, int block, const Group* x, Lines ahead,
                                       F16 (&out)[R][V]) {
-    constexpr bool kOffset = Format != kQ8;
+    constexpr int step = forerun::tile_groups(Format);
+    constexpr int bytes = forerun::tile_bytes(Format) / step;
     const int groups = w.groups();
     const uint8_t* tile[V];
+    uint8_t room[V][forerun::is_k_quant(Format) ? 256 : 1];
     F16 acc[R][V], low[R][V];
     for (int v = 0; v < V; v++) {
         tile[v] = w.tiles + (block + v) * w.block_bytes();
         for (int r = 0; r < R; r++) acc[r][v] = low[r][v] = splat16(0.0f);
     }
     const uint8_t* far = tile[0] + ahead.distance;
-    for (int g = 0; g < groups; g++, x++, far += V * forerun::tile_bytes(Format)) {
-        for (int i = ahead.first; i < ahead.last; i++) __builtin_prefetch(far + 64 * i, 0, 3);
-        I16 sum[R][V];
-        dot_tiles<Format, R, V>(tile, x, groups, sum);
-#pragma GCC unroll 2
+    for (int g = 0; g < groups; g += step) {
+        const uint8_t* quants[V];
+        Scales<Format> scales[V];
         for (int v = 0; v < V; v++) {
-            const uint8_t* scales = tile[v] + forerun::scales_at(Format);
-            const F16 d = scale16<Format>(scales, 0);
-            F16 m = mul16(d, splat16(-8.0f));
-            if (Format == kQ4M || Format == kQ4K) m = scale16<Format>(scales, 1);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const Group& lanes = x[r / kLanes * groups];
-                const F16 scale = mul16(d, splat16(lanes.scale[r % kLanes]));
-                acc[r][v] = fma16(float16(sum[r][v]), scale, acc[r][v]);
-                if (kOffset) low[r][v] = fma16(m, splat16(lanes.sum[r % kLanes]), low[r][v]);
-            }
+            quants[v] = tile[v] + forerun::quants_at(Format);
+            scales[v] = scales_of<Format>(tile[v], room[v]);
             tile[v] += forerun::tile_bytes(Format);
+        }
+        for (int k = 0; k < step; k++, x++, far += V * bytes) {
+            for (int i = ahead.first; i < ahead.last; i++) __builtin_prefetch(far + 64 * i, 0, 3);
+            groups_times_rows<Format, R, V, 0>(quants, scales, k, x, groups, acc, low);
+            if (Format == kQ6K) {
+                groups_times_rows<Format, R, V, 1>(quants, scales, k, x, groups, acc, low);
+            }
+            for (int v = 0; v < V; v++) quants[v] += forerun::group_bytes(Format);
         }
     }
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < V; v++) out[r][v] = kOffset ? add16(acc[r][v], low[r][v]) : acc[r][v];
+        for (int v = 0; v < V; v++) {
+            const bool offset = Format != kQ8 && Format != kQ6K;
+            out[r][v] = offset ? add16(acc[r][v], low[r][v]) : acc[r][v];
+        }
     }
 }
 
@@ -125,53 +218,55 @@ static void rows_of_blocks(const Matrix& w, int block, const Group* x, int row, 
     }
 }
 
-// Rows [begin, end) of V blocks, `Most` rows at a time. Weights come from memory once, for the first
-// pass: each fetches its part of the blocks that follow; a single pass fetches a little ahead.
-template <int Format, int V, int Most>
+using RowsOfBlocks = void (*)(const Matrix&, int, const Group*, int, Lines, Target);
+
+template <int Format, int V>
+constexpr RowsOfBlocks kRowsOfBlocks[] = {
+    rows_of_blocks<Format, 1, V>, rows_of_blocks<Format, 2, V>, rows_of_blocks<Format, 3, V>,
+    rows_of_blocks<Format, 4, V>, rows_of_blocks<Format, 5, V>, rows_of_blocks<Format, 6, V>,
+    rows_of_blocks<Format, 7, V>, rows_of_blocks<Format, 8, V>,
+};
+template <int Format>
+constexpr RowsOfBlocks kRowsOfBlocks<Format, 2>[] = {
+    rows_of_blocks<Format, 1, 2>,
+    rows_of_blocks<Format, 2, 2>,
+    rows_of_blocks<Format, 3, 2>,
+    rows_of_blocks<Format, 4, 2>,
+};
+
+// Rows [begin, end) of V blocks, as many at a time as there are versions. Weights come from memory
+// once, for the first pass: each fetches its part of the blocks that follow; a single pass fetches
+// a little ahead.
+template <int Format, int V>
 static void passes_over_blocks(const Matrix& w, int block, const Group* x, int begin, int end,
                                Target out) {
-    constexpr int lines = V * (forerun::tile_bytes(Format) + 63) / 64;
-    const int passes = (end - begin + Most - 1) / Most;
-    for (int row = begin, pass = 0; row < end; row += Most, pass++) {
+    constexpr int most = sizeof kRowsOfBlocks<Format, V> / sizeof(RowsOfBlocks);
+    constexpr int bytes = forerun::tile_bytes(Format) / forerun::tile_groups(Format);
+    constexpr int lines = V * (bytes + 63) / 64;
+    const int passes = (end - begin + most - 1) / most;
+    for (int row = begin, pass = 0; row < end; row += most, pass++) {
         Lines ahead = {8192, 0, lines};
         if (passes > 1) {
             ahead = {(int64_t)(V * w.block_bytes()), pass * lines / passes,
                      (pass + 1) * lines / passes};
         }
         const Group* lanes = x + (int64_t)(row / kLanes) * w.groups();
-        const int left = end - row;
-        if (Most > 4 && left >= 5) {
-            constexpr int M = Most > 4 ? 8 : 4;  // no more versions than are used
-            if (left == 5) rows_of_blocks<Format, M == 8 ? 5 : 4, V>(w, block, lanes, row, ahead, out);
-            else if (left == 6) rows_of_blocks<Format, M == 8 ? 6 : 4, V>(w, block, lanes, row, ahead, out);
-            else if (left == 7) rows_of_blocks<Format, M == 8 ? 7 : 4, V>(w, block, lanes, row, ahead, out);
-            else rows_of_blocks<Format, M, V>(w, block, lanes, row, ahead, out);
-            continue;
-        }
-        switch (left) {
-            case 1: rows_of_blocks<Format, 1, V>(w, block, lanes, row, ahead, out); break;
-            case 2: rows_of_blocks<Format, 2, V>(w, block, lanes, row, ahead, out); break;
-            case 3: rows_of_blocks<Format, 3, V>(w, block, lanes, row, ahead, out); break;
-            default: rows_of_blocks<Format, 4, V>(w, block, lanes, row, ahead, out);
-        }
+        const int rows = end - row < most ? end - row : most;
+        kRowsOfBlocks<Format, V>[rows - 1](w, block, lanes, row, ahead, out);
     }
 }
 
 template <int Format>
 static void product_as(const Matrix& w, const Group* x, int rows, int first, int last, Target out) {
-    if (rows <= 8) {
-        for (int block = first; block < last; block++) {
-            passes_over_blocks<Format, 1, 8>(w, block, x, 0, rows, out);
-        }
-        return;
-    }
+    constexpr bool k_quant = forerun::is_k_quant(Format);
+    const bool alone = rows <= 8 || k_quant;
     for (int begin = 0; begin < rows; begin += kWideRowsAtOnce) {
         const int end = rows - begin < kWideRowsAtOnce ? rows : begin + kWideRowsAtOnce;
         int block = first;
-        for (; block + 2 <= last; block += 2) {
-            passes_over_blocks<Format, 2, 4>(w, block, x, begin, end, out);
+        for (; !alone && block + 2 <= last; block += 2) {
+            passes_over_blocks<Format, k_quant ? 1 : 2>(w, block, x, begin, end, out);
         }
-        if (block < last) passes_over_blocks<Format, 1, 8>(w, block, x, begin, end, out);
+        for (; block < last; block++) passes_over_blocks<Format, 1>(w, block, x, begin, end, out);
     }
 }
 
@@ -180,6 +275,8 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4: return product_as<kQ4>(w, x, rows, first, last, out);
         case kQ4M: return product_as<kQ4M>(w, x, rows, first, last, out);
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
+        case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
+        case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

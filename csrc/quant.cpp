@@ -52,54 +52,9 @@ void read_floats(Source source, const uint8_t* row, int begin, int end, float* v
     }
 }
 
-// Q4_K and Q5_K: eight groups share two halves; each has a scale and an offset of 6 bits.
-void read_scales(const uint8_t* block, int group, float& d, float& m) {
-    const uint8_t* packed = block + 4;
-    int scale, offset;
-    if (group < 4) {
-        scale = packed[group] & 63;
-        offset = packed[group + 4] & 63;
-    } else {
-        scale = (packed[group + 4] & 15) | packed[group - 4] >> 6 << 4;
-        offset = packed[group + 4] >> 4 | packed[group] >> 6 << 4;
-    }
-    d = half_at(block) * (float)scale;
-    m = -half_at(block + 2) * (float)offset;
-}
-
-void read_q4_k(const uint8_t* block, int group, Piece& piece) {
-    read_scales(block, group, piece.d, piece.m);
-    const uint8_t* nibbles = block + 16 + group / 2 * 32;
-    for (int i = 0; i < kGroup; i++) piece.q[i] = nibbles[i] >> group % 2 * 4 & 15;
-}
-
-void read_q5_k(const uint8_t* block, int group, float* values) {
-    float d, m;
-    read_scales(block, group, d, m);
-    const uint8_t *fifth = block + 16, *nibbles = block + 48 + group / 2 * 32;
-    for (int i = 0; i < kGroup; i++) {
-        const int q = (nibbles[i] >> group % 2 * 4 & 15) | (fifth[i] >> group & 1) << 4;
-        values[i] = d * (float)q + m;
-    }
-}
-
-// Q6_K: 128 numbers at a time, their upper two bits apart; a scale of 8 bits for every 16.
-void read_q6_k(const uint8_t* block, int group, float* values) {
-    const int quarter = group % 4;
-    const uint8_t* low = block + group / 4 * 64 + quarter % 2 * 32;
-    const uint8_t* high = block + 128 + group / 4 * 32;
-    const int8_t* scales = (const int8_t*)block + 192 + group * 2;
-    const float d = half_at(block + 208);
-    for (int i = 0; i < kGroup; i++) {
-        const int q = (low[i] >> quarter / 2 * 4 & 15) | (high[i] >> 2 * quarter & 3) << 4;
-        values[i] = d * (float)scales[i / 16] * (float)(q - 32);
-    }
-}
-
 Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
     Piece piece = {};
     float values[kGroup] = {0};
-    const size_t block = (size_t)group / 8;
     switch (source) {
         case kFileQ4_0:
             piece.d = half_at(row + (size_t)group * 18);
@@ -114,9 +69,6 @@ Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
             piece.d = half_at(row + (size_t)group * 34);
             memcpy(piece.q, row + (size_t)group * 34 + 2, kGroup);
             return piece;
-        case kFileQ4_K: read_q4_k(row + block * 144, group % 8, piece); return piece;
-        case kFileQ5_K: read_q5_k(row + block * 176, group % 8, values); break;
-        case kFileQ6_K: read_q6_k(row + block * 210, group % 8, values); break;
         default: {
             const int begin = group * kGroup, end = begin + kGroup;
             read_floats(source, row, begin, end < inputs ? end : inputs, values);
@@ -126,37 +78,25 @@ Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
     return piece;
 }
 
-void write_scale(int format, uint8_t* at, float scale) {
-    if (format == kQ4K) {
-        memcpy(at, &scale, 4);
-    } else {
-        const uint16_t half = half_from_float(scale);  // exact: it was one
-        memcpy(at, &half, 2);
-    }
+void write_scale(uint8_t* at, float scale) {
+    const uint16_t half = half_from_float(scale);  // exact: it was one
+    memcpy(at, &half, 2);
 }
 
 void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
     uint8_t* at = tile + 4 * channel;
-    const int width = format == kQ4K ? 4 : 2;
-    uint8_t* scales = tile + scales_at(format) + width * channel;
-    write_scale(format, scales, piece.d);
+    uint8_t* scales = tile + scales_at(format) + 2 * channel;
+    write_scale(scales, piece.d);
     if (format == kQ8) {
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
         return;
     }
-    if (format != kQ4) write_scale(format, scales + width * kBlock, piece.m);
+    if (format == kQ4M) write_scale(scales + 2 * kBlock, piece.m);
     for (int i = 0; i < kGroup; i += 8) {
         for (int b = 0; b < 4; b++) {
             at[8 * i + b] = (uint8_t)(piece.q[i + b] | piece.q[i + 4 + b] << 4);
         }
     }
-}
-
-float read_scale(int format, const uint8_t* at) {
-    if (format != kQ4K) return half_at(at);
-    float scale;
-    memcpy(&scale, at, 4);
-    return scale;
 }
 
 }  // namespace
@@ -166,6 +106,8 @@ int packed_format(Source source) {
         case kFileQ4_0: return kQ4;
         case kFileQ4_1: return kQ4M;
         case kFileQ4_K: return kQ4K;
+        case kFileQ5_K: return kQ5K;
+        case kFileQ6_K: return kQ6K;
         default: return kQ8;
     }
 }
@@ -196,8 +138,17 @@ void pack(Source source, const uint8_t* rows, int channels, int inputs, int firs
           uint8_t* tiles) {
     const int format = packed_format(source), groups = (inputs + kGroup - 1) / kGroup;
     const size_t row_bytes = source_row_bytes(source, inputs);
+    const size_t block_bytes = (size_t)(groups / tile_groups(format)) * tile_bytes(format);
     for (int block = first; block < last; block++) {
-        uint8_t* tile = tiles + (size_t)block * groups * tile_bytes(format);
+        uint8_t* tile = tiles + block * block_bytes;
+        if (is_k_quant(format)) {
+            memset(tile, 0, block_bytes);
+            for (int lane = 0; lane < kBlock && block * kBlock + lane < channels; lane++) {
+                const uint8_t* row = rows + (size_t)(block * kBlock + lane) * row_bytes;
+                pack_k_quants(format, row, inputs, lane, tile);
+            }
+            continue;
+        }
         for (int group = 0; group < groups; group++, tile += tile_bytes(format)) {
             for (int lane = 0; lane < kBlock; lane++) {
                 const int channel = block * kBlock + lane;
@@ -212,13 +163,12 @@ void pack(Source source, const uint8_t* rows, int channels, int inputs, int firs
 }
 
 void unpack_row(const Matrix& matrix, int channel, float* out) {
-    const int lane = channel % kBlock, format = matrix.format, width = format == kQ4K ? 4 : 2;
+    const int lane = channel % kBlock, format = matrix.format;
     const uint8_t* tile = matrix.tiles + channel / kBlock * matrix.block_bytes();
+    if (is_k_quant(format)) return unpack_k_quants(format, tile, matrix.inputs, lane, out);
     for (int base = 0; base < matrix.inputs; base += kGroup, tile += tile_bytes(format)) {
-        const uint8_t* scales = tile + scales_at(format) + width * lane;
-        const float d = read_scale(format, scales);
-        const bool offset = format == kQ4M || format == kQ4K;
-        const float m = offset ? read_scale(format, scales + width * kBlock) : 0.0f;
+        const uint8_t* scales = tile + scales_at(format) + 2 * lane;
+        const float d = half_at(scales), m = format == kQ4M ? half_at(scales + 2 * kBlock) : 0.0f;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
             if (format == kQ8) {

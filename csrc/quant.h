@@ -8,12 +8,23 @@
 //
 //   Q4    256 B nibbles, half d[16]             w = d * (q - 8)      (GGUF Q4_0)
 //   Q4M   256 B nibbles, half d[16], half m[16] w = d * q + m        (GGUF Q4_1)
-//   Q4K   256 B nibbles, float d[16], m[16]     w = d * q + m        (GGUF Q4_K, whose scales are
-//                                                                     products: more than a half)
 //   Q8    512 B bytes,   half d[16]             w = d * q            (GGUF Q8_0, and the rest)
 //
+// K-quants share scales among 256 inputs, so that a tile is one block x eight groups, with as many
+// bytes as the file has for it:
+//
+//   Q4K   half d[16], half m[16], 192 B sixes s[8][16] and o[8][16], then for each of 8 groups
+//         256 B nibbles                         w = (d s) q + (m o)  (GGUF Q4_K)
+//   Q5K   the same scales, then for each group 256 B nibbles, 64 B fifth bits
+//   Q6K   half d[16], int8 s[8][2][16] (one for every 16 inputs), then for each group
+//         384 B sixes, 192 for every 16 inputs  w = (d s) (q - 32)   (GGUF Q6_K)
+//
 //   nibbles: byte 64 j + 4 c + b  = q of input 8 j + b (low) and 8 j + 4 + b (high), channel c
+//   fifth:   byte 4 c + b, bit j  = fifth bit of q of input 4 j + b, channel c
 //   bytes:   byte 64 j + 4 c + b  = q of input 4 j + b, channel c
+//   sixes:   256 numbers of 6 bits in 192 B: the first 192 in the low bits of as many bytes; number
+//            192 + i in the high bits of bytes i, 64 + i, 128 + i (lowest first). Of quants, number
+//            64 j + 4 c + b is q of input 4 j + b of the 16, channel c
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,16 +35,27 @@ constexpr int kGroup = 32;  // inputs that share a scale
 constexpr int kBlock = 16;  // output channels of a block
 constexpr int kLanes = 4;   // rows of activations that are kept together
 
-enum Format : int32_t { kQ4 = 0, kQ4M = 1, kQ8 = 2, kQ4K = 3 };
+enum Format : int32_t { kQ4 = 0, kQ4M = 1, kQ8 = 2, kQ4K = 3, kQ5K = 4, kQ6K = 5 };
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
 // them by the linker: hence `static`, and always-inline members.
 #define FORERUN_MEMBER inline __attribute__((always_inline))
 
-// Where a tile's scales begin, and where the next tile does.
-static constexpr int scales_at(int format) { return format == kQ8 ? 512 : 256; }
+static constexpr bool is_k_quant(int format) { return format >= kQ4K && format <= kQ6K; }
+
+// Groups of a tile, the bytes of one group's quants, and those of a tile's scales, which come first
+// in K-quants and last elsewhere.
+static constexpr int tile_groups(int format) { return is_k_quant(format) ? 8 : 1; }
+static constexpr int group_bytes(int format) {
+    return format == kQ8 ? 512 : format == kQ6K ? 384 : format == kQ5K ? 320 : 256;
+}
+static constexpr int scale_bytes(int format) {
+    return format == kQ6K ? 288 : is_k_quant(format) ? 256 : format == kQ4M ? 64 : 32;
+}
+static constexpr int scales_at(int format) { return is_k_quant(format) ? 0 : group_bytes(format); }
+static constexpr int quants_at(int format) { return is_k_quant(format) ? scale_bytes(format) : 0; }
 static constexpr int tile_bytes(int format) {
-    return scales_at(format) + kBlock * (format == kQ4K ? 8 : format == kQ4M ? 4 : 2);
+    return tile_groups(format) * group_bytes(format) + scale_bytes(format);
 }
 
 struct Matrix {
@@ -46,20 +68,21 @@ struct Matrix {
     FORERUN_MEMBER int blocks() const { return (channels + kBlock - 1) / kBlock; }
     FORERUN_MEMBER int groups() const { return (inputs + kGroup - 1) / kGroup; }
     FORERUN_MEMBER size_t block_bytes() const {
-        return (size_t)groups() * tile_bytes(format);
+        return (size_t)(groups() / tile_groups(format)) * tile_bytes(format);
     }
 };
 
 // One group of four rows of activations: x = scale * q. `sum` is scale * sum of q, which a
 // format with an offset needs; `excess` is -128 times the sum of q, which a product with weights
-// that are stored 128 larger begins at.
+// that are stored 128 larger begins at; `excess32` is -32 times the sum of each half of q.
 struct Group {
     int8_t q[kLanes][kGroup];
     float scale[kLanes];
     float sum[kLanes];
     int32_t excess[kLanes];
+    int32_t excess32[kLanes][2];
 };
-static_assert(sizeof(Group) == 176, "Group must be dense");
+static_assert(sizeof(Group) == 208, "Group must be dense");
 
 // What a file stores, for `pack`.
 enum Source : int32_t {
@@ -79,12 +102,16 @@ size_t packed_bytes(Source source, int channels, int inputs);
 size_t source_row_bytes(Source source, int inputs);
 
 // Repack blocks [first, last) of a matrix whose rows lie at `rows`; `inputs` not a multiple of 32
-// are padded with zeros, as are missing channels. Q4_0, Q4_1, Q4_K and Q8_0 keep their numbers
-// exactly; all else becomes 8 bits, symmetric: scale = largest / 127 as a half.
+// are padded with zeros, as are missing channels. What is quantised in the file keeps its numbers
+// exactly; floats become 8 bits, symmetric: scale = largest / 127 as a half.
 void pack(Source source, const uint8_t* rows, int channels, int inputs, int first, int last,
           uint8_t* tiles);
 
 // float[inputs] of one channel.
 void unpack_row(const Matrix& matrix, int channel, float* out);
+
+// The two for K-quants (k_quants.cpp): `blocks` is a file's blocks of one channel.
+void pack_k_quants(int format, const uint8_t* blocks, int inputs, int lane, uint8_t* tiles);
+void unpack_k_quants(int format, const uint8_t* tiles, int inputs, int lane, float* out);
 
 }  // namespace forerun

@@ -27,13 +27,16 @@ FORERUN_INLINE void quantise_group(const float* x, Group& out, int lane) {
         const float scale = bits >= 0x7f800000 ? forerun::float_of(0x7fc00000) : 0.0f;
         memset(out.q[lane], 0, kGroup);
         out.scale[lane] = out.sum[lane] = scale;
-        out.excess[lane] = 0;
+        out.excess[lane] = out.excess32[lane][0] = out.excess32[lane][1] = 0;
         return;
     }
-    const int32_t sum = round_to_bytes(x, 127.0f / largest, out.q[lane]);
+    int32_t sums[2];
+    round_to_bytes(x, 127.0f / largest, out.q[lane], sums);
+    const int32_t sum = sums[0] + sums[1];
     out.scale[lane] = largest / 127.0f;
     out.sum[lane] = out.scale[lane] * (float)sum;
     out.excess[lane] = -128 * sum;
+    for (int h = 0; h < 2; h++) out.excess32[lane][h] = -32 * sums[h];
 }
 
 // Quantises join(a, b), taken eight numbers at a time. What is missing in the last group is zero.

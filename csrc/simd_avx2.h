@@ -52,6 +52,11 @@ FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
 FORERUN_INLINE F8 load_half8(const void* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
 }
+template <bool Signed>
+FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)at);
+    return _mm256_cvtepi32_ps(Signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+}
 FORERUN_INLINE void store_half8(void* at, F8 a) {
     _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -64,6 +69,7 @@ FORERUN_INLINE F8 round8(F8 a) {
     const F8 magic = _mm256_set1_ps(12582912.0f);
     return _mm256_sub_ps(_mm256_add_ps(a, magic), magic);
 }
+FORERUN_INLINE I8 splat_int8(int32_t a) { return _mm256_set1_epi32(a); }
 FORERUN_INLINE F8 float8(I8 a) { return _mm256_cvtepi32_ps(a); }
 
 FORERUN_INLINE I8 load_bytes(const uint8_t* at) { return _mm256_loadu_si256((const I8*)at); }
@@ -137,6 +143,29 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
+// Two times two products of numbers up to 63 fit 16 bits: 4 * 63 * 127 < 2^15.
+template <int R, int First, int Last>
+FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+    const I8 ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 4
+    for (int j = First; j < Last; j += 2) {
+        I8 w[2][2];
+        for (int k = 0; k < 2; k++) {
+            for (int h = 0; h < 2; h++) w[k][h] = load_bytes(bytes + 64 * (j + k) + 32 * h);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const I8 q[2] = {splat_bytes(x.q[r] + 4 * j), splat_bytes(x.q[r] + 4 * j + 4)};
+            for (int h = 0; h < 2; h++) {
+                const I8 pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w[0][h], q[0]),
+                                                  _mm256_maddubs_epi16(w[1][h], q[1]));
+                sum[r][h] = _mm256_add_epi32(sum[r][h], _mm256_madd_epi16(pairs, ones));
+                FORERUN_PIN(sum[r][h]);
+            }
+        }
+    }
+}
+
 #else
 
 // VNNI adds four products straight into 32 bits.
@@ -154,16 +183,30 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
     }
 }
 
+// It wants unsigned weights: 128 larger than they are, which the beginning takes back.
 template <int R>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = splat_int8(x.excess[r]);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
         for (int h = 0; h < 2; h++) {
-            const I8 w = load_bytes(tile + 64 * j + 32 * h), size = _mm256_abs_epi8(w);
+            const I8 w = _mm256_xor_si256(load_bytes(tile + 64 * j + 32 * h),
+                                          _mm256_set1_epi8((char)0x80));
             for (int r = 0; r < R; r++) {
-                const I8 q = _mm256_sign_epi8(splat_bytes(x.q[r] + 4 * j), w);
-                sum[r][h] = FORERUN_VNNI(sum[r][h], size, q);
+                sum[r][h] = FORERUN_VNNI(sum[r][h], w, splat_bytes(x.q[r] + 4 * j));
+            }
+        }
+    }
+}
+
+template <int R, int First, int Last>
+FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+#pragma GCC unroll 8
+    for (int j = First; j < Last; j++) {
+        for (int h = 0; h < 2; h++) {
+            const I8 w = load_bytes(bytes + 64 * j + 32 * h);
+            for (int r = 0; r < R; r++) {
+                sum[r][h] = FORERUN_VNNI(sum[r][h], w, splat_bytes(x.q[r] + 4 * j));
             }
         }
     }
@@ -216,7 +259,14 @@ FORERUN_INLINE uint32_t largest_bits(const float* x) {
     return (uint32_t)_mm_cvtsi128_si32(half);
 }
 
-FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) {
+FORERUN_INLINE int32_t sum_of(I8 total) {
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
+    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
+    return _mm_cvtsi128_si32(half);
+}
+
+FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int32_t (&sums)[2]) {
     const F8 scale = splat8(inverse);
     I8 wide[4];
     for (int i = 0; i < 4; i++) wide[i] = _mm256_cvtps_epi32(mul8(load8(x + 8 * i), scale));
@@ -225,12 +275,8 @@ FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) 
     const I8 order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const I8 bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
     _mm256_storeu_si256((I8*)q, bytes);
-    const I8 total = _mm256_add_epi32(_mm256_add_epi32(wide[0], wide[1]),
-                                      _mm256_add_epi32(wide[2], wide[3]));
-    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-    half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xb1));
-    return _mm_cvtsi128_si32(half);
+    sums[0] = sum_of(_mm256_add_epi32(wide[0], wide[1]));
+    sums[1] = sum_of(_mm256_add_epi32(wide[2], wide[3]));
 }
 
 }  // namespace

@@ -21,6 +21,12 @@ FORERUN_INLINE F16 load16(const void* at) { return _mm512_loadu_ps(at); }
 FORERUN_INLINE F16 load_half16(const void* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
 }
+// Sixteen bytes, with a sign or without.
+template <bool Signed>
+FORERUN_INLINE F16 load_bytes_as_floats16(const uint8_t* at) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)at);
+    return _mm512_cvtepi32_ps(Signed ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+}
 FORERUN_INLINE F16 splat16(float a) { return _mm512_set1_ps(a); }
 FORERUN_INLINE F16 add16(F16 a, F16 b) { return _mm512_add_ps(a, b); }
 FORERUN_INLINE F16 mul16(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
@@ -43,6 +49,21 @@ FORERUN_INLINE I16 low_nibbles16(I16 both) {
 }
 FORERUN_INLINE I16 high_nibbles16(I16 both) {
     return low_nibbles16(_mm512_srli_epi16(both, 4));
+}
+// Bit J of every byte as bit 4, with the low nibbles of `a`.
+template <int J>
+FORERUN_INLINE I16 with_fifth16(I16 a, I16 fifth) {
+    const I16 bit = J < 4 ? _mm512_slli_epi16(fifth, J < 4 ? 4 - J : 0)
+                          : _mm512_srli_epi16(fifth, J < 4 ? 0 : J - 4);
+    return _mm512_ternarylogic_epi32(a, bit, _mm512_set1_epi8(16), 0xf8);  // a | (bit & 16)
+}
+FORERUN_INLINE I16 low_sixes16(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(63)); }
+// The bytes made of the two high bits of a, b and c, lowest first.
+FORERUN_INLINE I16 high_bits16(I16 a, I16 b, I16 c) {
+    const I16 two = _mm512_and_si512(_mm512_srli_epi16(a, 6), _mm512_set1_epi8(3));
+    const I16 four = _mm512_ternarylogic_epi32(two, _mm512_srli_epi16(b, 4),
+                                               _mm512_set1_epi8(12), 0xf8);
+    return _mm512_ternarylogic_epi32(four, _mm512_srli_epi16(c, 2), _mm512_set1_epi8(48), 0xf8);
 }
 // Signed bytes as unsigned ones that are 128 larger.
 FORERUN_INLINE I16 plus_128(I16 bytes) {

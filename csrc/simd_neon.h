@@ -69,6 +69,14 @@ FORERUN_INLINE F8 load_half8(const void* at) {
     const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)at));
     return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
 }
+template <bool Signed>
+FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {
+    const uint8x8_t bytes = vld1_u8(at);
+    const int16x8_t wide = Signed ? vmovl_s8(vreinterpret_s8_u8(bytes))
+                                  : vreinterpretq_s16_u16(vmovl_u8(bytes));
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))),
+            vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)))};
+}
 FORERUN_INLINE void store_half8(void* at, F8 a) {
     const float16x8_t halves = vcombine_f16(vcvt_f16_f32(a.low), vcvt_f16_f32(a.high));
     vst1q_u16((uint16_t*)at, vreinterpretq_u16_f16(halves));
@@ -81,6 +89,7 @@ FORERUN_INLINE F8 power8(F8 n) {
     return {vreinterpretq_f32_s32(low), vreinterpretq_f32_s32(high)};
 }
 FORERUN_INLINE F8 round8(F8 a) { return {vrndnq_f32(a.low), vrndnq_f32(a.high)}; }
+FORERUN_INLINE I8 splat_int8(int32_t a) { return {vdupq_n_s32(a), vdupq_n_s32(a)}; }
 FORERUN_INLINE F8 float8(I8 a) { return {vcvtq_f32_s32(a.low), vcvtq_f32_s32(a.high)}; }
 
 // Four activations in every lane of four.
@@ -112,13 +121,13 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
     }
 }
 
-template <int R>
-FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = {vdupq_n_s32(0), vdupq_n_s32(0)};
+// Bytes from 0 to 63, or with a sign, of inputs 4 First to 4 Last alone, added to `sum`.
+template <int R, int First, int Last>
+FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
+    for (int j = First; j < Last; j++) {
         int8x16_t w[4];
-        for (int i = 0; i < 4; i++) w[i] = vld1q_s8((const int8_t*)tile + 64 * j + 16 * i);
+        for (int i = 0; i < 4; i++) w[i] = vld1q_s8((const int8_t*)bytes + 64 * j + 16 * i);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
             const int8x16_t q = splat_bytes(x.q[r] + 4 * j);
@@ -128,6 +137,12 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
             }
         }
     }
+}
+
+template <int R>
+FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
+    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = splat_int8(0);
+    dot_sixes<R, 0, 8>(tile, x, sum);
 }
 
 struct U8 {
@@ -172,15 +187,16 @@ FORERUN_INLINE uint32_t largest_bits(const float* x) {
     return vmaxvq_u32(most);
 }
 
-FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) {
+FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int32_t (&sums)[2]) {
     int32x4_t total = vdupq_n_s32(0);
     for (int i = 0; i < kGroup; i += 8) {
+        if (i == 16) sums[0] = vaddvq_s32(total), total = vdupq_n_s32(0);
         const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i), inverse));
         const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4), inverse));
         total = vaddq_s32(total, vaddq_s32(low, high));
         vst1_s8(q + i, vmovn_s16(vcombine_s16(vmovn_s32(low), vmovn_s32(high))));
     }
-    return vaddvq_s32(total);
+    sums[1] = vaddvq_s32(total);
 }
 
 }  // namespace

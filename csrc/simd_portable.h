@@ -63,6 +63,14 @@ FORERUN_INLINE F8 load_half8(const void* at) {
     return r;
 }
 
+// Eight bytes, with a sign or without.
+template <bool Signed>
+FORERUN_INLINE F8 load_bytes8(const uint8_t* at) {
+    F8 r;
+    FORERUN_EACH r[i] = Signed ? (float)(int8_t)at[i] : (float)at[i];
+    return r;
+}
+
 FORERUN_INLINE void store_half8(void* at, F8 a) {
     uint16_t halves[8];
     FORERUN_EACH halves[i] = forerun::half_from_float(a[i]);
@@ -78,6 +86,7 @@ FORERUN_INLINE F8 power8(F8 n) {
 // To the nearest whole number, ties to even, for |a| < 2^22.
 FORERUN_INLINE F8 round8(F8 a) { return (a + splat8(12582912.0f)) - splat8(12582912.0f); }
 
+FORERUN_INLINE I8 splat_int8(int32_t a) { return I8{a, a, a, a, a, a, a, a}; }
 FORERUN_INLINE F8 float8(I8 a) {
     F8 r;
     FORERUN_EACH r[i] = (float)a[i];
@@ -110,6 +119,18 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
                 total += (int8_t)tile[64 * (i / 4) + 4 * c + i % 4] * x.q[r][i];
             }
             sum[r][c / 8][c % 8] = total;
+        }
+    }
+}
+
+// The same for bytes from 0 to 63, of inputs 4 First to 4 Last alone, added to `sum`.
+template <int R, int First, int Last>
+FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+    for (int r = 0; r < R; r++) {
+        for (int c = 0; c < forerun::kBlock; c++) {
+            for (int i = 4 * First; i < 4 * Last; i++) {
+                sum[r][c / 8][c % 8] += bytes[64 * (i / 4) + 4 * c + i % 4] * x.q[r][i];
+            }
         }
     }
 }
@@ -153,15 +174,14 @@ FORERUN_INLINE uint32_t largest_bits(const float* x) {
     return largest;
 }
 
-// q = x * inverse to nearest, all within [-127, 127]; returns the sum of q.
-FORERUN_INLINE int32_t round_to_bytes(const float* x, float inverse, int8_t* q) {
-    int32_t sum = 0;
+// q = x * inverse to nearest, all within [-127, 127], and the sum of each half of q.
+FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int32_t (&sums)[2]) {
+    sums[0] = sums[1] = 0;
     for (int i = 0; i < kGroup; i++) {
         const float scaled = x[i] * inverse;
         q[i] = (int8_t)(int32_t)((scaled + 12582912.0f) - 12582912.0f);
-        sum += q[i];
+        sums[i / 16] += q[i];
     }
-    return sum;
 }
 
 }  // namespace

@@ -144,21 +144,23 @@ static void compare(const Kernels& k) {
         const Floats logits = normal(1003, spread);
         same(k.name, "choice", choices_by(k, logits), choices_by(plain, logits));
     }
-    for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0}) {
+    for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K}) {
         for (int rows : {1, 2, 3, 4, 7, 65}) {
-            const int channels = 40, inputs = 96;
+            const int format = packed_format((Source)source);
+            const int channels = 40, inputs = is_k_quant(format) ? 512 : 96;
             std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
             for (uint8_t& byte : file) byte = (uint8_t)(random_bits() & 0xff);
             // Scales: a byte of which every value makes a modest half.
-            const size_t step = source_row_bytes((Source)source, 32);
-            for (size_t at = 0; at < file.size(); at += step) {
+            const size_t step = source_row_bytes((Source)source, is_k_quant(format) ? 256 : 32);
+            const size_t first = source == kFileQ6_K ? 208 : 0;
+            const bool two = format == kQ4M || format == kQ4K || format == kQ5K;
+            for (size_t at = first; at < file.size(); at += step) {
                 file[at + 1] = 0x20 | (file[at + 1] & 0x93);
-                if (source == kFileQ4_1) file[at + 3] = 0x20 | (file[at + 3] & 0x93);
+                if (two) file[at + 3] = 0x20 | (file[at + 3] & 0x93);
             }
             std::vector<uint8_t> tiles(packed_bytes((Source)source, channels, inputs));
             pack((Source)source, file.data(), channels, inputs, 0, (channels + 15) / 16,
                  tiles.data());
-            const int format = packed_format((Source)source);
             const Floats x = normal((size_t)rows * inputs, 3);
             same(k.name, "product", product_by(k, format, channels, inputs, rows, tiles, x),
                  product_by(plain, format, channels, inputs, rows, tiles, x));

@@ -7,6 +7,8 @@ groups of 32, keys and values as halves; sums in float64 where the core sums in 
 import numpy as np
 
 GROUP = 32
+KEPT = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+"""Storage whose numbers the core keeps."""
 
 
 def quantised(x):
@@ -25,7 +27,7 @@ def quantised(x):
 def packed(checkpoint, name):
     """A matrix as the core keeps it, float32."""
     matrix, stored = checkpoint.tensor(name), checkpoint.packed(name)
-    if stored is not None and stored.kind in ("Q4_0", "Q4_1", "Q8_0"):
+    if stored is not None and stored.kind in KEPT:
         return matrix
     rows, columns = matrix.shape
     padded = np.zeros((rows, -(-columns // GROUP) * GROUP), np.float32)

@@ -16,20 +16,18 @@ int main() {
     std::normal_distribution<float> draw(0, 3);
     const Kernels& plain = *choose_kernels("portable");
     int compared = 0;
-    for (int format : {kQ4, kQ4M, kQ4K, kQ8}) {
+    for (int format : {kQ4, kQ4M, kQ8, kQ4K, kQ5K, kQ6K}) {
         for (int channels : {16, 40, 100}) {
             Matrix w;
             w.format = format;
             w.channels = channels;
-            w.inputs = 96;
+            w.inputs = is_k_quant(format) ? 512 : 96;
             std::vector<uint8_t> tiles(w.blocks() * w.block_bytes());
             for (uint8_t& byte : tiles) byte = (uint8_t)random_bits();
+            const int halves = format == kQ4M || format == kQ4K || format == kQ5K ? 32 : 16;
             for (size_t at = 0; at < tiles.size(); at += tile_bytes(format)) {
-                // Modest scales: floats of Q4_K, halves of the others.
-                const int size = format == kQ4K ? 4 : 2;
-                for (int i = scales_at(format) + size - 1; i < tile_bytes(format); i += size) {
-                    tiles[at + i] = 0x20 | (tiles[at + i] & 0x93);
-                }
+                uint8_t* scales = &tiles[at + scales_at(format)];  // modest ones
+                for (int i = 1; i < 2 * halves; i += 2) scales[i] = 0x20 | (scales[i] & 0x93);
             }
             w.tiles = tiles.data();
             for (int rows = 1; rows <= 130; rows++) {

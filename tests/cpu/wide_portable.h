@@ -55,6 +55,10 @@ static F16 load_half16(const void* at) {
     memcpy(halves, at, 32);
     return floats([&](int i) { return forerun::float_from_half(halves[i]); });
 }
+template <bool Signed>
+static F16 load_bytes_as_floats16(const uint8_t* at) {
+    return floats([&](int i) { return Signed ? (float)(int8_t)at[i] : (float)at[i]; });
+}
 static F16 splat16(float a) { return floats([&](int) { return a; }); }
 static F16 add16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] + b.of[i]; }); }
 static F16 mul16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] * b.of[i]; }); }
@@ -77,6 +81,27 @@ static I16 load_bytes16(const uint8_t* at) {
 static I16 splat_int16(int32_t a) { return words([&](int) { return a; }); }
 static I16 low_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a & 15; }); }
 static I16 high_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a >> 4; }); }
+template <int J>
+static I16 with_fifth16(I16 a, I16 fifth) {
+    uint8_t low[64], bits[64];
+    memcpy(low, a.of, 64);
+    memcpy(bits, fifth.of, 64);
+    for (int i = 0; i < 64; i++) low[i] |= (bits[i] >> J & 1) << 4;
+    memcpy(a.of, low, 64);
+    return a;
+}
+static I16 low_sixes16(I16 a) { return bytes(a, [](uint8_t byte) { return byte & 63; }); }
+static I16 high_bits16(I16 a, I16 b, I16 c) {
+    uint8_t from[3][64];
+    memcpy(from[0], a.of, 64);
+    memcpy(from[1], b.of, 64);
+    memcpy(from[2], c.of, 64);
+    for (int i = 0; i < 64; i++) {
+        from[0][i] = (uint8_t)(from[0][i] >> 6 | from[1][i] >> 6 << 2 | from[2][i] >> 6 << 4);
+    }
+    memcpy(a.of, from[0], 64);
+    return a;
+}
 static I16 plus_128(I16 all) { return bytes(all, [](uint8_t a) { return a ^ 0x80; }); }
 
 static I16 dot16(I16 sum, I16 w, const int8_t* q) {

@@ -63,7 +63,7 @@ class CpuFeatures:
 
 
 class CpuExecutor:
-    """Quantised inference on the CPU, in 4 or 8 bits as the file has it.
+    """Quantised inference on the CPU, in 4 to 8 bits as the file has it.
 
     Activations are 8 bits with one scale per 32, sums are integers, and floats are added in an
     order that depends on positions only: a row's bits are the same alone, in any batch, under
@@ -223,7 +223,7 @@ class CpuExecutor:
             "device": "cpu",
             "kernels": self._kernels,
             "threads": self._threads,
-            "dtype": "4 or 8 bits as in the file, activations 8 bits in groups of 32",
+            "dtype": "4 to 8 bits as in the file, activations 8 bits in groups of 32",
             "weight_bytes": self._weight_bytes,
             "cache_bytes": self.cache_bytes,
             "cache_dtype": "float16",

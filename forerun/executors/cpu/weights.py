@@ -1,8 +1,8 @@
 """A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
 
-Q4_0, Q4_1, Q4_K and Q8_0 keep the file's own numbers exactly. Everything else (floats, other
-K-quants) becomes 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to
-nearest; what the core does not read itself goes through float32.
+Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many bytes.
+Everything else (floats, other quants) becomes 8 bits in groups of 32: symmetric, scale = largest /
+127 as a half, rounded to nearest; what the core does not read itself goes through float32.
 """
 
 import ctypes
