@@ -20,7 +20,8 @@ HEAD = """# Coming from another server
 
 Move the command line over. Each name below works on `forerun serve`, `run` and `chat` (and where
 else the option exists), as `FORERUN_*` in the environment, and in a `--config` file; it is
-honoured, or refused with a sentence that names what to do. Nothing is accepted and ignored.
+honoured, or taken with a line in the log where it changes no text here, or refused with a sentence
+that names what to do.
 
     python -m forerun.launch_server --model-path org/target --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path org/draft --speculative-num-steps 3 \\

@@ -40,14 +40,15 @@ def _own(field: str) -> str:
     return own_option(FIELDS[field]).flag
 
 
-def same(flags: str, field: str, *sources: str, note: str = "") -> list[Alias]:
+def same(flags: str, field: str, *sources: str, note: str = "", takes: str = VALUE) -> list[Alias]:
     """Names, parted by blanks, that take a field's own values."""
 
     def assign(where: str, text: str) -> dict[str, Any]:
         return {field: parsed(FIELDS[field], where, text)}
 
     meaning = f"`{_own(field)}`" + (f"; {note}" if note else "")
-    return [Alias(Option(flag, (field,), assign), sources, meaning) for flag in flags.split()]
+    made = [Option(flag, (field,), assign, takes) for flag in flags.split()]
+    return [Alias(option, sources, meaning) for option in made]
 
 
 def length(flags: str, field: str, *sources: str) -> list[Alias]:
@@ -105,6 +106,18 @@ def usual(
     shown = f"only {' or '.join(allowed)}: " if allowed else ""
     made = [Option(flag, (), assign, takes) for flag in flags.split()]
     return [Alias(option, sources, shown + why) for option in made]
+
+
+def taken(flags: str, *sources: str, why: str, takes: str = VALUE) -> list[Alias]:
+    """Names that change nothing here and are taken with a line in the log. why: what holds."""
+
+    def assign(where: str, text: str) -> dict[str, Any]:
+        if takes != NOTHING or text.lower() not in NO:
+            log.warning("%s changes nothing here: %s.", where, why)
+        return {}
+
+    made = [Option(flag, (), assign, takes) for flag in flags.split()]
+    return [Alias(option, sources, f"taken, changes nothing: {why}") for option in made]
 
 
 def refused(flags: str, *sources: str, why: str, takes: str = VALUE) -> list[Alias]:

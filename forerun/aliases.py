@@ -1,8 +1,9 @@
 """What other servers call our options: one table, which the command line, the environment, files
 and docs/migrating.md are made of.
 
-A name is honoured, or refused with a sentence that names what to do; nothing is accepted and
-ignored. Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0 and llama.cpp's server.
+A name is honoured, or taken with a line in the log where it changes no text here, or refused with
+a sentence that names what to do. Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0
+and llama.cpp's server.
 """
 
 from forerun.alias_kinds import (
@@ -25,9 +26,10 @@ from forerun.alias_kinds import (
     same,
     speculative_config,
     switch,
+    taken,
     usual,
 )
-from forerun.flags import MAYBE, NOTHING
+from forerun.flags import MANY, MAYBE, NOTHING
 
 _ONE_DEVICE = (
     "a model is cut over devices by --tp-size alone (jax executor); beyond that start several "
@@ -41,7 +43,7 @@ _GRAMMARS = (
     "xgrammar, outlines or lm-format-enforcer is named"
 )
 _PREFIX = "prefixes are always cached; that changes no token"
-_NO_CODE = "no code from a model's folder is ever run"
+_NO_CODE = "no code from a model's folder is ever run, and none is needed"
 _TOKENIZER = "the tokenizer is the model's own, from its folder or file"
 
 _DRAFTING = [
@@ -55,8 +57,8 @@ _DRAFTING = [
         meaning="a JSON object: method, model, revision, num_speculative_tokens (N means "
         "`--speculative-num-steps N --speculative-num-draft-tokens N+1`); other keys are refused",
     ),
-    *refused("--speculative-attention-mode --speculative-draft-attention-backend", SGLANG,
-              why=_KERNEL),
+    *taken("--speculative-attention-mode --speculative-draft-attention-backend", SGLANG,
+            why=_KERNEL),
     *usual("--speculative-draft-model-quantization", ("unquant", "none"), SGLANG,
             why="a draft is computed in the target's numbers"),
     *switch("--speculative-adaptive", {"policy": "adaptive"}, SGLANG),
@@ -139,25 +141,41 @@ _MODEL = [
     *same("--chat-template-file", "chat_template", LLAMA),
     *usual("--jinja", (), LLAMA, why="templates are always Jinja", takes=NOTHING),
     *usual("--flash-attn -fa", ("true", "on", "auto"), LLAMA, why=_KERNEL, takes=MAYBE),
-    *refused("--sampling-backend --decode-attention-backend", SGLANG, VLLM, why=_KERNEL),
+    *taken("--sampling-backend --decode-attention-backend --mm-attention-backend", SGLANG, VLLM,
+            why=_KERNEL),
+    *taken("--moe-runner-backend --fp8-gemm-backend", SGLANG, why=_KERNEL),
+    *taken("--disable-shared-experts-fusion --disable-custom-all-reduce --requests-all-greedy "
+            "--disable-cuda-graph-padding --disable-precompile --skip-server-warmup", SGLANG,
+            why="this decides how fast others are; texts are the same", takes=NOTHING),
+    *taken("--schedule-conservativeness", SGLANG,
+            why="a request is let in when its prompt has room, and goes back to the queue when "
+            "pages run out; texts stay the same"),
+    *taken("--precompile-token-paddings --precompile-bs-paddings", SGLANG, takes=MANY,
+            why="sizes of steps are chosen from --max-sequences and --chunked-prefill-size"),
+    *taken("--cuda-graph-bs", SGLANG, takes=MANY,
+            why="rounds of every batch up to --max-sequences are captured as they come up"),
+    *taken("--mamba-scheduler-strategy", SGLANG, why="no model with such states is read yet"),
     *same("--tp", "tp_size", SGLANG),
     *same("-tp", "tp_size", VLLM),
     *same("--tensor-parallel-size", "tp_size", SGLANG, VLLM),
     *usual("--pp-size --dp-size --ep-size --nnodes", ("1",), SGLANG, why=_ONE_DEVICE),
+    *usual("--node-rank", ("0",), SGLANG, why=_ONE_DEVICE),
+    *taken("--dist-init-addr", SGLANG, why=_ONE_DEVICE),
     *usual("-pp -dp --pipeline-parallel-size --data-parallel-size", ("1",), VLLM,
             why=_ONE_DEVICE),
-    *refused("--disable-radix-cache", SGLANG, why=_PREFIX, takes=NOTHING),
-    *refused("--no-enable-prefix-caching", VLLM, why=_PREFIX, takes=NOTHING),
+    *taken("--disable-radix-cache", SGLANG, why=_PREFIX, takes=NOTHING),
+    *taken("--no-enable-prefix-caching", VLLM, why=_PREFIX, takes=NOTHING),
     *usual("--enable-prefix-caching", (), VLLM, why=_PREFIX, takes=NOTHING),
-    *refused("--trust-remote-code", SGLANG, VLLM, why=_NO_CODE, takes=NOTHING),
+    *taken("--trust-remote-code", SGLANG, VLLM, why=_NO_CODE, takes=NOTHING),
     *refused("--tokenizer-path", SGLANG, why=_TOKENIZER),
     *refused("--tokenizer", VLLM, why=_TOKENIZER),
     *usual("--tokenizer-mode", ("auto",), SGLANG, VLLM, why=_TOKENIZER),
     *usual("--schedule-policy", ("fcfs", "lpm"), SGLANG, why="requests run as they come, and "
             "shared prefixes are reused"),
-    *refused("--download-dir", VLLM, why="models are kept where huggingface_hub keeps them; set "
-              "HF_HOME"),
-    *refused("--random-seed", SGLANG, why="a request brings its own seed, or gets a fresh one"),
+    *taken("--download-dir", SGLANG, VLLM,
+            why="models are kept where huggingface_hub keeps them; HF_HOME names another place"),
+    *taken("--random-seed", SGLANG,
+            why="a request brings its own seed, or gets a fresh one"),
     *refused("--enable-lora --lora-paths", SGLANG, VLLM, why="adapters are not loaded; merge them "
               "into the weights"),
     *refused("--compilation-config", VLLM, why="use --enable-torch-compile or "
@@ -172,7 +190,7 @@ _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45")
 _REASONING = {"auto": "auto", "off": "off"} | dict.fromkeys(_THINKERS, "</think>")
 
 _SERVER = [
-    *same("--served-model-name", "served_name", SGLANG, VLLM),
+    *same("--served-model-name", "served_name", SGLANG, VLLM, takes=MANY),
     *same("--alias -a", "served_name", LLAMA),
     *choice("--tool-call-parser", "tool_parser", _TOOLS, SGLANG, VLLM,
              note="--tool-parser auto looks at the model's template"),

@@ -4,6 +4,7 @@ Every option is declared once, here, with its help text and bounds. The command 
 the validation and the printed configuration all derive from these fields.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -20,6 +21,26 @@ from forerun.algorithms import (
 )
 from forerun.errors import ConfigError
 from forerun.options import addresses, option, spell, validate
+
+log = logging.getLogger(__name__)
+
+_KERNELS = frozenset(
+    {"triton", "torch_native", "fa", "fa3", "fa4", "flash_attn", "flash_attention", "flashinfer",
+     "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "triton_attn",
+     "xformers", "torch_sdpa", "aiter", "native"}
+)  # fmt: skip
+"""What other servers call their kernels of attention."""
+
+
+def attention_kernel(name: str, *own: str) -> str:
+    """A name of what computes attention; where only other servers have such a kernel, auto, and a
+    line in the log.
+    """
+    if name.lower() not in _KERNELS or name in own:
+        return name
+    log.warning("attention backend %s: the device decides what computes attention here.", name)
+    return "auto"
+
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -80,6 +101,7 @@ class EngineConfig:
         "interpreted, which is very slow, and not run on a TPU yet); auto is jnp; elsewhere the "
         "device decides",
         choices=("auto", "jnp", "pallas"),
+        spellings=attention_kernel,
     )
     prefill_attention_backend: str = option(
         "auto",
@@ -87,6 +109,7 @@ class EngineConfig:
         "which is torch's own FlashAttention (layers with a window or a softcap stay with our "
         "kernel); auto is torch_native in 16 bits, which is 10 to 18 % faster on an H100",
         choices=("auto", "triton", "torch_native"),
+        spellings=lambda name: name if name == "torch_native" else attention_kernel(name, "triton"),
     )
     dtype: str = option(
         "auto",
@@ -271,7 +294,7 @@ class EngineConfig:
             )
 
     def _check_batches(self) -> None:
-        """What is captured or compiled serves every batch: a smaller limit cannot be kept."""
+        """What is captured or compiled serves every batch: a smaller limit is taken with a line."""
         # "auto" is checked when it was resolved.
         captured = self.device.startswith("cuda") and not self.disable_cuda_graph
         for name, limit, used in (
@@ -279,10 +302,12 @@ class EngineConfig:
             ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
         ):
             if used and limit is not None and limit < self.max_sequences:
-                raise ConfigError(
-                    f"{name} is {limit}, but max-sequences is {self.max_sequences}, and every "
-                    f"batch up to that is served alike; lower max-sequences to {limit}, or leave "
-                    f"{name} out."
+                log.warning(
+                    "%s %d changes nothing here: every batch up to --max-sequences %d is served "
+                    "alike.",
+                    name,
+                    limit,
+                    self.max_sequences,
                 )
 
     def _check_speculation(self) -> None:
@@ -379,7 +404,15 @@ class ServeSettings:
     decode_log_interval: int = option(
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )
-    served_name: str = option("", "the model's name in the API (default: the model's own)")
+    served_name: tuple[str, ...] = option(
+        (),
+        "the model's name in the API (several: parted by commas, or repeated; the first is the one "
+        "in answers; default: the model's own)",
+        spellings=addresses,
+    )
+    strict_model_names: bool = option(
+        False, "answer 404 to requests that name another model, instead of with the one served"
+    )
     ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
     tool_parser: str = option(
         "auto",

@@ -17,8 +17,9 @@ Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
 Assign = Callable[[str, str], dict[str, Any]]
 """(how the option was named, what was written) -> values of fields. Raises ConfigError."""
 
-VALUE, NOTHING, MAYBE = "value", "nothing", "maybe"
-"""What follows an option on the command line. An option that takes nothing is written "true"."""
+VALUE, NOTHING, MAYBE, MANY = "value", "nothing", "maybe", "many"
+"""What follows an option on the command line; many: one value or more. An option that takes nothing
+is written "true"."""
 
 YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -29,7 +30,7 @@ class Option:
 
     flag    as on the command line, dashes included
     fields  what it may set; empty = it sets nothing, or is refused
-    takes   VALUE, NOTHING or MAYBE
+    takes   VALUE, NOTHING, MAYBE or MANY
     """
 
     flag: str
@@ -142,7 +143,9 @@ def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> N
         if option.flag in parser._option_string_actions or not set(option.fields) <= set(known):
             continue
         options[option.name] = option
-        how: dict[str, Any] = {"nargs": {VALUE: None, NOTHING: 0, MAYBE: "?"}[option.takes]}
+        how: dict[str, Any] = {
+            "nargs": {VALUE: None, NOTHING: 0, MAYBE: "?", MANY: "+"}[option.takes]
+        }
         parser.add_argument(option.flag, action=Note, option=option, help=argparse.SUPPRESS, **how)
 
 
@@ -239,7 +242,7 @@ class Note(argparse.Action):
     ) -> None:
         """Note one more."""
         flag = option_string or self.option.flag
-        text = values if isinstance(values, str) else "true"
+        texts = [values] if isinstance(values, str) else values or ["true"]
         if flag.startswith("--no-") and flag != self.option.flag:
-            text = "false"
-        namespace.given = (*namespace.given, Given(self.option, text, flag))
+            texts = ["false"]
+        namespace.given = (*namespace.given, *(Given(self.option, text, flag) for text in texts))

@@ -17,7 +17,7 @@ from forerun.alias_kinds import FIELDS
 from forerun.aliases import OPTIONS
 from forerun.cli.parser import unknown
 from forerun.errors import ConfigError
-from forerun.flags import Given, Option, gather, own_option
+from forerun.flags import MANY, Given, Option, gather, own_option
 
 PREFIX = "FORERUN_"
 
@@ -41,6 +41,12 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     if vars(arguments).get("model_word"):
         first = replace(options["model"], flag="MODEL")
         given.insert(0, Given(first, arguments.model_word, "the first argument"))
+    names = [one.text for one in given if one.option.takes == MANY and one.option.fields]
+    if len(names) > 1 and not any("model" in one.option.fields for one in given):
+        raise ConfigError(
+            f"the names {', '.join(names)} were given, but no model; put the model first: forerun "
+            f"{arguments.command} MODEL {given[0].where} NAME ..."
+        )
     layers = (
         from_file(Path(file), options, arguments.command) if file else [],
         from_environment(environment, options),

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from forerun.alias_kinds import FIELDS
 from forerun.aliases import ALIASES, elsewhere
 from forerun.errors import ConfigError
-from forerun.flags import Option, own_option
+from forerun.flags import Option, gather, own_option
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,16 +26,23 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse does. Raises ConfigError for names that no option has."""
+        """As argparse does. Raises ConfigError: a line for each name that no option has, and where
+        there is one, for each option that cannot be honoured.
+        """
         found, rest = self.parse_known_args(args, namespace)
         options = vars(found).get("options") or {}
-        for word in rest:
-            if word.startswith("-") and word != "-":
-                raise ConfigError(unknown(word.split("=")[0], options, vars(found).get("command")))
-        if rest:
-            raise ConfigError(
+        flags = [word.split("=")[0] for word in rest if word.startswith("-") and word != "-"]
+        problems = [unknown(flag, options, vars(found).get("command")) for flag in flags]
+        if rest and not flags:  # Else they are values of these.
+            problems.append(
                 f"{rest[0]!r} is one word too many; put a text of several words between quotes."
             )
+        if problems:
+            try:
+                gather(vars(found).get("given", ()))
+            except ConfigError as error:
+                problems += str(error).splitlines()
+            raise ConfigError("\n".join(problems))
         return found
 
 

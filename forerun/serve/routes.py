@@ -88,14 +88,16 @@ async def models(request: Request) -> Response:
     served = service_of(request).enter()
     if "anthropic-version" in request.headers:
         return Json(listed([model_card(served)]))
-    return Json({"object": "list", "data": [_card(served)]})
+    names = service_of(request).settings.served_name or (served.name,)
+    return Json({"object": "list", "data": [_card(served, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{name}."""
-    served = service_of(request).named(request.path_params["name"])
+    name = request.path_params["name"]
+    served = service_of(request).named(name, strict=True)
     anthropic = "anthropic-version" in request.headers
-    return Json(model_card(served) if anthropic else _card(served))
+    return Json(model_card(served) if anthropic else _card(served, name))
 
 
 async def tokenize(request: Request) -> Response:
@@ -202,13 +204,15 @@ def _stored(request: Request) -> Stored:
     return found
 
 
-def _card(served: Served) -> dict[str, Any]:
-    """A model in OpenAI's list, with vLLM's max_model_len."""
+def _card(served: Served, name: str) -> dict[str, Any]:
+    """A model in OpenAI's list under one of its names, with vLLM's root and max_model_len."""
     return {
-        "id": served.name,
+        "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "forerun",
+        "root": served.loaded.config.model,
+        "parent": None,
         "max_model_len": served.loaded.context,
     }
 

@@ -33,13 +33,15 @@ log = logging.getLogger("forerun.serve")
 class Served:
     """A loaded model on the event loop.
 
-    name         what requests call it
+    name         what requests call it, and answers do
+    names        all that it is called
     created      when it was loaded, in seconds since 1970
     fingerprint  changes when the model, the configuration or the version does
     """
 
     loaded: Loaded
     name: str
+    names: tuple[str, ...]
     created: int
     fingerprint: str
     meter: Meter
@@ -106,13 +108,17 @@ class Service:
             raise error
         return served
 
-    def named(self, model: str | None) -> Served:
-        """The same for a request that names a model. Raises ApiError, 404 for any other."""
+    def named(self, model: str | None, strict: bool = False) -> Served:
+        """The same for a request that names a model. With one model any name is its name, unless
+        `strict`, or --strict-model-names: then ApiError, 404 for another.
+        """
         served = self.enter()
-        if model not in (None, served.name):
+        strict = strict or self.settings.strict_model_names
+        if strict and model is not None and model not in served.names:
+            known = ", ".join(map(repr, served.names))
             raise ApiError(
                 404,
-                f"The model {model!r} does not exist; this server serves {served.name!r}.",
+                f"The model {model!r} does not exist; this server serves {known}.",
                 "model_not_found",
                 "model",
             )
@@ -176,12 +182,14 @@ class Service:
         self.failed.set()
 
     def _arrived(self, loaded: Loaded) -> None:
-        name = self.settings.served_name or loaded.name
+        names = self.settings.served_name or model_names(loaded.name, loaded.config.model)
+        name = names[0]
         facts = f"{name} {loaded.config} {__version__}".encode()
         meter = Meter(name, loaded.engine.stats, lambda: loaded.engine.fault)
         self._served = Served(
             loaded=loaded,
             name=name,
+            names=names,
             created=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
             meter=meter,
@@ -191,6 +199,13 @@ class Service:
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)
             self._logging = asyncio.get_running_loop().create_task(decode_log.run())
+
+
+def model_names(name: str, given: str) -> tuple[str, ...]:
+    """What a model is called where nobody said so: its own name, how the command line named it, and
+    the last part of that.
+    """
+    return tuple(dict.fromkeys((name, given, given.rstrip("/").rpartition("/")[2])))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:

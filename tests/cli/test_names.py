@@ -114,11 +114,66 @@ def test_others_names_set_our_fields(line, values):
     assert engine(*line.split()) == EngineConfig(**values)
 
 
+SEEDS = [
+    "--model meta-llama/Llama-2-7b-chat-hf --speculative-algorithm EAGLE "
+    "--speculative-draft-model-path lmsys/sglang-EAGLE-llama2-chat-7B --speculative-num-steps 3 "
+    "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --mem-fraction-static 0.7 "
+    "--enable-torch-compile --torch-compile-max-bs 2 --executor torch --cuda-graph-max-bs 2",
+    "--model XiaomiMiMo/MiMo-7B-RL --trust-remote-code --speculative-algorithm EAGLE "
+    "--speculative-num-steps 1 --speculative-eagle-topk 1 --speculative-num-draft-tokens 2 "
+    "--mem-fraction 0.5 --attention-backend fa3",
+    "--model-path Qwen/Qwen-7B-Chat --trust-remote-code --dist-init-addr=0.0.0.0:10011 --nnodes=1 "
+    "--tp-size=4 --device=tpu --random-seed=3 --node-rank=0 --mem-fraction-static=0.8 "
+    "--max-prefill-tokens=8192 --download-dir=/tmp --dtype=bfloat16 --skip-server-warmup "
+    "--precompile-token-paddings 64 128 --precompile-bs-paddings 1 8 --requests-all-greedy",
+    "--model-path zai-org/GLM-4.5-Air-FP8 --tool-call-parser glm45 --reasoning-parser glm45 "
+    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4 --mem-fraction-static 0.7 --disable-shared-experts-fusion "
+    "--served-model-name glm-4.5-air-fp8 glm --host 0.0.0.0 --port 8000 "
+    "--schedule-conservativeness 0.5 --cuda-graph-bs 1 2 4 --disable-radix-cache",
+]
+"""Command lines as people have them for SGLang and its JAX kind."""
+
+
+@pytest.mark.parametrize("line", SEEDS)
+def test_command_lines_of_others_are_taken(line, caplog):
+    found = engine(*line.split())
+    words = line.replace("=", " ").split()
+    assert found.model == words[1] and server(*line.split())
+    if "--trust-remote-code" in words:
+        assert "--trust-remote-code changes nothing here: no code" in caplog.text
+    if "fa3" in words:
+        assert found.attention_backend == "auto" and "attention backend fa3" in caplog.text
+    if "glm" in words:
+        assert server(*line.split()).served_name == ("glm-4.5-air-fp8", "glm")
+
+
+def test_names_of_a_model_do_not_swallow_it():
+    with pytest.raises(ConfigError, match="but no model; put the model first"):
+        server("--served-model-name", "name", "model.gguf")
+    assert server("m", "--served-model-name", "a", "b").served_name == ("a", "b")
+    assert server("m", "--alias", "a,b").served_name == ("a", "b")
+
+
+def test_all_problems_of_a_line_are_told_at_once(capsys):
+    line = "serve --nonsense --port x --swap-spaces 3 --lora-paths a --another"
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "no option --nonsense",
+        "--port takes",
+        "no option --swap-spaces",
+        "--lora-paths cannot be honoured",
+        "no option --another",
+    ):
+        assert part in said
+
+
 def test_names_of_the_server():
     line = "--served-model-name m --tool-call-parser qwen25 --reasoning-parser qwen3 --log-level"
     line += " WARNING --enable-metrics --timeout 5 --ssl-key-file k --ssl-cert-file c"
     assert server(*line.split(), "--allowed-origins", '["http://a", "http://b"]') == ServeSettings(
-        served_name="m", tool_parser="hermes", reasoning_end="</think>", log_level="warning",
+        served_name=("m",), tool_parser="hermes", reasoning_end="</think>", log_level="warning",
         request_seconds=5.0, ssl_keyfile="k", ssl_certfile="c",
         allowed_origins=("http://a", "http://b"),
     )  # fmt: skip
@@ -165,7 +220,6 @@ def test_vllms_speculative_config():
         ("--speculative-algorithm medusa", "must be one of: AUTO, EAGLE"),
         ("--speculative-algorithm NGRAM --speculative-eagle-topk 4", "branches where the text"),
         ("--speculative-draft-model-revision r", "speculative-draft-model-path names none"),
-        ("--device cuda --cuda-graph-max-bs 2", "lower max-sequences to 2"),
         ("--enable-torch-compile --executor cpu", "needs the torch executor"),
         ("--max-model-len 5000 --context 4000", "--max-model-len and --context both set context"),
         ("a/b --model c/d", "the first argument and --model both set model, to a/b and c/d"),
@@ -182,9 +236,9 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
 
 
 def test_all_that_is_refused_is_said_at_once(capsys):
-    assert main(["serve", "--dp-size", "2", "--trust-remote-code", "--speculation", "off"]) == 2
+    assert main(["serve", "--dp-size", "2", "--lora-paths", "x", "--speculation", "off"]) == 2
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [
-        "--dp-size", "--trust-remote-code",
+        "--dp-size", "--lora-paths",
     ]  # fmt: skip
 
 

@@ -302,8 +302,6 @@ def test_too_many_log_probabilities(server):
 
 
 def test_unknown_model_path_and_method(server):
-    error = error_of(server.complete(model="gpt-4"), 404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert error_of(server.http.get("/v2/nothing%0Ahere"), 404)["code"] == "unknown_url"
     assert error_of(server.http.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
     answer = server.http.get(CHAT)
@@ -455,13 +453,14 @@ def test_server_info(server):
     # Why the last rows got the draft tokens they got.
     (granted,) = info["stats"]["load"]["granted"]
     assert granted["reason"] in ("fixed by the configuration", ENDS)
+    unbound = {"min_prob": 0.0, "model_depth": 0, "known": [], "most_rows": 0}
     for draft_request, allowed in (
         ({"enabled": False}, {"nodes": 0, "depth": 0, "reason": OFF}),
         ({"max_nodes": 0}, {"nodes": 0, "depth": 0, "reason": BOUND}),
         ({"max_depth": 1}, {"nodes": 8, "depth": 1, "model_depth": 1, "reason": BOUND}),
     ):
         server.complete(max_tokens=9, speculative=draft_request, stop="e")
-        assert server.load()["granted"] == [{"min_prob": 0.0, "model_depth": 0} | allowed]
+        assert server.load()["granted"] == [unbound | allowed]
 
 
 def test_tokenize_and_detokenize(server):

@@ -213,12 +213,22 @@ def test_requests_have_a_time_limit(tmp_path, stream):
 
 
 def test_served_name(tmp_path):
-    with serving(tmp_path, settings={"served_name": "org/mine"}) as server:
-        assert server.http.get("/v1/models").json()["data"][0]["id"] == "org/mine"
+    settings = {"served_name": ("org/mine", "short"), "strict_model_names": True}
+    with serving(tmp_path, settings=settings) as server:
+        cards = server.http.get("/v1/models").json()["data"]
+        assert [card["id"] for card in cards] == ["org/mine", "short"]
         assert server.http.get("/v1/models/org/mine").status_code == 200
-        assert server.complete(model="org/mine", max_tokens=1).json()["model"] == "org/mine"
+        for name in ("org/mine", "short"):
+            assert server.complete(model=name, max_tokens=1).json()["model"] == "org/mine"
         assert server.complete(model="toy", max_tokens=1).status_code == 404
         assert 'model_name="org/mine"' in server.http.get("/metrics").text
+
+
+def test_with_one_model_any_name_is_its_name(tmp_path):
+    with serving(tmp_path) as server:
+        for name in ("toy", "glm-4.5", "meta-llama/Llama-3.1-8B-Instruct"):
+            assert server.complete(model=name, max_tokens=1).json()["model"] == "toy"
+        assert server.http.get("/v1/models/glm-4.5").status_code == 404
 
 
 def command(*flags):

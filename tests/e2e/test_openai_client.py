@@ -283,7 +283,7 @@ def test_typed_errors(client):
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError):
-        ask(client, model="gpt-4")
+        client.models.retrieve("gpt-4")
 
 
 def test_raw_response_has_ids(client):
