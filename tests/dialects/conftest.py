@@ -5,6 +5,9 @@ import pytest
 from tests.e2e.processes import serving
 
 
+GUARDED = {"api_keys": ["sesame"], "strict_model_names": True}
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("dialects"), delay=0.001) as server:
@@ -22,8 +25,8 @@ def thinking(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory):
-    """Wants a key."""
-    with serving(tmp_path_factory.mktemp("guarded"), settings={"api_keys": ["sesame"]}) as server:
+    """Wants a key, and the name of its model."""
+    with serving(tmp_path_factory.mktemp("guarded"), settings=GUARDED) as server:
         yield server
 
 

@@ -191,8 +191,10 @@ def test_what_is_wrong_is_said_in_anthropics_shape(client, wrong, named):
 
 
 def test_other_errors(client, guarded):
-    with pytest.raises(anthropic.NotFoundError) as caught:
-        ask(client, model="claude")
+    assert ask(client, model="claude").content, "with one model any name is its name"
+    strict = anthropic.Anthropic(base_url=guarded.root, api_key="sesame", max_retries=0)
+    with strict, pytest.raises(anthropic.NotFoundError) as caught:
+        ask(strict, model="claude")
     assert caught.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.APIStatusError) as caught:
         client.get("/v1/messages", cast_to=object)

@@ -34,7 +34,7 @@ def test_a_stuck_engine(stream, monkeypatch):
             assert client.get("/health").json()["error"]["code"] == "engine_stuck"
             answer = asked.result(PATIENCE)
             assert "engine_stuck" in answer.text
-            assert answer.status_code == 503
+            assert answer.status_code in ((200, 503) if stream else (503,))
             assert client.post("/v1/completions", json=body).status_code == 503
             monkeypatch.setattr(loaded.engine._core, "step", step)
             may.set()
