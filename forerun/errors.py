@@ -33,7 +33,9 @@ class RequestError(ForerunError):
 
 
 class ContextError(RequestError):
-    """Prompt plus requested tokens exceed the model's context."""
+    """Prompt plus requested tokens exceed the model's context. Clients that shorten and try again
+    look for the words "maximum context length".
+    """
 
 
 class BusyError(RequestError):

@@ -41,7 +41,7 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     if len(prompt) + max_tokens > context:
         raise ContextError(
             f"The prompt has {len(prompt)} tokens and {max_tokens} more are asked, but the "
-            f"context is {context} tokens. Shorten the prompt or lower max_tokens.",
+            f"maximum context length is {context} tokens. Shorten the prompt or lower max_tokens.",
             "prompt" if len(prompt) >= context else "max_tokens",
         )
 

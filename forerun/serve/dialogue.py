@@ -62,6 +62,8 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
         return ToolReader(format, plain) if plain else None
 
     marks = _marks(settings, template)
+    if marks is not None and not body.separate_reasoning and rules is None:
+        marks = None  # It stays in the content.
     if marks is None:
         if not plain:
             return Dialogue(prompt, rules)
@@ -91,14 +93,21 @@ def chat_prompt(
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
     template = _template(loaded)
     extra, continues, most = dict(body.chat_template_kwargs or {}), False, None
+    opens = body.add_generation_prompt
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | extra
         continues = body.continue_final_message
+        if continues and opens:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message cannot both be true: the answer "
+                "either begins or goes on with the last message.",
+                "continue_final_message",
+            )
         most = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),
         [tool.plain for tool in offered] or None,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=opens is not False,
         extra=extra,
         continues=continues,
         most=most,

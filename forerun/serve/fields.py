@@ -67,6 +67,8 @@ def body_schema(kind: type[Any]) -> Schema:
         properties[item.name] = found
     for name, why in getattr(kind, "refused", {}).items():
         properties[name] = {"type": "null", "description": f"Not supported: {why}."}
+    for name, own in getattr(kind, "renamed", {}).items():
+        properties[name] = {**properties[own], "description": f"Another name of {own}."}
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     if kind.__doc__:
         schema["description"] = " ".join(kind.__doc__.split())
@@ -102,23 +104,28 @@ def need(reader: Reader) -> Any:
 def read(kind: type[Body], value: Any, where: str = "") -> Body:
     """A `kind` from a JSON object. `where` is the object's own place, for messages.
 
-    `kind.refused`, if there is one, maps fields that are not supported to the reason.
+    `kind.refused`, if there is one, maps fields that are not supported to the reason;
+    `kind.renamed` maps other servers' names to ours.
     """
     if not isinstance(value, dict):
         name = where or "the body"
         raise RequestError(f"{name} must be a JSON object, not {shown(value)}.", where or None)
     known = {item.name: item for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     refused: dict[str, str] = getattr(kind, "refused", {})
+    renamed: dict[str, str] = getattr(kind, "renamed", {})
     given: dict[str, Any] = {}
-    for name, item in value.items():
-        place = f"{where}.{name}" if where else name
-        if item is None and (name in known or name in refused):
+    for key, content in value.items():
+        own, place = renamed.get(key, key), f"{where}.{key}" if where else key
+        if content is None and (own in known or own in refused):
             continue  # Clients send null for what they leave open.
-        if name in refused:
-            raise RequestError(f"{place} is not supported: {refused[name]}.", place)
-        if name not in known:
+        if own in refused:
+            raise RequestError(f"{place} is not supported: {refused[own]}.", place)
+        if own not in known:
             raise _unknown(place)
-        given[name] = known[name].metadata["reader"](item, place)
+        found = known[own].metadata["reader"](content, place)
+        if given.get(own, found) != found:
+            raise RequestError(f"{place} and another name of {own} disagree.", place)
+        given[own] = found
     for name, item in known.items():
         if name not in given and item.default is dataclasses.MISSING:
             place = f"{where}.{name}" if where else name
@@ -138,6 +145,12 @@ def shown(value: Any) -> str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**_SHOWN:
         return f"a number of {value.bit_length()} bits"
     return {True: "true", False: "false", None: "null"}[value] if _constant(value) else str(value)
+
+
+@takes({})
+def whatever(value: Any, where: str) -> Any:
+    """Anything: of fields that are ignored."""
+    return value
 
 
 @takes({"type": "boolean"})

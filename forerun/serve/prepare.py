@@ -135,6 +135,7 @@ def _generation(
         asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
     )
     name = body.id_prefix + uuid.uuid4().hex
+    id = name if body.request_id is None else body.id_prefix + body.request_id
     requests = tuple(
         Request(
             id=RequestId(f"{name}-{index}"),
@@ -147,7 +148,7 @@ def _generation(
         )
         for index, prompt in enumerate(prompts)
     )
-    return Generation(name, int(time.time()), requests, body.n, body.stream, frozenset())
+    return Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
 
 
 def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Generation:
@@ -232,7 +233,9 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: s
     ids = _truncated(ids, body, loaded)
     if len(ids) > loaded.context:
         raise ContextError(
-            f"{place} has {len(ids)} tokens, but the context is {loaded.context} tokens.", place
+            f"{place} has {len(ids)} tokens, but the maximum context length is "
+            f"{loaded.context} tokens.",
+            place,
         )
     return ids
 
@@ -242,7 +245,8 @@ def _check_length(text: str, loaded: Loaded, place: str) -> None:
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise ContextError(
-            f"{place} has at least {least} tokens, but the context is {loaded.context} tokens.",
+            f"{place} has at least {least} tokens, but the maximum context length is "
+            f"{loaded.context} tokens.",
             place,
         )
 

@@ -27,8 +27,8 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.structure import ConstrainedBody
 from forerun.serve.tools import Tool, ToolChoice, calls, tool_choice, tools
+from forerun.serve.unused import UnusedFields
 
 MAX_TOKENS = 2**31 - 1
 UNLIMITED = -1
@@ -125,9 +125,12 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBody(ConstrainedBody):
+class SampledBody(UnusedFields):
     """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
     what the model recommends. id_prefix: what the answer's id begins with.
+
+    return_token_ids  the answer tells its tokens and the prompt's (vLLM)
+    timings_per_token  the answer tells what prompt and answer took (llama.cpp)
     """
 
     id_prefix: ClassVar[str] = ""
@@ -155,7 +158,15 @@ class SampledBody(ConstrainedBody):
     user: str = accept(text(MAX_TEXT), "")
     truncate_prompt_tokens: int | None = accept(_truncation)
     priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
+    return_token_ids: bool = accept(boolean, False)
+    timings_per_token: bool = accept(boolean, False)
+    request_id: str | None = accept(text(256, 1))
 
+    renamed: ClassVar[dict[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        "n_predict": "max_tokens",
+        "rid": "request_id",
+    }
     refused: ClassVar[dict[str, str]] = {
         "use_beam_search": _NO_BEAMS,
         "length_penalty": _NO_BEAMS,
@@ -266,7 +277,9 @@ class ChatBody(SampledBody):
     max_completion_tokens: int | None = accept(_answer_length)
     logprobs: bool = accept(boolean, False)
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
-    add_generation_prompt: bool = accept(boolean, True)
+    separate_reasoning: bool = accept(boolean, True)
+    best_of: int | None = ignore(only(1, why="all choices are returned; use n"))
+    add_generation_prompt: bool | None = accept(boolean)
     continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
     chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
@@ -286,6 +299,7 @@ class ChatBody(SampledBody):
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
+        "n_probs": "use logprobs and top_logprobs",
         "audio": NO_MEDIA,
         "chat_template": "the template is the model's own",
         "documents": "put them into a message",
@@ -354,6 +368,7 @@ class CompletionBody(SampledBody):
     add_special_tokens: bool = accept(boolean, True)
     parse_special: bool = accept(boolean, True)
 
+    renamed: ClassVar[dict[str, str]] = {**SampledBody.renamed, "n_probs": "logprobs"}
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
         "suffix": "text is only continued, not filled in",

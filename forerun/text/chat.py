@@ -162,7 +162,8 @@ class ChatTemplate:
         least = self._tokenizer.least_tokens(text.replace(marker, ""))
         if most is not None and least > most:
             raise ContextError(
-                f"The conversation has at least {least} tokens, but the context is {most} tokens.",
+                f"The conversation has at least {least} tokens, but the maximum context length is "
+                f"{most} tokens.",
                 "messages",
             )
         ids: list[int] = []

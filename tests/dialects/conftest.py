@@ -4,7 +4,6 @@ import pytest
 
 from tests.e2e.processes import serving
 
-
 GUARDED = {"api_keys": ["sesame"], "strict_model_names": True}
 
 

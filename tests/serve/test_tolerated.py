@@ -1,5 +1,7 @@
 """Fields that every client sends: honoured, or ignored and named."""
 
+import json
+import re
 from dataclasses import fields
 
 import pytest
@@ -73,8 +75,8 @@ def test_the_document_names_every_ignored_field():
     names = {
         i.name for k in (ChatBody, CompletionBody) for i in fields(k) if "ignored" in i.metadata
     }
-    assert names == {"store", "metadata", "verbosity", "priority", "cache_control"}
-    assert all(f"`{name}`" in document for name in names)
+    assert names > {"store", "metadata", "verbosity", "priority", "cache_control", "mirostat"}
+    assert all(re.search(rf"`{name}[`:]", document) for name in names)
 
 
 def test_the_end_of_a_prompt(client):
@@ -141,3 +143,99 @@ def test_tokenizer_info(client):
     ids = client.post("/tokenize", json={"prompt": "Hé", "add_special_tokens": False}).json()
     back = client.post("/detokenize", json={"tokens": ids["tokens"]}).json()
     assert back["prompt"] == "Hé"
+
+
+OFF = {  # As llama.cpp's, vLLM's, SGLang's and LM Studio's clients send them.
+    "cache_prompt": True, "id_slot": -1, "samplers": ["top_k"], "mirostat": 0, "mirostat_tau": 5.0,
+    "mirostat_eta": 0.1, "typical_p": 1.0, "tfs_z": 1, "top_n_sigma": -1, "xtc_probability": 0,
+    "xtc_threshold": 0.1, "dynatemp_range": 0, "dynatemp_exponent": 1.0, "dry_multiplier": 0,
+    "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n"], "repeat_last_n": 64, "min_keep": 0, "n_keep": 0,
+    "t_max_predict_ms": 0, "return_progress": False, "detokenize": True, "best_of": 1,
+    "spaces_between_special_tokens": True, "ttl": 300, "keep_alive": "5m", "provider": {},
+    "include_reasoning": True, "stream_reasoning": True, "extra_key": "a",
+    "prompt_cache_retention": "24h",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_settings_of_other_servers_that_are_off(client, path):
+    answer = ask(client, path, **OFF)
+    named = set(answer.headers[HEADER].split(", "))
+    # CompletionBody takes `best_of` itself.
+    assert named | {"best_of"} == OFF.keys()
+    assert text(answer) == text(ask(client, path))
+    assert HEADER not in ask(client, path, **dict.fromkeys(OFF)).headers
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mirostat", 2), ("typical_p", 0.9), ("tfs_z", 0.5), ("top_n_sigma", 1),
+        ("t_max_predict_ms", 9), ("xtc_probability", 0.5), ("dynatemp_range", 0.5),
+        ("dry_multiplier", 0.8), ("detokenize", False),
+        ("repeat_last_n", 32), ("best_of", 2), ("kv_transfer_params", {"do_remote_decode": True}),
+        ("return_token_ids", "yes"), ("timings_per_token", 1), ("request_id", ""),
+    ],
+)  # fmt: skip
+def test_settings_that_would_change_the_text_are_refused(client, field, value):
+    answer = client.post("/v1/chat/completions", json=CHAT | {field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_names_of_other_servers(client):
+    ours = {"max_tokens": 7, "repetition_penalty": 1.3, "ignore_eos": True}
+    theirs = {"n_predict": 7, "repeat_penalty": 1.3, "ignore_eos": True}
+    path = "/v1/completions"
+    assert text(ask(client, path, **theirs)) == text(ask(client, path, **ours))
+    probabilities = ask(client, path, n_probs=2).json()["choices"][0]["logprobs"]
+    assert len(probabilities["top_logprobs"][0]) == 2
+    answer = client.post(path, json={"prompt": "Hi", "max_tokens": 3, "n_predict": 4})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "n_predict"
+    assert "disagree" in answer.json()["error"]["message"]
+    assert ask(client, path, max_tokens=3, n_predict=3).json()["usage"]["completion_tokens"] <= 3
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_token_ids_and_timings(client, path):
+    body = {
+        "return_token_ids": True,
+        "timings_per_token": True,
+        "ignore_eos": True,
+        "max_tokens": 9,
+    }
+    whole = ask(client, path, **body).json()
+    count = whole["usage"]
+    assert len(whole["choices"][0]["token_ids"]) == count["completion_tokens"] == 9
+    assert len(whole["prompt_token_ids"]) == count["prompt_tokens"]
+    timings = whole["timings"]
+    assert timings["predicted_n"] == 9
+    assert timings["prompt_n"] + timings["cache_n"] == count["prompt_tokens"]
+    assert timings["predicted_per_second"] > 0 and timings["prompt_ms"] > 0
+    lines = ask(client, path, stream=True, **body).text.split("\n\n")
+    chunks = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert all("prompt_token_ids" not in chunk for chunk in chunks[1:])
+    ids = [id for chunk in chunks for c in chunk["choices"] for id in c.get("token_ids", [])]
+    assert ids == whole["choices"][0]["token_ids"]
+    assert chunks[-1]["timings"]["predicted_n"] == 9
+    plain = ask(client, path).json()
+    assert "timings" not in plain and "prompt_token_ids" not in plain
+    assert "token_ids" not in plain["choices"][0]
+
+
+def test_an_id_of_the_clients_own(client):
+    for name in ("request_id", "rid"):
+        assert ask(client, **{name: "mine-1"}).json()["id"] == "chatcmpl-mine-1"
+        assert ask(client, "/v1/completions", **{name: "a"}).json()["id"] == "cmpl-a"
+
+
+def test_an_answer_begins_or_goes_on_but_not_both(client):
+    begun = [CHAT["messages"][0], {"role": "assistant", "content": "One"}]
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    answer = client.post("/v1/chat/completions", json=CHAT | both)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "continue_final_message"
+    ask(client, **both | {"add_generation_prompt": False})

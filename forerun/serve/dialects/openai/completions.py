@@ -1,6 +1,7 @@
 """/v1/chat/completions and /v1/completions: their bodies, chunks, and `[DONE]` at the end."""
 
 from abc import abstractmethod
+from time import monotonic
 from typing import Any, ClassVar
 
 from forerun.serve.dialects.contract import Dialect, News
@@ -11,6 +12,7 @@ from forerun.serve.dialects.openai.render import (
     Echo,
     ResponseFormat,
     speculation_metrics,
+    timings,
     usage,
 )
 from forerun.serve.dialogue import ignored_fields
@@ -38,7 +40,9 @@ class OpenAIDialect(Dialect):
     _format: ResponseFormat
     _options: StreamOptions
     _stats: bool
-    _named = False
+    _named = _begun = False
+    _timed: bool
+    _prompt_ids: list[list[int]] | None
     _envelope: dict[str, Any]
 
     def parse(self, value: Any, service: Service) -> Generation:
@@ -48,7 +52,9 @@ class OpenAIDialect(Dialect):
         if marks_caches(value):
             self.ignored += ("messages.cache_control",)
         self._options = body.stream_options or StreamOptions()
-        self._stats = body.speculative.stats
+        self._stats, self._timed = body.speculative.stats, body.timings_per_token
+        asked = [request.prompt.tolist() for request in generation.requests]
+        self._prompt_ids = asked if body.return_token_ids else None
         self._envelope = {
             "id": generation.id,
             "object": self.chunk_kind if generation.stream else self.whole_kind,
@@ -79,8 +85,13 @@ class OpenAIDialect(Dialect):
         if chunks and metadata and not self._named:
             chunks[0]["metadata"] = metadata
             self._named = True
+        if chunks and self._prompt_ids and not self._begun:
+            chunks[0] |= self._prompts()
+            self._begun = True
         if last and self._stats:
             chunks[-1]["metrics"] = speculation_metrics(tally.stats)
+        if chunks and self._timed:
+            chunks[-1]["timings"] = _timings(tally)
         return b"".join(event(chunk) for chunk in chunks)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
@@ -92,7 +103,16 @@ class OpenAIDialect(Dialect):
             answer["metadata"] = metadata
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
+        if self._prompt_ids:
+            answer |= self._prompts()
+        if self._timed:
+            answer["timings"] = _timings(tally)
         return answer
+
+    def _prompts(self) -> dict[str, Any]:
+        """VLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
+        ids = self._prompt_ids or []
+        return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
     def _metadata(self) -> dict[str, Any]:
         """What an answer is not, although one might think so."""
@@ -119,7 +139,9 @@ class ChatDialect(OpenAIDialect):
         self.served = service.named(body.model)
         loaded = self.served.loaded
         generation = chat_generation(body, loaded, service.settings)
-        self._format = ChatFormat(loaded.tokenizer, generation.unseen, generation.parser)
+        self._format = ChatFormat(
+            loaded.tokenizer, generation.unseen, generation.parser, body.return_token_ids
+        )
         return body, generation
 
 
@@ -138,7 +160,9 @@ class CompletionDialect(OpenAIDialect):
         )
         silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
         echoes = _echoes(body, [request.prompt for request in generation.requests], tokenizer)
-        self._format = CompletionFormat(tokenizer, generation.unseen, silent, echoes, body.n)
+        self._format = CompletionFormat(
+            tokenizer, generation.unseen, silent, echoes, body.n, body.return_token_ids
+        )
         return body, generation
 
 
@@ -156,3 +180,15 @@ def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> 
 
 def _usage(tally: Tally) -> dict[str, Any]:
     return usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens)
+
+
+def _timings(tally: Tally) -> dict[str, Any]:
+    now = monotonic()
+    first = tally.first or now
+    return timings(
+        tally.prompt_tokens,
+        tally.cached_tokens,
+        first - tally.began,
+        tally.output_tokens,
+        now - first,
+    )

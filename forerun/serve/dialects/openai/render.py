@@ -34,6 +34,7 @@ class ChatFormat:
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
     parser  makes the reader of one choice's text; None where all of it is content
+    ids     choices tell their tokens
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class ChatFormat:
         tokenizer: Tokenizer,
         unseen: frozenset[int],
         parser: Callable[[], OutputParser] | None = None,
+        ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._ids = ids
         self._unseen = unseen
         self._new_parser = parser or (lambda: OutputParser(None, None))
         self._speeches: dict[int, OutputParser] = {}
@@ -52,7 +55,7 @@ class ChatFormat:
         heard = self._heard(index, news)
         message: dict[str, Any] = {"role": "assistant", "content": heard.content, "refusal": None}
         if heard.reasoning:
-            message["reasoning_content"] = heard.reasoning
+            message |= {"reasoning_content": heard.reasoning, "reasoning": heard.reasoning}
         if heard.calls:
             message |= {"content": heard.content or None, "tool_calls": whole_calls(heard.calls)}
         choice = {
@@ -64,7 +67,7 @@ class ChatFormat:
         }
         if news.trace:
             choice[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
-        return choice
+        return choice | _token_ids(news, self._ids)
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
         """The role first, the finish reason last; between them reasoning, content and calls."""
@@ -74,7 +77,7 @@ class ChatFormat:
         heard, logprobs = self._heard(index, news), self._logprobs(news)
         deltas: list[dict[str, Any]] = []
         if heard.reasoning:
-            deltas.append({"reasoning_content": heard.reasoning})
+            deltas.append({"reasoning_content": heard.reasoning, "reasoning": heard.reasoning})
         if heard.content:
             deltas.append({"content": heard.content})
         deltas += [{"tool_calls": [piece]} for piece in streamed_calls(heard.calls)]
@@ -86,8 +89,10 @@ class ChatFormat:
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
             found.append(ended | {"stop_reason": news.stop_reason})
-        if news.trace:
+        if news.trace or (self._ids and news.tokens):
             found = found or [_chat_chunk(index, {})]
+            found[0] |= _token_ids(news, self._ids)
+        if news.trace:
             found[0][trace.FIELD] = trace.traced(news.trace, self._tokenizer)
         return found
 
@@ -135,6 +140,7 @@ class CompletionFormat:
     silent  tokens whose text is skipped
     echoes  one per prompt, or none
     n       choices of one prompt
+    ids     choices tell their tokens
     """
 
     def __init__(
@@ -144,8 +150,10 @@ class CompletionFormat:
         silent: frozenset[int],
         echoes: Sequence[Echo] = (),
         n: int = 1,
+        ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._ids = ids
         self._unseen = unseen
         self._silent = silent
         self._echoes = echoes
@@ -170,7 +178,7 @@ class CompletionFormat:
         }
         if news.trace:
             chunk[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
-        return [chunk]
+        return [chunk | _token_ids(news, self._ids)]
 
     def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:
         """The legacy form: parallel lists. The first token of a prompt has no probability."""
@@ -266,6 +274,26 @@ def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
             "reasons": [s.reason for s in found],
         }
     }
+
+
+def timings(prompt: int, cached: int, prompt_seconds: float, n: int, seconds: float) -> Choice:
+    """llama.cpp's `timings`: tokens of the prompt and of the answer, and what they took."""
+    prompt_ms, predicted_ms, new = 1000.0 * prompt_seconds, 1000.0 * seconds, prompt - cached
+    return {
+        "cache_n": cached,
+        "prompt_n": new,
+        "prompt_ms": round(prompt_ms, 3),
+        "prompt_per_token_ms": round(prompt_ms / max(new, 1), 3),
+        "prompt_per_second": round(new / max(prompt_seconds, 1e-6), 3),
+        "predicted_n": n,
+        "predicted_ms": round(predicted_ms, 3),
+        "predicted_per_token_ms": round(predicted_ms / max(n, 1), 3),
+        "predicted_per_second": round(n / max(seconds, 1e-6), 3),
+    }
+
+
+def _token_ids(news: Delta, wanted: bool) -> Choice:
+    return {"token_ids": list(news.tokens)} if wanted else {}
 
 
 def _chat_chunk(
