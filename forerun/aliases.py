@@ -125,7 +125,7 @@ _MODEL = [
     *choice("--quantization -q", "dtype", {"fp8": "float8", "gguf": "file"}, SGLANG, VLLM,
              note="weights are read as the model's file has them"),
     *usual("--load-format", ("auto", "safetensors", "gguf"), SGLANG, VLLM,
-            why="weights are safetensors or GGUF; pickles are never opened"),
+            why="weights are safetensors, GGUF, or tensors of pytorch_model.bin"),
     *other("--gpu-layers", ("device",), layers, LLAMA, meaning="0: `--device cpu`; all: `cuda`"),
     *other("--n-gpu-layers", ("device",), layers, LLAMA, meaning="as `--gpu-layers`"),
     *other("-ngl", ("device",), layers, LLAMA, meaning="as `--gpu-layers`"),

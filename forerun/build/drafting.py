@@ -240,7 +240,7 @@ def _folder(named: str, revision: str | None) -> Path:
         return _trained(folder)
     hub = hub_reference(named)
     if hub is not None:
-        return huggingface.fetched(hub.repository, revision=revision)
+        return huggingface.draft_fetched(hub.repository, revision)
     raise ModelError(
         f"--speculative-draft-model-path {named!r} is no folder; name the one that holds the draft"
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 from forerun import __version__
 from forerun.algorithms import algorithm, capacity
+from forerun.cache_dir import cache_dir
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.hub.cache_dir import cache_dir
 from forerun.machine import cpu_name
 
 _TUNED = (

@@ -4,9 +4,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import ITEM_BYTES, dense_needs
+from forerun.cache_dir import cache_dir
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.hub.cache_dir import cache_dir
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available

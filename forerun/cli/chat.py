@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.cache_dir import cache_dir
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
 from forerun.config import AskConfig, EngineConfig
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
 from forerun.flags import configured, parsed
-from forerun.hub.cache_dir import cache_dir
 
 HELP = '''/regenerate        answer once more, in other words
 /reset             forget the conversation

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from forerun import __version__
 from forerun.build.memory import human
+from forerun.cache_dir import cache_dir
 from forerun.cli.console import emit_json, out
 from forerun.executors import cpu
-from forerun.hub.cache_dir import cache_dir
 from forerun.machine import memory_available, stamp
 
 PACKAGES = (

@@ -8,11 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from forerun.build.memory import human
+from forerun.cache_dir import cache_dir
 from forerun.cli import fetch
 from forerun.cli.console import bars, emit_json, out, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
-from forerun.hub.cache_dir import cache_dir
 from forerun.hub.catalog import BUILT_IN, open_model, shipped_draft
 from forerun.hub.reference import hub_reference
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forerun.cache_dir import cache_dir as default_cache_dir
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
-from forerun.hub.cache_dir import cache_dir as default_cache_dir
-from forerun.hub.reference import HubReference, hub_reference
+from forerun.hub.reference import HubReference, NoGgufError, hub_reference
 from forerun.hub.well_known import well_known
 from forerun.hub.wheel import Progress, WheelModel
 from forerun.models import folder as folders
@@ -148,12 +148,21 @@ def _unknown(reference: str) -> ModelError:
 
 
 def _open_hub(hub: HubReference, cache: Path | None, revision: str | None) -> Model:
-    """A folder of safetensors where there is one and no GGUF file is asked for."""
-    if hub.file is None:
-        folder = huggingface.fetched(hub.repository, cache, revision)
-        if any(folder.glob("*.safetensors")):
+    """A folder of safetensors where there is one and no GGUF file is asked for; pickled weights
+    where there is neither.
+    """
+    if hub.file is not None:
+        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+    folder = huggingface.fetched(hub.repository, cache, revision)
+    if any(folder.glob("*.safetensors")):
+        return _open_folder(hub.name, folder)
+    try:
+        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+    except NoGgufError:
+        folder = huggingface.fetched_pickled(hub.repository, cache, revision)
+        if any(folder.glob("pytorch_model*")):
             return _open_folder(hub.name, folder)
-    return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+        raise
 
 
 def _open_gguf(name: str, path: Path) -> Model:

@@ -38,7 +38,9 @@ _PATTERNS = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
-"""Data only: no code and no pickle is ever fetched."""
+"""Data only: no code is ever fetched."""
+_PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
+"""Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
@@ -49,6 +51,24 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
     Raises DownloadError.
     """
     return _snapshot(repository, _PATTERNS, cache, revision)
+
+
+def fetched_pickled(
+    repository: str, cache: Path | None = None, revision: str | None = None
+) -> Path:
+    """The same with pickled weights, for a model that has no others."""
+    return _snapshot(repository, [*_PATTERNS, *_PICKLED], cache, revision)
+
+
+def draft_fetched(repository: str, revision: str | None) -> Path:
+    """The folder of a draft on the hub: its safetensors, or else its pickled weights.
+
+    Raises DownloadError.
+    """
+    folder = fetched(repository, revision=revision)
+    if any(folder.glob("*.safetensors")):
+        return folder
+    return fetched_pickled(repository, revision=revision)
 
 
 def gguf_fetched(

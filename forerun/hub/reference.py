@@ -18,6 +18,10 @@ PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16"
 """Kinds of numbers in a GGUF file, what is taken first where nobody says which."""
 
 
+class NoGgufError(ModelError):
+    """A repository has no GGUF file that could be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class HubReference:
     """A model on the hub.
@@ -64,7 +68,7 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
     if not whole:
         parts = any(map(_PART.search, names))
         why = "only GGUF files in several parts, which are not read" if parts else "no GGUF file"
-        raise ModelError(f"{reference.repository} has {why}")
+        raise NoGgufError(f"{reference.repository} has {why}")
     if reference.file is None:
         ranked = [name for kind in PREFERRED for name in whole if _kind(name) == kind.lower()]
         return (ranked or whole)[0]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from forerun.cache_dir import locked, make_room, unwritable
 from forerun.errors import DownloadError
-from forerun.hub.cache_dir import locked, make_room, unwritable
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long is under way; bytes for downloads."""

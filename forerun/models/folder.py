@@ -1,6 +1,6 @@
 """Folders of config.json and safetensors, as `transformers` writes them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Packed, check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
+from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
 from forerun.models.mapped import TensorFile
 from forerun.models.prediction_layers import divided
@@ -17,13 +18,14 @@ from forerun.models.shard import read_shard
 from forerun.types import Floats
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_SHARDS = 1024
 
 
 class FolderCheckpoint:
-    """A folder as a Checkpoint. Pickled weights are refused, whatever their name.
+    """A folder as a Checkpoint.
 
     prediction_files  by stored name, the tensors of prediction layers: no part of the model itself,
                       and looked into by who drafts with them
@@ -77,46 +79,50 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def files_by_tensor(folder: Path, maps: bool = False) -> dict[str, TensorFile]:
-    """Tensor name -> the file that holds it; a single file goes before an index.
+    """Tensor name -> the file that holds it; a single file goes before an index, safetensors go
+    before pickles, whose tensors are kept as safetensors in the cache.
 
-    maps  as in read_shard. Raises ModelError; for pickled weights with the hint to convert.
+    maps  as in read_shard. Raises ModelError.
     """
     if (folder / _SINGLE).is_file():
         file = read_shard(folder / _SINGLE, maps)
         return dict.fromkeys(file.tensors, file)
     if (folder / _INDEX).is_file():
-        return _sharded(folder)
+        return _sharded(folder / _INDEX, ".safetensors", read_shard)
+    if (folder / _PICKLED).is_file():
+        file = read_pickled(folder / _PICKLED)
+        return dict.fromkeys(file.tensors, file)
+    if (folder / _PICKLED_INDEX).is_file():
+        return _sharded(folder / _PICKLED_INDEX, ".bin", read_pickled)
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
-    if pickles:
-        raise ModelError(
-            f"{folder} holds its weights as {pickles[0]}, a pickle, which can run any code when "
-            "it is read; convert it with transformers (from_pretrained, then save_pretrained), "
-            "which writes model.safetensors"
-        )
-    raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+    hint = f"; {pickles[0]} is a pickle, of which {_PICKLED} alone is read" if pickles else ""
+    raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}{hint}")
 
 
-def _sharded(folder: Path) -> dict[str, TensorFile]:
-    index = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
-        raise ModelError(f"{folder / _INDEX} has no weight_map from tensor to file name")
-    names = sorted(set(index.values()))
-    outside = [n for n in names if not n.endswith(".safetensors") or set(n) & set("/\\:\0")]
+def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
+    """The same of an index and the files that it names, each of which `read` opens."""
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise ModelError(f"{index} has no weight_map from tensor to file name")
+    names = sorted(set(listed.values()))
+    outside = [n for n in names if not n.endswith(suffix) or set(n) & set("/\\:\0")]
     if outside or len(names) > _MOST_SHARDS:
         raise ModelError(
-            f"{folder / _INDEX} must name at most {_MOST_SHARDS} .safetensors files beside it, "
+            f"{index} must name at most {_MOST_SHARDS} {suffix} files beside it, "
             f"not {shortened(outside or [f'{len(names)} files'])}"
         )
     files: dict[str, TensorFile] = {}
-    for shard in (read_shard(folder / name) for name in names):
+    owners: dict[str, str] = {}
+    for name in names:
+        shard = read(index.parent / name)
         twins = files.keys() & shard.tensors.keys()
         if twins:
-            raise ModelError(f"{shard.path} repeats tensors: {shortened(sorted(twins))}")
+            raise ModelError(f"{index.parent / name} repeats tensors: {shortened(sorted(twins))}")
         files |= dict.fromkeys(shard.tensors, shard)
-    held = {name: file.path.name for name, file in files.items()}
-    wrong = {name for name, _ in held.items() ^ index.items()}
+        owners |= dict.fromkeys(shard.tensors, name)
+    wrong = {name for name, _ in owners.items() ^ listed.items()}
     if wrong:
-        raise ModelError(f"{folder / _INDEX} and its files disagree on {shortened(sorted(wrong))}")
+        raise ModelError(f"{index} and its files disagree on {shortened(sorted(wrong))}")
     return files
 
 

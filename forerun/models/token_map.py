@@ -2,7 +2,7 @@
 
 A large vocabulary's rare tokens cost a draft its time in the output head; a map keeps the rows of
 the frequent ones. It is a list of target ids: JSON, one vector in a safetensors file, or the list
-that FR-Spec publishes as freq_N.pt (pickled_ids.py, nothing of which is ever executed).
+that FR-Spec publishes as freq_N.pt (pickled.py, nothing of which is ever executed).
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from forerun.errors import ModelError
-from forerun.models.pickled_ids import read_pickled_ids
+from forerun.models.pickled import read_pickled_ids
 from forerun.models.shard import read_shard
 from forerun.types import AnyArray, Ints
 

@@ -4,7 +4,12 @@ A broken draft cannot be seen in the text, so acceptance is asserted, on the bui
 aims of a draft trained on a CPU, which this one exceeds (docs/draft-smollm2-135m.md).
 """
 
+import shutil
+from dataclasses import replace
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from forerun.bench.acceptance import CHAIN, TREE, Question, alone, ask
 from forerun.bench.workload import read_prompts, spread
@@ -49,3 +54,19 @@ def test_acceptance_length(target, shape, temperature):
     assert found.length >= AT_LEAST[shape.name, temperature]
     # A draft token that follows a right one is about as good: the head's cache holds true features.
     assert found.agreement[1] > 0.6 * found.agreement[0]
+
+
+def test_a_pickled_head_drafts_as_well(target, tmp_path, monkeypatch):
+    """As most of the EAGLE family is published: the same text, the same draft tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shipped, folder = shipped_draft("smollm2-135m"), tmp_path / "head"
+    folder.mkdir()
+    shutil.copy(shipped / "config.json", folder)
+    torch.save(load_file(shipped / "model.safetensors"), folder / "pytorch_model.bin")
+    config = replace(target.config, speculative_draft_model_path=str(folder))
+    pickled = open_target(config)
+    question = Question("built-in", tuple(spread(read_prompts(), 16)), 0.0, 64, 8)
+    (found,) = ask(pickled, alone(pickled.config), question, [CHAIN], lambda *_: None)
+    pickled.close()
+    assert found.same == found.answers == 16
+    assert found.length >= AT_LEAST[CHAIN.name, 0.0]

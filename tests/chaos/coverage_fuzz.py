@@ -175,7 +175,7 @@ def pickle_change(content: bytes, source: random.Random) -> bytes:
 
 
 def read_ids(path: Path) -> None:
-    from forerun.models.pickled_ids import read_pickled_ids
+    from forerun.models.pickled import read_pickled_ids
 
     assert all(type(item) is int for item in read_pickled_ids(path))
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from forerun import cache_dir
 from forerun.errors import DownloadError, ModelError
-from forerun.hub import cache_dir, catalog, huggingface, wheel
+from forerun.hub import catalog, huggingface, wheel
 from forerun.hub.catalog import open_model
 from forerun.hub.reference import hub_reference
 from forerun.hub.well_known import WELL_KNOWN, well_known
@@ -343,5 +344,31 @@ def test_hub_ids_offline_are_a_plain_sentence(no_hub, tmp_path, monkeypatch):
 
 
 def test_only_data_is_wanted_from_a_hub():
-    wanted = " ".join(huggingface._PATTERNS)
-    assert not any(ending in wanted for ending in (".py", ".bin", ".pt", ".pkl"))
+    wanted = " ".join([*huggingface._PATTERNS, *huggingface._PICKLED])
+    assert not any(ending in wanted for ending in (".py", ".pt", ".pkl"))
+
+
+def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_path):
+    """Of drafts and of whole models; never beside safetensors."""
+    asked = []
+
+    def snapshot(repository, *, allow_patterns, **_):
+        asked.append("pytorch_model.bin" in allow_patterns)
+        folder = tmp_path / repository
+        if asked[-1] and "pickled" in repository:
+            (folder / "pytorch_model.bin").touch()
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["a.txt"])
+    for name in ("org/pickled", "org/safe", "org/bare"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "org/safe/model.safetensors").touch()
+    assert huggingface.draft_fetched("org/safe", None) == tmp_path / "org/safe"
+    assert asked == [False]
+    assert (huggingface.draft_fetched("org/pickled", None) / "pytorch_model.bin").exists()
+    assert asked == [False, False, True]
+    with pytest.raises(ModelError, match="no GGUF file"):
+        open_model("org/bare")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_model("org/pickled")

@@ -110,9 +110,13 @@ def test_a_copy_of_a_tied_head_is_left_out_and_a_contradiction_refused(tmp_path)
         FolderCheckpoint(folder)
 
 
-def test_pickles_are_refused_with_a_way_out(folder):
+def test_pickles_of_other_names_are_refused_and_what_is_none_is_said(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin, a pickle.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read as a torch archive"):
+        FolderCheckpoint(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.pt")
+    with pytest.raises(ModelError, match=r"neither.*model\.pt is a pickle"):
         FolderCheckpoint(folder)
 
 

@@ -1,7 +1,6 @@
 """Export -> our loader -> the same head, in every dialect; bad drafts are refused by name."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -135,18 +134,29 @@ def test_bad_drafts_are_refused_by_name(good, change, message):
         open_draft(good, TARGET)
 
 
-def test_truncated_and_pickled_drafts(good, tmp_path):
+def test_truncated_drafts_and_pickles_of_other_names(good, tmp_path):
     data = (good / "model.safetensors").read_bytes()
     (good / "model.safetensors").write_bytes(data[:-7])
     with pytest.raises(ModelError, match="damaged"):
         open_draft(good, TARGET)
-    for name in ("pytorch_model.bin", "draft.pt"):
-        pickled = tmp_path / name.partition(".")[0]
-        pickled.mkdir()
-        shutil.copy(good / "config.json", pickled)
-        (pickled / name).write_bytes(b"\x80\x02.")
-        with pytest.raises(ModelError, match=f"{name}, a pickle.*[Cc]onvert"):
-            open_draft(pickled, TARGET)
+    (good / "model.safetensors").rename(good / "draft.pt")
+    with pytest.raises(ModelError, match=r"draft\.pt is a pickle, of which pytorch_model\.bin"):
+        open_draft(good, TARGET)
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
+def test_a_pickled_head_is_the_same_head(tmp_path, dialect, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    export_head(trained(), IDS, tmp_path / "head", dialect)
+    kept = open_draft(tmp_path / "head", TARGET)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    (tmp_path / "head" / "model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
+    found = open_draft(tmp_path / "head", TARGET)
+    assert found.head == kept.head and np.array_equal(found.target_ids, kept.target_ids)
+    for name in expected_draft_tensors(found.head):
+        if name != "d2t":
+            assert np.array_equal(found.tensor(name), kept.tensor(name))
 
 
 @pytest.mark.parametrize("config", [None, "", '{"hidden_size": 16', "[1]", "\x00"])
