@@ -19,9 +19,9 @@ from rich.console import Console
 from forerun.bench.acceptance import CHAIN, TREE, Question, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.drafters.draft_state import DraftState
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig
 
 COUPLED = DraftState.best
 

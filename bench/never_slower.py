@@ -28,11 +28,11 @@ from forerun.bench.paired import median_interval
 from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
+from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
-from forerun.executors.cpu import CpuNgramDrafter
 from forerun.interface.plan import Plan
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft
 
 

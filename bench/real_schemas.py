@@ -20,9 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Compiled, Matcher
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Compiled, Matcher
 from forerun.errors import ForerunError
 from forerun.text.tokenizer import Tokenizer
 

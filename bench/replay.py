@@ -28,7 +28,6 @@ from forerun.bench.workload import read_prompts
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.control import acceptance, account, adaptive, cost_model
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.calibration import NODES, REPEATS, SECONDS, believed_ms
@@ -39,6 +38,7 @@ from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 

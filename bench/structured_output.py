@@ -23,16 +23,16 @@ from typing import Any
 
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
-from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Compiled, Matcher
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.account import Account
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
 from forerun.errors import RequestError
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig
 from forerun.speculative.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
 

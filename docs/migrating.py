@@ -1,4 +1,4 @@
-"""Writes docs/migrating.md from the tables in forerun/algorithms.py and forerun/aliases.py.
+"""Writes docs/migrating.md from the tables in forerun/options (algorithms.py, aliases.py).
 
 python docs/migrating.py            writes it
 python docs/migrating.py --check    only says whether it is fresh: exit code 1 where it is not
@@ -7,16 +7,16 @@ python docs/migrating.py --check    only says whether it is fresh: exit code 1 w
 import argparse
 from pathlib import Path
 
-from forerun.algorithms import ALGORITHMS
-from forerun.alias_kinds import FIELDS, LLAMA, SGLANG, VLLM, Alias
-from forerun.aliases import ALIASES, SAME_NAMES
-from forerun.flags import own_option
+from forerun.options.algorithms import ALGORITHMS
+from forerun.options.alias_kinds import FIELDS, LLAMA, SGLANG, VLLM, Alias
+from forerun.options.aliases import ALIASES, SAME_NAMES
+from forerun.options.flags import own_option
 
 PATH = Path(__file__).with_name("migrating.md")
 
 HEAD = """# Coming from another server
 
-<!-- Made by `python docs/migrating.py`; change forerun/aliases.py instead. -->
+<!-- Made by `python docs/migrating.py`; change forerun/options/aliases.py instead. -->
 
 Move the command line over. Each name below works on `forerun serve`, `run` and `chat` (and where
 else the option exists), as `FORERUN_*` in the environment, and in a `--config` file; it is

@@ -15,7 +15,7 @@ def patient():
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.sandbox.SILENCE", 1000.0)
-        patch.setattr("forerun.constrain.tree_mask.SLOW", 1000.0)
-        patch.setattr("forerun.constrain.jump_forward.PATIENCE", 1000.0)
-        patch.setattr("forerun.constrain.grammar_draft.PATIENCE", 1000.0)
+        patch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 1000.0)
+        patch.setattr("forerun.constrain.matcher.jump_forward.PATIENCE", 1000.0)
+        patch.setattr("forerun.constrain.matcher.grammar_draft.PATIENCE", 1000.0)
         yield

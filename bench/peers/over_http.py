@@ -27,9 +27,9 @@ from servers import SERVERS, Job, Server, missing_tools, running
 
 from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.bench.workload import Prompt, read_prompts, spread
-from forerun.config import AskConfig
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
+from forerun.options.config import AskConfig
 
 ROOT = Path(__file__).parents[2]
 TRIES = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.build.engine import load
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 from forerun.serve.metrics import LABELS, Meter
 
 PATH = Path(__file__).resolve().parents[1] / "metrics.md"

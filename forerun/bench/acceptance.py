@@ -14,7 +14,7 @@ from forerun.bench.prove import answers, encode
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target
 from forerun.client.completion import Completion, make_request
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 Progress = Callable[[str, int, int], None]

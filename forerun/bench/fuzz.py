@@ -32,10 +32,10 @@ from forerun.bench.mixed import told_otherwise
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, make_engine, open_target
 from forerun.client.completion import Completion, make_request
-from forerun.config import EngineConfig
 from forerun.engine.request import Delta, Finish, Request, Speculation
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.options.config import EngineConfig
 
 SHRINK_RUNS = 80
 """Runs that may go into making one failing case smaller."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun import __version__
-from forerun.algorithms import Algorithm, capacity
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
+from forerun.options.algorithms import Algorithm, capacity
+from forerun.options.config import EngineConfig
 from forerun.types import Ints
+from forerun.version import __version__
 
 SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_tokens")
 """What a case changes of the executor itself, which is then opened anew."""

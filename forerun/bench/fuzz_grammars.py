@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from forerun.constrain.calls import Calling, Signature, tool_rules
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
 from forerun.text.tools import GLM, HERMES, ToolFormat
 
 _TEXT, _INTEGER = {"type": "string"}, {"type": "integer"}

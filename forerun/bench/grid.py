@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from forerun.algorithms import check_shape
 from forerun.bench.paired import median_interval
 from forerun.bench.prove import Answers, answers, encode, first_difference
 from forerun.bench.workload import Prompt, spread
 from forerun.build.engine import Target
 from forerun.build.tuned import Setting
 from forerun.client.completion import acceptance_length, make_request
-from forerun.config import EngineConfig
 from forerun.engine.request import Request
 from forerun.errors import ConfigError
+from forerun.options.algorithms import check_shape
+from forerun.options.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from forerun.config import EngineConfig
 from forerun.errors import EngineError
-from forerun.flags import command_line
+from forerun.options.config import EngineConfig
+from forerun.options.flags import command_line
 
 START_SECONDS = 600.0
 """A model may have to be downloaded first."""

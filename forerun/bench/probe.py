@@ -22,13 +22,13 @@ from forerun.bench.acceptance import (
 )
 from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 from forerun.models.block_folder import holds_block
 from forerun.models.config_variants import plausible, reading_of, turned
 from forerun.models.draft_config import DraftHead
 from forerun.models.draft_folder import open_draft
+from forerun.options.config import EngineConfig
 
 PROMPTS, TOKENS = 20, 64
 FIRST = 5

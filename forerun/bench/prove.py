@@ -19,12 +19,12 @@ from forerun.bench import mixed
 from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, encode_chat, make_engine
 from forerun.client.completion import Completion, acceptance_length, complete, make_request
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Compiled
+from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import Request, choice_seed
 from forerun.errors import ContextError
 from forerun.interface.plan import TokenLogprobs
+from forerun.options.config import EngineConfig
 from forerun.speculative.noise import gumbel
 from forerun.types import Ints
 

@@ -12,12 +12,12 @@ from math import exp, log
 from time import perf_counter
 from typing import Any
 
-from forerun.algorithms import capacity
 from forerun.bench.workload import Prompt, spread
 from forerun.build.engine import Target, encode_chat, make_engine
 from forerun.build.tuned import Setting
 from forerun.client.completion import acceptance_length, complete, make_request
-from forerun.config import EngineConfig
+from forerun.options.algorithms import capacity
+from forerun.options.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
 

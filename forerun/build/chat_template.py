@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig
 
 
 def template_source(config: EngineConfig, own: str | None) -> str | None:

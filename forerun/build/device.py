@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from forerun.config import EngineConfig
 from forerun.machine import gpu_devices, tpu_devices
+from forerun.options.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.models.block_folder import BlockFile, holds_block, open_block
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.models.prediction_folder import holds_prediction, open_prediction
 from forerun.models.prediction_layers import PredictionLayers
+from forerun.options.config import EngineConfig
 
 AnyDraftFile = DraftFile | BlockFile | PredictionLayers
 

@@ -11,7 +11,6 @@ from forerun.build.draft_file import open_draft_file
 from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import Needs
 from forerun.build.standalone import open_standalone
-from forerun.config import EngineConfig
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
@@ -31,6 +30,7 @@ from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
+from forerun.options.config import EngineConfig
 from forerun.speculative.draft_tree import TreeShape
 
 log = logging.getLogger("forerun.build")

@@ -30,11 +30,10 @@ from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.prepare import overlaps, prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
-from forerun.config import NEUTRAL, EngineConfig
-from forerun.constrain.compile import Compiler, open_compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Compiled
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.isolation.compile import Compiler, open_compiler
+from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
@@ -50,6 +49,7 @@ from forerun.machine import memory_available, stamp
 from forerun.models.ngram_table import NgramTable
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.token_map import read_token_map
+from forerun.options.config import NEUTRAL, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer

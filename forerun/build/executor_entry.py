@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forerun.build.memory import CHUNK, Needs
-from forerun.config import EngineConfig
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint
+from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
+from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number: what dense weights are planned with, and keys and values."""

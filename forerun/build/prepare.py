@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from forerun.config import EngineConfig
 from forerun.engine.overlap import carrying
 from forerun.interface.executor import DraftShape, Executor, OverlapExecutor, PreparedExecutor
+from forerun.options.config import EngineConfig
 
 
 def overlaps(config: EngineConfig, executor: Executor) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
 from forerun.build.executor_entry import DraftSource, ExecutorEntry
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.options.config import EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
 """By name, in the order in which "auto" asks them. The toy is none: it brings its own model."""

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forerun import __version__
-from forerun.algorithms import algorithm, capacity
 from forerun.cache_dir import cache_dir
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.machine import cpu_name
+from forerun.options.algorithms import algorithm, capacity
+from forerun.options.config import EngineConfig
+from forerun.version import __version__
 
 _TUNED = (
     "speculative_algorithm",

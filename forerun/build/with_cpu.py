@@ -4,7 +4,6 @@ from pathlib import Path
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
-from forerun.config import EngineConfig
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
@@ -17,13 +16,15 @@ from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
+from forerun.options.config import EngineConfig
 
 
 def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
     """The n-gram drafter: on the compiled core where there is one, whatever runs the model."""
+    from forerun.drafters.native_ngram import CpuNgramDrafter
     from forerun.executors import cpu
 
-    kind = NgramDrafter if cpu.available() else cpu.CpuNgramDrafter
+    kind = NgramDrafter if cpu.available() else CpuNgramDrafter
     return kind(slots, table=table)
 
 

@@ -5,7 +5,6 @@ from importlib.metadata import PackageNotFoundError, version
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.cache_dir import cache_dir
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -15,6 +14,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
+from forerun.options.config import EngineConfig
 
 LEAST = (0, 10)
 """The oldest jax whose public names are used here."""

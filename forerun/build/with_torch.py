@@ -5,7 +5,6 @@ from pathlib import Path
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -16,6 +15,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
+from forerun.options.config import EngineConfig
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 """Tokens of prompts in one step: GiB that a GPU's memory is below, and how many then; else."""

@@ -19,9 +19,9 @@ import httpx
 
 from forerun.build.engine import Loaded
 from forerun.cli.console import bars, emit_json, load_shown, say
-from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ConfigError
-from forerun.flags import configured
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.options.flags import configured
 from forerun.serve.app import create_app
 
 URLS = ("/v1/chat/completions", "/v1/completions")

@@ -16,10 +16,10 @@ from forerun.bench.launch import launched
 from forerun.bench.report import Level
 from forerun.bench.workload import Prompt, labelled, read_prompts, spread
 from forerun.cli.console import bars, emit_json, out, say
-from forerun.config import AskConfig, EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import command_line, configured
 from forerun.machine import stamp
+from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.flags import command_line, configured
 
 SIDES: dict[str, tuple[str, ...]] = {
     "as-is": ("as-is",),

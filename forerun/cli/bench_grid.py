@@ -16,10 +16,10 @@ from forerun.bench.workload import read_prompts
 from forerun.build.engine import Target
 from forerun.build.tuned import save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
-from forerun.config import AskConfig, EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import configured
 from forerun.machine import stamp
+from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.flags import configured
 
 TOPK = (1, 4, 8)
 """Widths where nobody says; the other defaults are those of the options."""

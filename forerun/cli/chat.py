@@ -11,9 +11,9 @@ from forerun.cache_dir import cache_dir
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
-from forerun.config import AskConfig, EngineConfig
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
-from forerun.flags import configured, parsed
+from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.flags import configured, parsed
 
 HELP = '''/regenerate        answer once more, in other words
 /reset             forget the conversation

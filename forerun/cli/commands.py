@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from forerun.config import AskConfig, EngineConfig, ServeSettings
-from forerun.flags import flags_of
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
 
 Flags = Callable[[argparse.ArgumentParser], None]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from forerun.build.engine import Loaded, Target, load, open_target
 from forerun.build.engine import Progress as Report
 from forerun.build.memory import human
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 
 QUIET = 20.0
 """Seconds between two lines of progress in a log."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from forerun.build.engine import Loaded, encode_chat
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
-from forerun.config import AskConfig
 from forerun.errors import RequestError
+from forerun.options.config import AskConfig
 from forerun.types import Ints
 
 Turn = dict[str, Any]

@@ -11,12 +11,12 @@ from typing import Any
 
 from rich.table import Table
 
-from forerun import __version__
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
 from forerun.cli.console import emit_json, out
 from forerun.executors import cpu
 from forerun.machine import memory_available, stamp
+from forerun.version import __version__
 
 PACKAGES = (
     "numpy",

@@ -22,12 +22,12 @@ from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import Target
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.probing import probed
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import configured
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.models.draft_folder import DraftFile
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from forerun.bench.fuzz import Fuzzer, Report, replay
 from forerun.bench.fuzz_case import write
 from forerun.bench.workload import read_prompts
 from forerun.cli.console import bars, emit_json, say
-from forerun.config import EngineConfig, exact
-from forerun.flags import configured
+from forerun.options.config import EngineConfig, exact
+from forerun.options.flags import configured
 
 MINUTES = 2.0
 """How long it looks where neither minutes nor cases are given."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
-from forerun.alias_kinds import FIELDS
-from forerun.aliases import OPTIONS
 from forerun.cli.parser import unknown
 from forerun.errors import ConfigError
-from forerun.flags import MANY, Given, Option, gather, own_option
+from forerun.options.alias_kinds import FIELDS
+from forerun.options.aliases import OPTIONS
+from forerun.options.flags import MANY, Given, Option, gather, own_option
 
 PREFIX = "FORERUN_"
 

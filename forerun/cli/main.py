@@ -22,8 +22,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from forerun import __version__
-from forerun.aliases import OPTIONS
 from forerun.cli.commands import COMMANDS, SHOWN
 from forerun.cli.layers import settle
 from forerun.cli.parser import Parser
@@ -35,7 +33,9 @@ from forerun.errors import (
     ModelError,
     RequestError,
 )
-from forerun.flags import add_aliases
+from forerun.options.aliases import OPTIONS
+from forerun.options.flags import add_aliases
+from forerun.version import __version__
 
 EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (ConfigError, 2),

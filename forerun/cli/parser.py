@@ -5,10 +5,10 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from forerun.alias_kinds import FIELDS
-from forerun.aliases import ALIASES, elsewhere
 from forerun.errors import ConfigError
-from forerun.flags import Option, gather, own_option
+from forerun.options.alias_kinds import FIELDS
+from forerun.options.aliases import ALIASES, elsewhere
+from forerun.options.flags import Option, gather, own_option
 
 
 class Parser(argparse.ArgumentParser):

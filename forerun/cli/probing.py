@@ -5,8 +5,8 @@ from dataclasses import replace
 from forerun.bench.probe import USELESS, Attempt, probe
 from forerun.build.drafting import AUTO, NO_DRAFT, with_shipped
 from forerun.cli.console import bars, say
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
+from forerun.options.config import EngineConfig
 
 
 def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attempt]]:

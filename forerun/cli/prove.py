@@ -11,9 +11,9 @@ from forerun.bench.workload import read_prompts, spread
 from forerun.cli import fuzz
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.constraint import grammar_of
-from forerun.config import EngineConfig, exact
-from forerun.flags import configured
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig, exact
+from forerun.options.flags import configured
 
 QUICK_PROMPTS, QUICK_TOKENS, QUICK_GROUP = 8, 32, 4
 

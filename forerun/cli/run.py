@@ -13,10 +13,10 @@ from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
 from forerun.cli.probing import probed
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
-from forerun.config import AskConfig, EngineConfig
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
-from forerun.flags import configured
+from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.flags import configured
 from forerun.types import Ints, RequestId
 
 FEWEST = 8

@@ -9,9 +9,9 @@ from pathlib import Path
 from forerun.build.engine import Loaded
 from forerun.cli.console import emit_json, load_shown, say
 from forerun.cli.probing import probed
-from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ConfigError
-from forerun.flags import configured
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.options.flags import configured
 from forerun.serve.server import run
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

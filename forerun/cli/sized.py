@@ -9,10 +9,10 @@ from time import strftime
 from forerun.bench.sized import Sweep, lines, measure
 from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import configured
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -11,13 +11,13 @@ import torch
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ForerunError
-from forerun.flags import configured
 from forerun.hub.catalog import open_model
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.models.token_map import write_token_map
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate
 from forerun.train.answers import Author
 from forerun.train.corpus import Corpus, open_corpus

@@ -13,11 +13,11 @@ from forerun.bench.tune import OFF, Sweep, Tuning, as_dict, settings_for, tune
 from forerun.bench.workload import read_prompts
 from forerun.build.tuned import forget, save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
-from forerun.flags import configured
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forerun.constrain.matcher import Compiled
+from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import (
     Delta,
     Finish,

@@ -7,9 +7,9 @@ from typing import Any, Self, Unpack
 from forerun.build.engine import encode_chat, load
 from forerun.client.completion import Completion, complete, make_request, stream
 from forerun.client.options import AskOptions, EngineOptions
-from forerun.config import EngineConfig
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
+from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 Prompt = str | Sequence[dict[str, Any]]

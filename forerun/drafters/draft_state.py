@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.constrain.token_prior import legal
 from forerun.interface.features import KeptFeatures
+from forerun.interface.grammars import legal
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from forerun.constrain.grammars import Committed
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import failed, grammar_ended, step_trace
@@ -18,6 +17,7 @@ from forerun.engine.step import Decided, Parts, Running, StepOver, begin, finish
 from forerun.engine.timing import StageTimer
 from forerun.engine.trace import MAX_STEPS
 from forerun.errors import EngineError
+from forerun.interface.grammars import Committed
 from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.tree import NO_DRAFT_ROW, draft_row
 from forerun.types import RequestId

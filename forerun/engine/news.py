@@ -1,11 +1,11 @@
 """News that few sequences have: endings that are errors, and what a step did for one."""
 
-from forerun.constrain.grammars import Committed
 from forerun.engine.output import Ending, Kept
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import StepOver
 from forerun.engine.trace import StepTrace, bounded
+from forerun.interface.grammars import Committed
 from forerun.speculative.tree import DraftRow
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from forerun.config import MAX_CHOICES
 from forerun.engine.request import Request
+from forerun.options.config import MAX_CHOICES
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from forerun.constrain.grammars import Committed, Grammars
 from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, MaskingExecutor, Scores
+from forerun.interface.grammars import Committed, Grammars
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
 from forerun.text.tokenizer import Tokenizer

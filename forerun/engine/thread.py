@@ -9,7 +9,6 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-from forerun.constrain.grammars import Grammars, NoGrammars
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
 from forerun.engine.options import EngineOptions
@@ -22,6 +21,7 @@ from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RequestError
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
+from forerun.interface.grammars import Grammars, NoGrammars
 from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId

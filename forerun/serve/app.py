@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
 from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore

@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from forerun.constrain.calls import Rules
 from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.grammar.calls import Rules
 
 _CHOICES = ("anyOf", "oneOf")
 _MAPS = ("properties", "patternProperties")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
-from forerun.constrain.calls import Calling, Rules, tool_rules
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
+from forerun.options.config import ServeSettings
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in

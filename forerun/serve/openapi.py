@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun import __version__
 from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.ollama.models import ShowBody
@@ -23,6 +22,7 @@ from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.fields import body_schema
 from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.version import __version__
 
 BODIES: dict[str, type[Any]] = {
     "/v1/chat/completions": ChatBody,

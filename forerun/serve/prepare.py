@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from forerun.build.engine import Loaded
-from forerun.config import NEUTRAL, ServeSettings
-from forerun.constrain.calls import Rules
-from forerun.constrain.matcher import Compiled
+from forerun.constrain.grammar.calls import Rules
+from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
+from forerun.options.config import NEUTRAL, ServeSettings
 from forerun.serve.dialogue import constraint, dialogue
 from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import (

@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.errors import RequestError
 from forerun.serve.answering import Json, generated, received, rendered, service_of
@@ -23,6 +22,7 @@ from forerun.serve.fields import read
 from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import DetokenizeBody, TokenizeBody
 from forerun.serve.service import Served
+from forerun.version import __version__
 
 
 class Named(Protocol):

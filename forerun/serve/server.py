@@ -16,8 +16,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
 from forerun.errors import ConfigError
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.connection import connections
 from forerun.serve.service import Loader, Service

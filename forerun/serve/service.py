@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from forerun import __version__
 from forerun.build.engine import Loaded
-from forerun.config import ServeSettings
-from forerun.constrain.calls import Rules
-from forerun.constrain.compile import MAX_WAITING
-from forerun.constrain.matcher import Compiled
+from forerun.constrain.grammar.calls import Rules
+from forerun.constrain.isolation.compile import MAX_WAITING
+from forerun.constrain.matcher.matcher import Compiled
+from forerun.options.config import ServeSettings
 from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
 from forerun.serve.metrics import Meter
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
+from forerun.version import __version__
 
 Loader = Callable[[], Loaded]
 

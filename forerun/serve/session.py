@@ -10,9 +10,9 @@ from typing import Self
 
 from starlette.types import Receive
 
-from forerun.config import ServeSettings
 from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
 from forerun.engine.thread import Engine
+from forerun.options.config import ServeSettings
 from forerun.serve.bridge import EventQueue, merged
 from forerun.serve.errors import ApiError, ClientGoneError, stuck, unavailable
 from forerun.serve.prepare import Generation

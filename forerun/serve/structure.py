@@ -11,8 +11,8 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from forerun.constrain.calls import Rules, Tag, tag_rules
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Rules, Tag, tag_rules
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.fields import (

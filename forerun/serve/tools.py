@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.constrain.calls import Signature
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Signature
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar
 from forerun.serve.fields import (

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from forerun.errors import ConfigError
-from forerun.flags import own_option
-from forerun.options import option, validate
+from forerun.options.fields import option, validate
+from forerun.options.flags import own_option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ import pytest
 from forerun.bench.acceptance import TREE, Question, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 
 pytestmark = [
     pytest.mark.model,

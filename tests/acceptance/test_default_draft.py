@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from forerun.bench.acceptance import CHAIN, TREE, Question, alone, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
+from forerun.options.config import EngineConfig
 
 pytestmark = [
     pytest.mark.model,

@@ -11,10 +11,10 @@ import pytest
 from forerun.bench.acceptance import Question, Shape, ask
 from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
+from forerun.options.config import EngineConfig
 
 pytestmark = [
     pytest.mark.model,

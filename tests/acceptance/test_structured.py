@@ -11,11 +11,11 @@ import pytest
 
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.client.completion import acceptance_length, complete, make_request
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.control.account import Account
 from forerun.control.step_costs import StepCosts
 from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 
 pytestmark = [
     pytest.mark.model,

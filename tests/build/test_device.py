@@ -7,9 +7,9 @@ from forerun.build.device import choose_device
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.cli import console
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
+from forerun.options.config import EngineConfig
 
 
 @pytest.fixture

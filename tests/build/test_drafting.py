@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig
 
 
 def test_what_train_worked_in_names_its_draft(tmp_path):

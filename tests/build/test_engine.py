@@ -11,9 +11,9 @@ from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import encode_chat, load, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")

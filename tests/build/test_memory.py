@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import open_target
 from forerun.build.memory import Needs, human, plan_memory
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, MemoryPlanError
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 
 SMALL = Needs(context=2048, vocab=1000, weights=10**8, per_token=20_000, per_node=10_000)

@@ -13,11 +13,11 @@ from forerun.build.device import DeviceChoice
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor, draft_model
 from forerun.build.tuned import Setting
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError, ModelError
 from forerun.models.draft_folder import DraftFile
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 
 SMALL = {

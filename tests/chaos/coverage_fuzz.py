@@ -181,7 +181,7 @@ def read_ids(path: Path) -> None:
 
 
 def read_gbnf(path: Path) -> None:
-    from forerun.constrain.gbnf import lark
+    from forerun.constrain.grammar.gbnf import lark
 
     lark(path.read_bytes().decode(errors="replace"))
 

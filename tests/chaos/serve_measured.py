@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from forerun import sandbox
 from forerun.cli.main import console
-from forerun.constrain.token_prior import Places
+from forerun.constrain.matcher.token_prior import Places
 from forerun.control import adaptive
 from forerun.text import rendering
 

@@ -12,12 +12,12 @@ import torch
 
 from forerun.bench.fuzz import Fuzzer
 from forerun.bench.workload import read_prompts
-from forerun.config import EngineConfig
 from forerun.executors.torch import executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.bench.workload import read_prompts as prompts
 from forerun.build.engine import make_engine, open_target
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.chaos.agents import Script, ask, ask_again, cached, cut_from, letters, told
 from tests.engine.toys import following, make

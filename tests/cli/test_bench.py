@@ -11,8 +11,8 @@ from forerun.bench import report
 from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.bench.workload import read_prompts
 from forerun.cli.main import main
-from forerun.config import AskConfig
 from forerun.errors import ConfigError
+from forerun.options.config import AskConfig
 
 PROMPT = read_prompts()[0]
 PAUSE = 0.02

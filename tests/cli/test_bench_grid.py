@@ -8,7 +8,7 @@ from forerun.bench import grid
 from forerun.bench.grid_picture import frontier
 from forerun.build.engine import load
 from forerun.cli.main import main
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 
 FLAGS = [
     "bench",

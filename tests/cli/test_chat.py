@@ -10,8 +10,8 @@ from prompt_toolkit.output import DummyOutput
 
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, keys
-from forerun.config import AskConfig
 from forerun.errors import RequestError
+from forerun.options.config import AskConfig
 from tests.cli.toys import toy_loaded
 
 ASK = AskConfig(max_tokens=40, ignore_eos=True, seed=0)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forerun.config import AskConfig, EngineConfig, ServeSettings
 from forerun.errors import ConfigError
-from forerun.flags import command_line, configured, flags_of
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.flags import command_line, configured, flags_of
 
 KINDS = [EngineConfig, ServeSettings, AskConfig]
 

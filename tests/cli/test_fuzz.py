@@ -12,9 +12,9 @@ from forerun.bench.fuzz_grammars import GRAMMARS
 from forerun.bench.workload import read_prompts
 from forerun.build.engine import open_target
 from forerun.cli.main import main
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors import host_choice
+from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy")
 

@@ -7,21 +7,21 @@ from dataclasses import fields, replace
 import httpx
 import pytest
 
-from forerun import algorithms
-from forerun.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
-from forerun.alias_kinds import FIELDS
-from forerun.aliases import ALIASES, SAME_NAMES
 from forerun.build import tuned
 from forerun.build.engine import load
 from forerun.build.tuned import Setting
 from forerun.cli.layers import settle
 from forerun.cli.main import build_parser, main
-from forerun.config import AskConfig, EngineConfig, ServeSettings
 from forerun.errors import ConfigError
 from forerun.executors.torch.eagle import EagleHead
-from forerun.flags import NOTHING, configured, own_option
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
+from forerun.options import algorithms
+from forerun.options.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
+from forerun.options.alias_kinds import FIELDS
+from forerun.options.aliases import ALIASES, SAME_NAMES
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.flags import NOTHING, configured, own_option
 from forerun.train.export import export_head
 from tests.models import tiny
 from tests.shape.tree import ROOT

@@ -7,13 +7,13 @@ from forerun.bench import mixed
 from forerun.bench.prove import Trial, answers, first_difference, prove
 from forerun.bench.workload import read_prompts, spread
 from forerun.client.completion import Completion
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Finish
 from forerun.errors import ContextError, RequestError
 from forerun.executors import host_choice
 from forerun.executors.toy import ToyExecutor, ToyScores
 from forerun.interface.plan import TokenLogprobs
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.cli.toys import CONFIG, toy_target
 

@@ -15,8 +15,8 @@ import pytest
 from forerun.bench.launch import launched
 from forerun.cli.main import main
 from forerun.cli.serve import read_keys
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, EngineError
+from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy", kv_tokens=8192, max_sequences=16)
 SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-tokens", "4096"]

@@ -10,8 +10,8 @@ from forerun.build import tuned
 from forerun.build.engine import load, open_target
 from forerun.build.tuned import Setting
 from forerun.cli.main import main
-from forerun.config import EngineConfig
 from forerun.executors.toy import ToyExecutor
+from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
 FOUR = Setting("NGRAM", 5, 4, "fixed")

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from forerun.build.engine import Loaded, Target, load, open_target
-from forerun.config import EngineConfig
 from forerun.executors.toy import ToyExecutor
+from forerun.options.config import EngineConfig
 
 CONFIG = EngineConfig(model="toy", max_sequences=8, kv_tokens=8192, context=1024)
 

@@ -13,8 +13,8 @@ from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
 from forerun.client.options import AskOptions, EngineOptions
-from forerun.config import EngineConfig
 from forerun.errors import EngineError, RequestError
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 
 CHAT = [{"role": "user", "content": "Hello"}]

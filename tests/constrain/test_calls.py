@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from forerun.constrain.calls import Calling, Rules, Signature, Tag, tag_rules, tool_rules
-from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Matcher
+from forerun.constrain.grammar.calls import Calling, Rules, Signature, Tag, tag_rules, tool_rules
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Matcher
 from forerun.errors import RequestError
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, Ends, Tokenizer

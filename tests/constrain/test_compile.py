@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from forerun import sandbox
-from forerun.constrain import compile as compile_module
-from forerun.constrain.compile import Compiler
-from forerun.constrain.fair_queue import FairQueue
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.jump_forward import MAX_AHEAD
-from forerun.constrain.llguidance_backend import LONG
-from forerun.constrain.matcher import Matcher
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.isolation import compile as compile_module
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.isolation.fair_queue import FairQueue
+from forerun.constrain.matcher.jump_forward import MAX_AHEAD
+from forerun.constrain.matcher.llguidance_backend import LONG
+from forerun.constrain.matcher.matcher import Matcher
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.errors import BusyError, EngineError, ModelError, RequestError
 from forerun.sandbox import Fault, SandboxProcess

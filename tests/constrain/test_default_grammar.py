@@ -7,9 +7,9 @@ import pytest
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
+from forerun.options.config import EngineConfig
 
 pytestmark = [
     pytest.mark.model,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.draft_state import allowed
 from forerun.drafters.model_drafter import ModelDrafter

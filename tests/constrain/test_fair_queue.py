@@ -2,7 +2,7 @@
 
 import threading
 
-from forerun.constrain.fair_queue import FORGET, FairQueue, LeastWorkedFirst
+from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, LeastWorkedFirst
 
 
 class Office:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from forerun.constrain.calls import Calling, Signature, tool_rules
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
 from forerun.errors import RequestError
 from forerun.text.tools import GLM, ToolReader
 from tests.constrain.tools import compiled, fits

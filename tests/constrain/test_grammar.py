@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.constrain.grammar import MAX_SOURCE, Grammar, portable
-from forerun.constrain.schema import locate, schemas
+from forerun.constrain.grammar.grammar import MAX_SOURCE, Grammar, portable
+from forerun.constrain.schema.paths import locate, schemas
 from forerun.errors import RequestError
 from tests.constrain.tools import PERSON, compiled, fits
 
@@ -189,7 +189,9 @@ def test_choices_that_are_too_many_are_refused_unread(monkeypatch):
     def read(*_):
         raise AssertionError("they were escaped")
 
-    monkeypatch.setattr("forerun.constrain.grammar._SPECIAL", type("Never", (), {"sub": read})())
+    monkeypatch.setattr(
+        "forerun.constrain.schema.patterns._SPECIAL", type("Never", (), {"sub": read})()
+    )
     with pytest.raises(RequestError, match="3000000 characters; at most 262144 bytes"):
         Grammar.choice(["a" * 1000 + str(index) for index in range(1000, 3000)] + ["b" * 992000])
 

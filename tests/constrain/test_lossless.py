@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.none import NoDrafter
 from forerun.engine.options import EngineOptions

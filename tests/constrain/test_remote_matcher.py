@@ -12,12 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.constrain import remote_matcher
-from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Translated
-from forerun.constrain.remote_matcher import Answer, RemoteMatcher, RemoteMatchers
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.isolation import remote_matcher
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
+from forerun.constrain.matcher.automaton import Answer
+from forerun.constrain.matcher.matcher import Translated
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from tests.constrain.test_lossless import CASES, engine, heard
 from tests.constrain.tools import TOKENIZERS, Tokenizer, compiled
@@ -182,7 +183,7 @@ def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
     grammar = fresh(CASES["json"][0])
     options = {"temperature": 0.8, "seed": 5}
     plain = run(engine("none", "bytes"), request("json", grammar, **options))
-    monkeypatch.setattr("forerun.constrain.tree_mask.SLOW", -1.0)
+    monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", -1.0)
     for count in (1, 2):
         ear = run(engine("random", "bytes"), request("json", grammar, **options))
         assert heard(ear) == heard(plain)
@@ -193,7 +194,7 @@ def test_a_bad_moment_of_the_machine_is_forgotten(monkeypatch):
     grammar = fresh(CASES["city"][0])
     for _ in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr("forerun.constrain.tree_mask.SLOW", -1.0)
+            patch.setattr("forerun.constrain.matcher.tree_mask.SLOW", -1.0)
             run(engine("random", "bytes"), request("city", grammar))
         assert grammar.translated.slow == 1
         for _ in range(8):
@@ -296,7 +297,7 @@ if not first.exists():
     first.write_text(str(os.getpid()))
     signal.pause()
 del sys.argv[1]
-runpy.run_module("forerun.constrain.matcher_worker", run_name="__main__")
+runpy.run_module("forerun.constrain.isolation.matcher_worker", run_name="__main__")
 """
 """The first of these processes never becomes ready; it leaves its id in a file."""
 

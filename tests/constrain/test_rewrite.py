@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from forerun.constrain.calls import Calling, Signature, tool_rules
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Matcher
-from forerun.constrain.rewrite import rewritten
+from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
+from forerun.constrain.matcher.matcher import Matcher
+from forerun.constrain.schema.rewrite import rewritten
 from forerun.errors import RequestError
 from forerun.text.tools import HERMES
 from tests.constrain.tools import compiled, fits

@@ -5,10 +5,11 @@ import json
 import numpy as np
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.token_prior import Places, TokenPrior, legal, shared_places
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.matcher.token_prior import Places, TokenPrior, shared_places
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.engine.request import Finish
+from forerun.interface.grammars import legal
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.test_lossless import BYTES, engine, heard
 from tests.constrain.test_tree_mask import VOCAB, chain, guide, ids

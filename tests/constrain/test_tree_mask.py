@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammars import Committed
-from forerun.constrain.matcher import Matcher
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.matcher.matcher import Matcher
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
 from forerun.errors import RequestError
+from forerun.interface.grammars import Committed
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
 from tests.constrain.tools import BYTES, PERSON, compiled, members, random_draft

@@ -6,9 +6,9 @@ from random import Random
 
 import numpy as np
 
-from forerun.constrain.compile import Compiler
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher import Compiled, Matcher
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Compiled, Matcher
 from forerun.interface.drafter import DrafterTraits
 from forerun.speculative.tree import Draft
 from forerun.text.tokenizer import Tokenizer

@@ -5,7 +5,6 @@ import pytest
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.control import calibration
 from forerun.control.calibration import (
     FIRST_CALLS,
@@ -22,6 +21,7 @@ from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import NextDrafts
+from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_target
 
 

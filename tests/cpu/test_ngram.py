@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
+from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import EngineError
-from forerun.executors.cpu import CpuNgramDrafter, native
+from forerun.executors.cpu import native
 from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.options.config import EngineConfig
 from forerun.speculative.tree import NO_DRAFT, batch
 from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded

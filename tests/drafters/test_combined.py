@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.combined import DEPTHS, PRIOR, Calibration, CombinedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
+from forerun.interface.grammars import NoGrammars
 from forerun.interface.plan import Outcome, SlotInit
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling

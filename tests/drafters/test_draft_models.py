@@ -15,7 +15,6 @@ from forerun.build.drafting import with_draft
 from forerun.build.engine import make_engine, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.control.policy import FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.executors.torch import TorchDecoderModel
@@ -26,6 +25,7 @@ from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
+from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
 from tests.models import tiny
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
@@ -14,6 +13,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures
+from forerun.interface.grammars import NoGrammars
 from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape

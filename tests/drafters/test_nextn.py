@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuPredictionModel
 from forerun.executors.torch import TorchPredictionModel
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
 from tests.drafters.test_standalone import PROMPTS, STEPS, TOKENS, counts, served
 from tests.models import tiny

@@ -11,11 +11,11 @@ import torch
 from forerun.build.drafting import open_drafts
 from forerun.build.engine import load, make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.drafters import model_drafter
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import open_model
+from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
 from tests.models import tiny
 

@@ -11,13 +11,13 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import ModelError
 from forerun.executors import cpu
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.drafters.test_nextn import with_layers
 from tests.drafters.test_standalone import counts, served

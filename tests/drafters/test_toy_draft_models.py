@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
+from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, best, limits, logits, run

@@ -16,12 +16,12 @@ from forerun.bench import prove as proving
 from forerun.bench.prove import Trial, answers, prove
 from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
 from forerun.executors.torch import CapturedExecutor, executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
 from tests.parity import test_rounds_that_draft as rounds

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
-from forerun.config import EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 
 pytestmark = pytest.mark.model

@@ -11,9 +11,9 @@ import sys
 import time
 
 from forerun.build.engine import load
-from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ForerunError, ModelError
 from forerun.executors.toy import ToyExecutor
+from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.server import run
 
 

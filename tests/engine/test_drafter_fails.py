@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
+from forerun.interface.grammars import NoGrammars
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
 

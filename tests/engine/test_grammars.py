@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from forerun.constrain.grammars import Committed
 from forerun.control.policy import FixedPolicy
 from forerun.engine.options import EngineOptions
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.thread import Engine
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
+from forerun.interface.grammars import Committed
 from forerun.speculative.tree import NodeMasks
 from tests.engine.toys import TOKENIZER, VOCAB, ask, drafter, limits, run
 

@@ -8,10 +8,10 @@ import pytest
 
 from forerun.build.engine import load
 from forerun.client.completion import make_request
-from forerun.config import EngineConfig
 from forerun.engine import core
 from forerun.engine.request import Finish, Speculation
 from forerun.engine.trace import MAX_NODES, bounded
+from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft, DraftRow, DraftSource, TreeBatch, batch, draft_row
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from forerun.constrain.grammars import NoGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
@@ -14,6 +13,7 @@ from forerun.engine.request import Delta, Finish, Request, Stopping, choice_seed
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.grammars import NoGrammars
 from forerun.interface.plan import SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process

@@ -7,9 +7,9 @@ import torch
 from forerun.bench.prove import Trial, prove
 from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
-from forerun.config import EngineConfig
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import choices, gumbel
+from forerun.options.config import EngineConfig
 from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny

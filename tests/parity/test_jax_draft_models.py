@@ -14,10 +14,10 @@ import forerun.executors.jax as on_jax
 from forerun.build import with_jax
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.drafters import model_drafter
 from forerun.errors import ModelError
 from forerun.executors.jax import JaxExecutor, JaxOptions, drafting, level_model
+from forerun.options.config import EngineConfig
 from tests.drafters.test_nextn import certain, hf, layer, with_layers  # noqa: F401 - fixtures
 from tests.models import tiny
 from tests.parity.driver import first_is_fast

@@ -13,11 +13,11 @@ import forerun.executors.jax as on_jax
 from forerun.build import drafting, engine, with_jax
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.constrain.grammars import Committed
-from forerun.constrain.tree_mask import TreeGrammars
+from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.jax import executor as jax_executor
 from forerun.executors.jax.reports import line_size
+from forerun.interface.grammars import Committed
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks

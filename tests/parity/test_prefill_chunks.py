@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.build.memory import dense_needs, plan_memory
 from forerun.build.with_torch import ENTRY
-from forerun.config import EngineConfig
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
@@ -20,6 +19,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
 from tests.models import tiny

@@ -12,13 +12,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
-from forerun.config import EngineConfig
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchBlockModel, executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.level_model import LevelModel
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from tests.drafters.test_nextn import with_layers
 from tests.drafters.test_standalone import other_vocabulary
 from tests.models import tiny

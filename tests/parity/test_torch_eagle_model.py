@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from forerun.build.engine import load, make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.errors import EngineError, ModelError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.executors.torch.eagle import EagleHead
@@ -20,6 +19,7 @@ from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits

@@ -6,13 +6,13 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
-from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
 from forerun.executors.torch.layers import PLAIN, Linear, compiled
 from forerun.models.shapes import shape_named
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.tape import Tape

@@ -2,7 +2,7 @@
 
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
 

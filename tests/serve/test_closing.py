@@ -5,8 +5,8 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
 from forerun.constrain.grammar import Grammar
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.closing import closed
 from forerun.serve.dialogue import dialogue

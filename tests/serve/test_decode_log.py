@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.config import ServeSettings
 from forerun.engine.metrics import Metrics
 from forerun.engine.stats import Load
 from forerun.errors import ConfigError
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.server import uvicorn_config

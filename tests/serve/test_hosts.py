@@ -3,8 +3,8 @@
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
 from forerun.errors import ConfigError
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.hosts import AllowedHosts
 from tests.cli.toys import toy_loaded

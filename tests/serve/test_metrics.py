@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.build.engine import load
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 from forerun.serve.metrics import Meter
 from tests.shape.tree import ROOT
 

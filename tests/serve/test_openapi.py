@@ -3,8 +3,8 @@
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
 from forerun.errors import RequestError
+from forerun.options.config import ServeSettings
 from forerun.serve.app import HONOURED, create_app
 from forerun.serve.fields import body_schema, integer, items, mapping, number, read, text
 from forerun.serve.openapi import BODIES, document

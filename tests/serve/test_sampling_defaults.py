@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from forerun.build.engine import load
-from forerun.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
 from forerun.errors import ModelError
 from forerun.hub.catalog import RECOMMENDED, open_model
+from forerun.options.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
 from forerun.serve.fields import read
 from forerun.serve.prepare import chat_generation, completion_generation
 from forerun.serve.schema import ChatBody, CompletionBody

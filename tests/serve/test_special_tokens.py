@@ -5,7 +5,7 @@ from starlette.testclient import TestClient
 
 from forerun.cli.main import main
 from forerun.client.llm import LLM
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
 

@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 from forerun.cli.console import load_shown
 from forerun.cli.main import main
 from forerun.client.completion import acceptance_length, complete, make_request
-from forerun.config import EngineConfig, ServeSettings, exact
 from forerun.engine.request import Speculation
 from forerun.errors import ConfigError, RequestError
+from forerun.options.config import EngineConfig, ServeSettings, exact
 from forerun.serve.app import create_app
 from forerun.speculative.noise import coin
 from forerun.speculative.sampling import Sampling

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.dialogue import effort_names
 from forerun.serve.fields import read

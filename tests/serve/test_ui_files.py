@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from forerun.build.engine import load
-from forerun.config import EngineConfig, ServeSettings
 from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.static_files import FOLDER
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from tests.cli.toys import toy_loaded
 from tests.e2e.processes import wait_for

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.testclient import TestClient
 
-from forerun.config import ServeSettings
+from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.workers import LARGE, LARGE_AT_ONCE, Workers
 from tests.cli.toys import toy_loaded

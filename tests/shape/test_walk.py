@@ -10,7 +10,7 @@ import pytest
 
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.client.completion import make_request
-from forerun.config import EngineConfig
+from forerun.options.config import EngineConfig
 from tests.shape.walk import Walk
 
 FILES, LINES = 24, 4_100

@@ -9,11 +9,11 @@ import torch
 from forerun.bench.acceptance import CHAIN, Question, alone, ask
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.layers import rotation
 from forerun.models.block_folder import open_block
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.block_loss import Anchors, BlockPlan, block_loss
 from forerun.train.init_block import start_block
 from forerun.train.loss import Batch, Likely, Vocabulary

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from forerun.build.engine import load
-from forerun.config import EngineConfig
 from forerun.errors import RequestError
 from forerun.executors.torch.captured.graphs import Programs
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.answers import Ask
 from forerun.train.generate import STEPS, DenseAuthor
 from forerun.train.served import ServedAuthor

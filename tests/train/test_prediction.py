@@ -8,11 +8,11 @@ import torch
 from forerun.build.engine import make_engine, open_target
 from forerun.cli.main import main
 from forerun.client.completion import complete, make_request
-from forerun.config import EngineConfig
 from forerun.errors import ModelError
 from forerun.executors import cpu
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.prediction_folder import open_prediction
+from forerun.options.config import EngineConfig
 from forerun.train.loss import Batch, Likely
 from forerun.train.prediction import PredictionHead, PredictionLayer
 from forerun.train.unroll import Unrolling, turns, unrolled

@@ -22,7 +22,6 @@ from forerun.bench.acceptance import (
 from forerun.bench.probe import probe
 from forerun.build.engine import open_target
 from forerun.cli.main import main
-from forerun.config import EngineConfig
 from forerun.executors import cpu
 from forerun.executors.cpu import hidden_state_model
 from forerun.executors.torch.eagle import EagleHead
@@ -30,6 +29,7 @@ from forerun.hub.catalog import shipped_draft
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot

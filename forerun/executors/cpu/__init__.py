@@ -7,14 +7,12 @@ from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
 from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
-from forerun.executors.cpu.ngram import CpuNgramDrafter
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
 
 __all__ = [
     "CpuDecoderModel",
     "CpuEagleModel",
     "CpuExecutor",
-    "CpuNgramDrafter",
     "CpuPredictionModel",
     "HiddenStates",
     "available",

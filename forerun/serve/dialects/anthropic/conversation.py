@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from forerun.constrain.calls import Rules
+from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.dialects.anthropic.schema import (
     CountBody,

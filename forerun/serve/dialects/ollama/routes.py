@@ -4,13 +4,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun import __version__
 from forerun.errors import RequestError
 from forerun.serve.answering import Json, generated, received, service_of
 from forerun.serve.dialects.ollama.answers import OllamaChat, OllamaGenerate, named
 from forerun.serve.dialects.ollama.models import ShowBody, listed, running, shown
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
+from forerun.version import __version__
 
 KEPT = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 """What changes the models of a server: this one has the one that it was started with."""

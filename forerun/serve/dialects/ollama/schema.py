@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from forerun.constrain.calls import Rules
+from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
     accept,

@@ -1,0 +1,5 @@
+"""What a text may be constrained to: the value that a request carries, and grammars of calls."""
+
+from forerun.constrain.grammar.grammar import Grammar, Kind
+
+__all__ = ["Grammar", "Kind"]

@@ -1,0 +1,203 @@
+"""Grammars of answers with tool calls: free text up to a call, then nothing but a call.
+
+Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence of that text,
+`%json` stands for the texts of a schema.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from forerun.constrain.grammar.glm import arguments
+from forerun.constrain.grammar.grammar import Grammar, Kind
+from forerun.errors import BusyError, RequestError
+from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
+
+Compiled = TypeVar("Compiled")
+
+LEFT_OUT = "// x-forerun-unenforced: "
+"""Before paths, as a JSON list, of what the grammar leaves out of its schemas."""
+
+ANY_TEXT = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function that may be called. arguments: a grammar of kind JSON_SCHEMA."""
+
+    name: str
+    arguments: Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """What an answer may be.
+
+    required  calls and nothing else
+    several   more than one call
+    special   ids of those marks of the format (opener, divider) that are control tokens of the
+              model's
+    """
+
+    required: bool
+    several: bool
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    def mark(self, text: str) -> str:
+        """A mark of the format, as grammars name it."""
+        return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A part of a text that follows a schema: begin, JSON, end."""
+
+    begin: str
+    content: Grammar
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A grammar and what it was put together from, so that an error can name the part."""
+
+    grammar: Grammar
+    parts: tuple[Grammar, ...] = ()
+
+    def compiled(self, compile: Callable[[Grammar], Compiled]) -> Compiled:
+        """The whole, compiled. Raises RequestError that names the part at fault, BusyError."""
+        try:
+            return compile(self.grammar)
+        except BusyError:
+            raise
+        except RequestError:
+            for part in self.parts:
+                compile(part)
+            raise
+
+    def on_one_line(self) -> "Rules":
+        """The same JSON, with white space as Python's json.dumps writes it."""
+        return Rules(self.grammar.on_one_line(), self.parts)
+
+    def after(self, start: Sequence[int]) -> "Rules":
+        """The same, beginning after the token ids `start`."""
+        return Rules(self.grammar.after(start), self.parts)
+
+
+def tool_rules(
+    format: ToolFormat,
+    tools: Sequence[Signature],
+    calling: Calling,
+    answer: Grammar | None = None,
+) -> Rules:
+    """Answers with calls of `tools`; the others are free text, or texts of the schema `answer`."""
+    lines = [f"call: {_either('call', len(tools))}"]
+    for index, tool in enumerate(tools):
+        lines += _call(format, calling, index, tool)
+    lines += _around(format, calling, answer)
+    parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
+    return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
+
+
+def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules:
+    """Free text in which every trigger begins a tag (SGLang's structural tags).
+
+    Raises RequestError where a tag does not begin with a trigger.
+    """
+    heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    lines: list[str] = []
+    for index, tag in enumerate(tags):
+        trigger = next((t for t in triggers if tag.begin.startswith(t)), None)
+        if trigger is None:
+            raise RequestError(f"{field}: {tag.begin!r} begins with none of the triggers", field)
+        heads[trigger].append(f"tag_{index}")
+        rest, end = _literal(tag.begin[len(trigger) :]), _literal(tag.end)
+        lines += [f"tag_{index}: {rest} json_{index} {end}", f"json_{index}: {_json(tag.content)}"]
+    used = [(trigger, names) for trigger, names in heads.items() if names]
+    for place, (trigger, names) in enumerate(used):
+        lines.append(f"part_{place}: head_{place} ({' | '.join(names)})")
+        lines.append(f"head_{place}[suffix={_literal(trigger)}]: {ANY_TEXT}")
+    lines.append(f"start: ({_either('part', len(used))})* TAIL")
+    lines.append(f"TAIL: {_without([trigger for trigger, _ in used])}")
+    parts = tuple(tag.content for tag in tags)
+    return Rules(Grammar.grammar("\n".join(lines), field), parts)
+
+
+def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
+    """The rules from `start` down to the calls."""
+    opener = calling.mark(format.opener)
+    between = {MISTRAL: '", "', LLAMA3: '"; "', MISTRAL_ARGS: opener}
+    again = between.get(format, f'"\\n" {opener}')
+    calls = f"call ({again} call)*" if calling.several else "call"
+    if format is MISTRAL:
+        calls = f'{opener} " "? "[" {calls} "]"'
+    elif format is not LLAMA3:
+        calls = f"{opener} {calls}"
+    lines = [f"calls: {calls}"]
+    if calling.required:
+        return [*lines, "start: calls"]
+    if answer is not None:
+        return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
+    if format is LLAMA3:
+        return [*lines, "start: TEXT | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
+    if format.opener in calling.special:
+        return [*lines, "start: TEXT calls?", f"TEXT: {ANY_TEXT}"]
+    many = "*" if calling.several else "?"
+    # A list of calls is opened once, other calls one by one, with text between them.
+    rest = calls.removeprefix(f"{opener} ") if format is MISTRAL else "call"
+    head = f"head[suffix={opener}]: {ANY_TEXT}"
+    return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {_without([format.opener])}"]
+
+
+def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
+    """The rules of one call, from behind the opener to its closer."""
+    if format is GLM:
+        made = arguments(index, tool.arguments, _literal, _json)
+        left = [f"{LEFT_OUT}{_plain(made.left)}"] if made.left else []
+        head = _literal(f"{tool.name}\n")
+        return [*left, f"call_{index}: {head} {made.pairs} {_literal(format.closer)}", *made.rules]
+    # Chat templates write arguments on one line, so models do.
+    written = f"json_{index}: {_json(tool.arguments.on_one_line())}"
+    if format is MISTRAL_ARGS:
+        divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
+        return [f"call_{index}: {divided} json_{index}", written]
+    begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
+    end = "}"
+    if format.closer == "</tool_call>":
+        begin, end = "\n" + begin, end + "\n" + format.closer
+    return [f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}", written]
+
+
+def _content(answer: Grammar) -> str:
+    if answer.kind is not Kind.JSON_SCHEMA:
+        raise RequestError(
+            f"{answer.field} together with tools must be a JSON schema; for another grammar set "
+            "tool_choice to none or required.",
+            answer.field,
+        )
+    return _json(answer)
+
+
+def _json(grammar: Grammar) -> str:
+    """Texts of a schema, which the compiling process rewrites (see with_schemas)."""
+    asked = [grammar.field, grammar.lenient, grammar.one_line]
+    return f"%json {_plain({'x-forerun': asked, 'schema': json.loads(grammar.source)})}"
+
+
+def _literal(text: str) -> str:
+    return _plain(text) if text else ""
+
+
+def _plain(value: Any) -> str:
+    """JSON in which nothing looks like GBNF."""
+    return json.dumps(value, ensure_ascii=False).replace("::=", "::\\u003d")
+
+
+def _without(texts: Sequence[str]) -> str:
+    """A terminal of any text in which none of `texts` occurs."""
+    return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {_literal(text)} {ANY_TEXT})" for text in texts)])
+
+
+def _either(name: str, count: int) -> str:
+    return " | ".join(f"{name}_{index}" for index in range(count))

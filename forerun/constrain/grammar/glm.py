@@ -1,0 +1,193 @@
+"""Arguments of a call as GLM writes them: keys and values in tags, strings without quotes.
+
+Strings stand there raw, so what a schema says of them is written as terminals; every other value
+is JSON.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from forerun.constrain.grammar.grammar import Grammar
+from forerun.constrain.schema.origins import Fault
+from forerun.constrain.schema.rewrite import rewritten
+from forerun.constrain.schema.strings import RAW_FORMATS
+from forerun.errors import RequestError
+
+CLOSER = "</arg_value>"
+_ANY = r"/(.|\n)*/"
+_STRING = frozenset(
+    {"type", "const", "enum", "pattern", "format", "minLength", "maxLength", "allOf"}
+)
+_OBJECT = frozenset(
+    {"type", "properties", "required", "additionalProperties", "patternProperties", "$defs"}
+)
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The rules of one function's arguments.
+
+    pairs  the body of a rule: its keys and values in order
+    rules  what that refers to
+    left   paths of what is left out of a schema that is not strict
+    """
+
+    pairs: str = ""
+    rules: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+
+def arguments(
+    index: int, grammar: Grammar, literal: Callable[[str], str], content: Callable[[Grammar], str]
+) -> Arguments:
+    """Of the function with that index. literal: a text in Lark; content: a schema's texts in Lark.
+
+    Raises RequestError naming what a strict schema asks for in vain.
+    """
+    raw = json.loads(grammar.source)
+    writer = _Writer(grammar, raw, literal, content)
+    return writer.arguments(index)
+
+
+class _Writer:
+    def __init__(
+        self,
+        grammar: Grammar,
+        raw: dict[str, Any],
+        literal: Callable[[str], str],
+        content: Callable[[Grammar], str],
+    ) -> None:
+        self._grammar, self._literal, self._content = grammar, literal, content
+        found = rewritten(raw, plain=not grammar.lenient)
+        whole = found.schema if isinstance(found.schema, dict) else {}
+        self._defined: dict[str, Any] = whole.get("$defs", {})
+        self._root = self._resolved(whole)
+        # Who reads the call knows the types that stand in the schema itself, and no others.
+        declared = raw.get("properties")
+        self._declared: dict[str, Any] = declared if isinstance(declared, dict) else {}
+        self._out = Arguments()
+        for fault in found.unenforced:
+            self._fault(fault)
+
+    def arguments(self, index: int) -> Arguments:
+        for key in self._root.keys() - _OBJECT:
+            self._fault(Fault(key, "not supported in calls of this form"))
+        properties, required = self._root.get("properties") or {}, self._root.get("required") or ()
+        for name in required:
+            if properties.get(name, False) is False:
+                self._fault(Fault("required", f"{name!r} is not among the properties"))
+        for pattern in self._root.get("patternProperties") or {}:
+            if any(_fits(pattern, name) for name in properties):
+                self._fault(Fault("patternProperties", "it says more of a property that is listed"))
+        pairs = []
+        for place, (key, value) in enumerate(properties.items()):
+            if value is False:
+                continue
+            name = f"value_{index}_{place}"
+            self._value(name, key, value)
+            begin = self._literal(f"<arg_key>{key}</arg_key>\n<arg_value>")
+            optional = "" if key in required else "?"
+            pairs.append(f"({begin} {name} {self._literal(chr(10))}){optional}")
+        self._out.pairs = " ".join(pairs)
+        return self._out
+
+    def _value(self, name: str, key: str, value: Any) -> None:
+        """A rule for one value and its closing tag."""
+        declared = self._declared.get(key)
+        if isinstance(declared, dict) and declared.get("type") == "string":
+            self._string(name, key, self._resolved(value))
+            return
+        schema = {**value, "$defs": self._defined} if isinstance(value, dict) else value
+        part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
+        self._out.rules.append(f"{name}: {name}_json {self._literal(CLOSER)}")
+        self._out.rules.append(f"{name}_json: {self._content(part)}")
+
+    def _string(self, name: str, key: str, schema: dict[str, Any]) -> None:
+        closer = self._literal(CLOSER)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        terms = self._terms(f"properties.{key}", schema)
+        if values is not None:
+            words = [word for word in values if isinstance(word, str) and CLOSER not in word]
+            either = " | ".join(self._literal(word) if word else '""' for word in words)
+            if not words:
+                raise RequestError(f"{self._grammar.field}: no text satisfies properties.{key}")
+            if len(terms) <= 1:
+                self._out.rules.append(f"{name}: ({either}) {closer}")
+                return
+            terms.append(f"({either})")
+        if len(terms) == 1:
+            self._out.rules.append(f"{name}[suffix={closer}]: {_ANY}")
+            return
+        terminal = name.upper()
+        self._out.rules.append(f"{name}: {terminal}")
+        self._out.rules.append(f"{terminal}: ({' & '.join(terms)}) {closer}")
+
+    def _terms(self, path: str, schema: dict[str, Any]) -> list[str]:
+        """What a raw string must match, all of it; the first term keeps the closing tag out."""
+        terms = [f"~({_ANY} {self._literal(CLOSER)} {_ANY})"]
+        for keyword in schema.keys() - _STRING:
+            self._fault(Fault(f"{path}.{keyword}", "not supported in calls of this form"))
+        for part in (schema, *schema.get("allOf", ())):
+            if part is not schema and (
+                not isinstance(part, dict) or part.keys() - {"pattern", "type"}
+            ):
+                self._fault(Fault(f"{path}.allOf", "not supported in calls of this form"))
+                continue
+            if isinstance(part.get("pattern"), str):
+                terms.append(f"/{_whole(part['pattern'])}/")
+        if "format" in schema:
+            terms.append(f"/{_whole(RAW_FORMATS[schema['format']])}/")
+        if "minLength" in schema or "maxLength" in schema:
+            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+            terms.append(f"/(.|\\n){{{least},{most}}}/")
+        return terms
+
+    def _resolved(self, schema: Any) -> dict[str, Any]:
+        for _ in range(20):
+            if not isinstance(schema, dict) or schema.keys() - {"$defs"} != {"$ref"}:
+                break
+            schema = self._defined.get(schema["$ref"].rpartition("/")[2])
+        return schema if isinstance(schema, dict) else {}
+
+    def _fault(self, fault: Fault) -> None:
+        if not self._grammar.lenient:
+            raise RequestError(f"{self._grammar.field}: {fault}", self._grammar.field)
+        self._out.left.append(f"{self._grammar.field}.{fault.path}")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """Whether a name may fit a pattern."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _whole(pattern: str) -> str:
+    """A pattern for the whole text, without anchors, in Lark's slashes."""
+    branches, depth, at, inside = [""], 0, 0, False
+    while at < len(pattern):
+        size = 2 if pattern[at] == "\\" else 1
+        unit = pattern[at : at + size]
+        inside = (inside or unit == "[") and unit != "]"
+        depth += {"(": 1, ")": -1}.get(unit, 0) if not inside else 0
+        if unit == "|" and not depth and not inside:
+            branches.append("")
+        else:
+            branches[-1] += "\\/" if unit == "/" else unit
+        at += size
+    return "|".join(map(_anchored, branches))
+
+
+def _anchored(branch: str) -> str:
+    begin = branch.startswith("^")
+    end = branch.endswith("$") and not branch.endswith("\\$")
+    inner = branch[begin : len(branch) - end]
+    before, behind = ("" if there else _SOME for there in (begin, end))
+    return f"{before}({inner}){behind}"
+
+
+_SOME = r"(.|\n)*"

@@ -1,0 +1,132 @@
+"""What a request may constrain its text to, and the checks that need no compiler."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from forerun.constrain.schema.checks import check_depth, check_members, check_patterns, finite
+from forerun.constrain.schema.patterns import MAX_NESTING, literal, portable
+from forerun.errors import RequestError
+
+MAX_SOURCE = 256 * 1024
+"""Bytes of a grammar's source."""
+
+
+class Kind(StrEnum):
+    """Kinds of source. A choice compiles as a regex, a JSON object as a schema."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on the text, not yet compiled; equal values compile to one grammar.
+
+    source   a JSON schema as JSON text; a regular expression that the whole text must match
+             (no look-around, no back-references); or a grammar in Lark or GBNF
+    lenient  of a schema: keywords that cannot be honoured are ignored instead of refused
+    one_line of a schema: white space as Python's json.dumps writes it and nowhere else, so that
+             more of the text is forced and needs no step of its own
+    start    token ids: the constraint begins after they appear in the output (the end of
+             reasoning); empty = at once
+    field    the request field that errors name
+    """
+
+    kind: Kind
+    source: str
+    lenient: bool = False
+    one_line: bool = False
+    start: tuple[int, ...] = ()
+    field: str = field(default="grammar", compare=False)
+
+    @classmethod
+    def json_schema(cls, schema: Any, lenient: bool = False, field: str = "grammar") -> Self:
+        """Text that is JSON valid under `schema` (an object, or true).
+
+        Raises RequestError where it is no schema, or is too large or too deep.
+        """
+        if not isinstance(schema, dict | bool):
+            raise RequestError(f"{field} must be a JSON schema: an object", field)
+        check_depth(schema, field)
+        schema = {} if schema is True else schema
+        if not lenient:
+            check_patterns(schema, field)
+            check_members(schema, field)
+        try:
+            source = json.dumps(finite(schema), ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"{field} is not JSON: {error}", field) from error
+        return cls(Kind.JSON_SCHEMA, source, lenient, field=field)._checked()
+
+    @classmethod
+    def json_object(cls, field: str = "grammar") -> Self:
+        """Text that is any JSON object."""
+        return cls.json_schema({"type": "object"}, field=field)
+
+    @classmethod
+    def regex(cls, pattern: str, field: str = "grammar") -> Self:
+        """Text that matches `pattern` as a whole.
+
+        Raises RequestError that points at a bracket without its partner.
+        """
+        grammar = cls(Kind.REGEX, pattern, field=field)._checked()
+        return replace(grammar, source=portable(pattern, field))
+
+    @classmethod
+    def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
+        """Text that is one of `choices`."""
+        if not choices or not all(isinstance(text, str) and text for text in choices):
+            raise RequestError(f"{field} must be a list of at least one non-empty string", field)
+        size = sum(map(len, choices))
+        if size > MAX_SOURCE:
+            message = f"{field} has {size} characters; at most {MAX_SOURCE} bytes are taken"
+            raise RequestError(message, field)
+        pattern = "|".join(literal(text) for text in dict.fromkeys(choices))
+        return cls(Kind.REGEX, pattern, field=field)._checked()
+
+    @classmethod
+    def grammar(cls, source: str, field: str = "grammar") -> Self:
+        """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`)."""
+        grammar = cls(Kind.GRAMMAR, source, field=field)._checked()
+        if max(_depths(source), default=0) > MAX_NESTING:
+            raise RequestError(f"{field} nests brackets deeper than {MAX_NESTING} levels", field)
+        return grammar
+
+    def on_one_line(self) -> Self:
+        """The same JSON, with white space as Python's json.dumps writes it.
+
+        Raises RequestError where the grammar is no schema.
+        """
+        if self.kind is not Kind.JSON_SCHEMA:
+            raise RequestError(f"{self.field} is no JSON schema; its own white space counts")
+        return replace(self, one_line=True)
+
+    def after(self, start: Sequence[int]) -> Self:
+        """The same constraint, beginning after the token ids `start`."""
+        return replace(self, start=tuple(start))
+
+    def _checked(self) -> Self:
+        if not isinstance(self.source, str) or not self.source:
+            raise RequestError(f"{self.field} must be a non-empty string", self.field)
+        if re.search("[\ud800-\udfff]", self.source):
+            raise RequestError(f"{self.field} has a lone surrogate", self.field)
+        size = len(self.source.encode())
+        if size > MAX_SOURCE:
+            raise RequestError(
+                f"{self.field} has {size} bytes; at most {MAX_SOURCE} are taken", self.field
+            )
+        return self
+
+
+def _depths(source: str) -> Sequence[int]:
+    """How many brackets are open after each one, quotes not minded."""
+    depth, depths = 0, []
+    for character in re.findall(r"[()\[\]{}]", source):
+        depth = depth + 1 if character in "([{" else max(0, depth - 1)
+        depths.append(depth)
+    return depths

@@ -1,0 +1,202 @@
+"""Grammars compiled: strangers' first in a process that can be killed, then here; kept a while."""
+
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.isolation.fair_queue import FairQueue
+from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
+from forerun.constrain.matcher.automaton import Automaton
+from forerun.constrain.matcher.limits import SECONDS
+from forerun.constrain.matcher.llguidance_backend import Guidance
+from forerun.constrain.matcher.matcher import Compiled, Translated
+from forerun.errors import BusyError, ModelError, RequestError
+from forerun.sandbox import Fault, SandboxProcess
+from forerun.text.tokenizer import Tokenizer
+
+MAX_WAITING = 64
+"""Grammars that may wait for the compiling processes; more are refused for the moment."""
+
+QUICK_SECONDS = 0.25
+"""Of processor time that a grammar may take in the first of two compiling processes; one that takes
+longer begins again in the second, so it cannot hold up small ones for longer than that."""
+
+QUICK_BYTES = 16 * 1024
+"""Larger sources go to the second at once."""
+
+COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker")
+"""Starts a compiling process."""
+
+_Key = tuple[str, str, bool, bool]
+
+_ENTRY_BYTES = 1024
+
+
+class Compiler:
+    """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
+
+    seconds      of processor time; a grammar that takes longer is refused
+    cache_bytes  size of what is kept; the least recently used go first
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        seconds: float = SECONDS,
+        cache_bytes: int = 128 << 20,
+    ) -> None:
+        if not tokenizer.eos_ids:
+            raise ModelError("the model declares no end-of-text token; a grammar could not end")
+        self._tokenizer = tokenizer
+        self._library = Guidance(tokenizer)
+        self._matchers = RemoteMatchers(tokenizer)
+        limits = (min(QUICK_SECONDS, seconds), seconds)
+        self._lanes = [_Lane(SandboxProcess(COMMAND, limit), FairQueue()) for limit in limits]
+        self._cache = _Cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._waiting = threading.Semaphore(MAX_WAITING)
+
+    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
+        """Compile, or find in the cache. Blocks; not for the engine's thread.
+
+        client  on whose behalf: of several that wait, who has used least comes first
+
+        Raises RequestError naming the field and, where it can be told, the place at fault;
+        BusyError when too many wait, or the compiling process does not answer.
+        """
+        key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
+        with self._lock:
+            found = self._cache.get(key)
+        if found is None:
+            found = self._compile_queued(key, grammar, client)
+        beginning: Automaton | str | None = None
+        if isinstance(found, Translated):
+            beginning = self._begin(found)
+        if isinstance(found, str) or isinstance(beginning, str):
+            reason = found if isinstance(found, str) else str(beginning)
+            raise RequestError(self._library.explained(grammar, reason), grammar.field)
+        return Compiled(
+            prototype=beginning,
+            start=grammar.start,
+            vocab=self._tokenizer.vocab_size,
+            ends=self._tokenizer.eos_ids,
+            translated=found,
+            remote=partial(RemoteMatcher, self._matchers, found.text),
+            unenforced=tuple(_named(grammar, path) for path in found.unenforced),
+        )
+
+    def close(self) -> None:
+        """End the compiling processes."""
+        for lane in self._lanes:
+            with lane.queue.place("", 0.0):
+                lane.worker.close()
+
+    def _compile_queued(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
+        """Whoever waited for the same grammar finds it in the cache."""
+        if not self._waiting.acquire(blocking=False):
+            raise BusyError("Too many grammars are being compiled; try again later.")
+        size = len(grammar.source)
+        try:
+            for lane in self._lanes[len(self._lanes) - 1 if size > QUICK_BYTES else 0 :]:
+                with lane.queue.place(client, size / QUICK_BYTES * QUICK_SECONDS):
+                    with self._lock:
+                        found = self._cache.get(key)
+                    if found is not None:
+                        return found
+                    answer = self._ask(lane.worker, grammar)
+                    if answer is None:  # It takes too long for this one, or somebody ended it.
+                        continue
+                    return self._remember(key, grammar, answer, lane.worker)
+            worker = self._lanes[-1].worker
+            return self._remember(key, grammar, None, worker)
+        finally:
+            self._waiting.release()
+
+    def _ask(self, worker: SandboxProcess, grammar: Grammar) -> dict[str, Any] | None:
+        names = ("kind", "source", "lenient", "one_line")
+        return worker.ask({name: getattr(grammar, name) for name in names})
+
+    def _remember(
+        self,
+        key: _Key,
+        grammar: Grammar,
+        answer: dict[str, Any] | None,
+        worker: SandboxProcess,
+    ) -> Translated | str:
+        """What came of it, kept where it will be the same the next time."""
+        if answer is None:
+            fault = worker.fault or Fault.DIED
+            message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
+            if fault.ours:
+                raise BusyError(f"{message}; try again later.")
+            raise RequestError(message, grammar.field)
+        found: Translated | str
+        if "error" in answer:
+            found = str(answer["error"])
+        else:
+            text = str(answer["grammar"])
+            prepared = self._library.build(text)
+            left_out = tuple(answer.get("unenforced", ()))
+            found = Translated(text, prepared, bool(answer.get("expensive")), left_out)
+        size = found.prepared.size if isinstance(found, Translated) else len(found)
+        with self._lock:
+            self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
+        return found
+
+    def _begin(self, translated: Translated) -> Automaton | str | None:
+        """A new automaton for one request; None where it is to be followed elsewhere."""
+        if translated.expensive:
+            return None
+        beginning = translated.prepared.begin()
+        if not isinstance(beginning, str):
+            return beginning
+        # Is it more than the engine's thread should bear, or wrong?
+        beginning = translated.prepared.begin(apart=True)
+        if isinstance(beginning, str):
+            return beginning
+        translated.expensive = True
+        return None
+
+
+def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
+    """A compiler for the tokenizer; None where it declares no token that could end a text."""
+    return Compiler(tokenizer) if tokenizer.eos_ids else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A compiling process and who waits for it."""
+
+    worker: SandboxProcess
+    queue: FairQueue
+
+
+def _named(grammar: Grammar, path: str) -> str:
+    """A path in a schema as one in the request; those of other grammars are so already."""
+    return f"{grammar.field}.{path}" if grammar.kind is Kind.JSON_SCHEMA else path
+
+
+class _Cache:
+    """Least recently used values up to a number of bytes. Not locked."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._used = 0
+        self._values: OrderedDict[_Key, tuple[Translated | str, int]] = OrderedDict()
+
+    def get(self, key: _Key) -> Translated | str | None:
+        if key not in self._values:
+            return None
+        self._values.move_to_end(key)
+        return self._values[key][0]
+
+    def put(self, key: _Key, value: Translated | str, size: int) -> None:
+        self._values[key] = (value, size)
+        self._used += size
+        while self._used > self._limit and len(self._values) > 1:
+            _, (_, freed) = self._values.popitem(last=False)
+            self._used -= freed

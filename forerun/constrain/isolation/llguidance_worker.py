@@ -1,0 +1,180 @@
+"""The process that compiles strangers' grammars first, so that a hostile one can be killed.
+
+Reads one JSON request per line, the arguments of `translate`, and answers each with one
+line: `{"grammar": ..., "expensive": ..., "unenforced": [...]}`, in llguidance's form, whether it
+should be followed in a process of its own, and what of a schema it leaves out, or
+`{"error": ...}`.
+"""
+
+import json
+import re
+import resource
+import sys
+from typing import Any
+
+import llguidance
+
+from forerun.constrain.grammar.calls import LEFT_OUT
+from forerun.constrain.grammar.gbnf import lark
+from forerun.constrain.isolation.probe import expensive
+from forerun.constrain.matcher.limits import (
+    CALL_LIMITS,
+    LIMITS,
+    MEMORY,
+    RECURSION,
+    SLOW,
+    UNREADABLE,
+    json_options,
+)
+from forerun.constrain.matcher.llguidance_backend import GuidanceAutomaton
+from forerun.constrain.schema.paths import without
+from forerun.constrain.schema.rewrite import rewritten
+from forerun.sandbox import serve
+
+
+def translate(
+    kind: str, source: str, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
+) -> tuple[str, list[str]]:
+    """The grammar in llguidance's form, and the paths of what it leaves out of a lenient schema.
+
+    Raises ValueError where the source cannot be read, or a strict schema not be honoured.
+    """
+    matcher = llguidance.LLMatcher
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(source)), []
+    if kind == "json_schema":
+        schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary)
+        options: Any = json_options(one_line)
+        return str(
+            matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        ), left_out
+    if "::=" not in source:
+        source, left_out = with_schemas(source, vocabulary)
+        return str(matcher.grammar_from_lark(source)), left_out
+    return str(matcher.grammar_from_lark(lark(source))), []
+
+
+def fitted(
+    schema: Any, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
+) -> tuple[Any, list[str]]:
+    """A schema that llguidance honours, and the paths of what is left out of a lenient one.
+
+    Raises ValueError naming the path where a strict one asks for more.
+    """
+    found = rewritten(schema, plain=not lenient)
+    if found.unenforced and not lenient:
+        raise ValueError(str(found.unenforced[0]))
+    if found.schema is False:
+        raise ValueError("no text satisfies it")
+    left_out = [fault.path for fault in found.unenforced]
+    brief = False
+    for _ in range(MAX_LEFT_OUT if lenient else 0):
+        message = _refusal(found.schema, one_line, vocabulary)
+        if not brief and any(words in message for words in _TOO_MUCH):
+            brief = True
+            found = rewritten(schema, plain=False, brief=True)
+            left_out = [fault.path for fault in found.unenforced]
+            continue
+        path = message and without(found.schema, message)
+        if not path:
+            break
+        left_out.append(found.original(path))
+    return found.schema, left_out
+
+
+_TOO_MUCH = (
+    *("schema too large", "Schema intersection stack level exceeded", "grammar size"),
+    "Unsatisfiable schema",
+)
+"""What llguidance says of a schema that grows beyond its limits as it joins its parts, or to which
+rewriting has left no value.
+"""
+
+
+def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) -> str:
+    """What llguidance says against a schema; empty where it takes it."""
+    options: Any = json_options(one_line)
+    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
+    return str(matcher.get_error()) if matcher.is_error() else ""
+
+
+_SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
+
+
+def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
+    """A Lark grammar with its schemas (see calls.py) as llguidance honours them, and the paths of
+    what is left out of them.
+    """
+    out, at = "", 0
+    told = [
+        line.removeprefix(LEFT_OUT) for line in source.splitlines() if line.startswith(LEFT_OUT)
+    ]
+    left_out = [path for line in told for path in json.loads(line)]
+    while match := _SCHEMA.search(source, at):
+        part, end = json.JSONDecoder().raw_decode(source, match.end())
+        place, lenient, one_line = part["x-forerun"]
+        schema, paths = fitted(part["schema"], lenient, one_line, vocabulary)
+        options = {"x-guidance": json_options(one_line)}
+        whole = {**schema, **options} if isinstance(schema, dict) else schema
+        out += source[at : match.end()] + json.dumps(whole)
+        left_out += [f"{place}.{path}" for path in paths]
+        at = end
+    return out + source[at:], left_out
+
+
+class Bytes:
+    """A vocabulary of single bytes: what compiling costs does not depend on the vocabulary."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([value]) for value in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """One id per byte."""
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+_TOKEN = re.compile(r"<\[\d+\]>")
+
+
+MAX_LEFT_OUT = 64
+"""Keywords that are left out because llguidance says so."""
+
+_BYTES_OF_TOKEN = 8
+"""A long token is several bytes: one of them may take no more than its share."""
+
+
+def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
+    """Translate one grammar, compile it, ask for its first mask and try a few steps."""
+    try:
+        grammar, left_out = translate(**request, vocabulary=vocabulary)
+    except (ValueError, RecursionError, MemoryError) as error:
+        return {"error": str(error) or type(error).__name__}
+    except UNREADABLE as error:
+        return {"error": f"it cannot be read ({type(error).__name__}: {error})"}
+    # Ids of the model's control tokens mean nothing here: the one there is stands for all.
+    probe = _TOKEN.sub("<[256]>", grammar)
+    matcher = llguidance.LLMatcher(vocabulary, probe, limits=LIMITS, log_level=0)
+    matcher.compute_bitmask()
+    if matcher.is_error() and "<special_token>" not in matcher.get_error():
+        return {"error": matcher.get_error()}
+    matcher = llguidance.LLMatcher(vocabulary, probe, limits=CALL_LIMITS, log_level=0)
+    ends, slow = frozenset({Bytes.eos_token_id}), SLOW / _BYTES_OF_TOKEN
+    dear = expensive(GuidanceAutomaton(matcher), ends, slow)
+    return {"grammar": grammar, "expensive": dear, "unenforced": left_out}
+
+
+def main() -> None:
+    """Answer with llguidance."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    sys.setrecursionlimit(RECURSION)
+    like_a_tokenizer: Any = Bytes()
+    vocabulary = llguidance.LLTokenizer(like_a_tokenizer)
+    serve(lambda request: answer(request, vocabulary))
+
+
+if __name__ == "__main__":
+    main()

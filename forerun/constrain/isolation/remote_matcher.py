@@ -1,0 +1,159 @@
+"""Matchers in processes of their own, for grammars that are expensive to follow.
+
+A call into a matcher cannot be interrupted, and a grammar of 185 bytes can make it last seconds. So
+such a matcher runs in a process that can be killed, and nobody waits for it: its sequence takes no
+part in a step until its mask is there. It drafts nothing.
+"""
+
+import base64
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from queue import SimpleQueue
+from time import monotonic
+from typing import Any
+
+from forerun.constrain.isolation.fair_queue import LeastWorkedFirst
+from forerun.constrain.matcher.automaton import Answer, Vocabulary
+from forerun.constrain.matcher.limits import CALL_SECONDS
+from forerun.errors import EngineError
+from forerun.sandbox import Fault, SandboxProcess
+
+log = logging.getLogger(__name__)
+
+MAX_PROCESSES = 16
+"""Matchers that have a process at one time; others wait. Each takes up to 100 MB."""
+
+MAX_WORKING = 4
+"""Of these, how many may work at one time: each takes a processor."""
+
+COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.matcher_worker")
+
+
+class RemoteMatchers:
+    """The matching processes of one tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.free = threading.Semaphore(MAX_PROCESSES)
+        self.working = LeastWorkedFirst(MAX_WORKING)
+        self._vocabulary = vocabulary
+
+    def process(self) -> SandboxProcess:
+        """A new one, not started."""
+        return SandboxProcess(
+            COMMAND, CALL_SECONDS, self._init_message, self._encoded, stateful=True
+        )
+
+    @cached_property
+    def _init_message(self) -> str:
+        tokens = self._vocabulary
+        ids = range(tokens.vocab_size)
+        return json.dumps({
+            "tokens": [tokens.token_bytes(id).hex() for id in ids],
+            "eos_ids": tokens.eos_ids,
+            "bos_id": tokens.bos_id,
+            "special_ids": sorted(tokens.special_ids),
+        })  # fmt: skip
+
+    def _encoded(self, question: Any) -> list[int]:
+        """Only this side has the tokenizer."""
+        text, first = question
+        return self._vocabulary.encode_part(text, first)
+
+
+class RemoteMatcher:
+    """The AsyncMatcher of one sequence. Made and asked on one thread, which never waits; another
+    thread of its own talks to the process.
+
+    grammar   in llguidance's form
+    answered  called, on that thread, when there is an answer
+    """
+
+    def __init__(
+        self, matchers: RemoteMatchers, grammar: str, answered: Callable[[], None]
+    ) -> None:
+        self._matchers, self._grammar = matchers, grammar
+        self._answered = answered
+        self._jobs: SimpleQueue[list[int] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._asked = self._heard = 0
+        self._answer = Answer()
+        self._process = matchers.process()
+        self._closed = threading.Event()
+        self._started = False
+        # Seconds that answers have taken.
+        self._worked = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """See AsyncMatcher."""
+        with self._lock:
+            return self._heard == self._asked
+
+    @property
+    def answer(self) -> Answer:
+        """See AsyncMatcher."""
+        with self._lock:
+            return self._answer
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """See AsyncMatcher."""
+        with self._lock:
+            self._asked += 1
+        self._jobs.put(list(tokens))
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="forerun-matcher", daemon=True).start()
+
+    def close(self) -> None:
+        """End the process; nothing is answered any more."""
+        self._closed.set()
+        self._jobs.put(None)
+        self._process.kill()
+
+    def _run(self) -> None:
+        with self._matchers.free:
+            try:
+                failed = self._serve()
+            except EngineError as error:
+                if not self._closed.is_set():
+                    log.warning("a grammar cannot be followed: %s", error)
+                failed = Answer(error="The process that it runs in did not start", lost=True)
+            finally:
+                self._process.close()
+        while failed is not None and not self._closed.is_set():
+            self._tell(failed)  # And so to whatever else is asked.
+            if self._jobs.get() is None:
+                return
+
+    def _serve(self) -> Answer | None:
+        """Hand jobs to the process until there are no more, or it has failed: then why."""
+        first: dict[str, Any] = {"begin": self._grammar}
+        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+            with self._matchers.working.place(self._worked):
+                if self._closed.is_set():  # While it waited: nothing is begun for nobody.
+                    return None
+                begun = monotonic()
+                found = self._process.ask({**first, "take": job})
+                self._worked += monotonic() - begun
+            first = {}
+            if found is None:
+                return self._failure()
+            if found["error"]:
+                return Answer(error=found["error"])
+            self._tell(Answer(base64.b64decode(found["mask"]), found["complete"]))
+        return None
+
+    def _failure(self) -> Answer:
+        fault = self._process.fault or Fault.DIED
+        message = f"What may follow cannot be told: {fault.words(self._process.seconds)}"
+        return Answer(error=message, lost=fault.ours)
+
+    def _tell(self, answer: Answer) -> None:
+        with self._lock:
+            self._answer = answer
+            self._heard += 1
+        self._answered()

@@ -1,0 +1,1 @@
+"""One sequence under a grammar: what may follow at every node of a draft tree."""

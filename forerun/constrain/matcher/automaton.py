@@ -1,0 +1,129 @@
+"""The contracts of matchers: what a grammar library must be able to do on the engine's thread, and
+what follows a grammar in a process of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+
+class Automaton(Protocol):
+    """A place in a compiled grammar. Used by one thread at a time.
+
+    A mask is a function of the tokens taken and of nothing else: on that rests that speculation
+    changes no text. An automaton therefore only moves forward: libraries' rollback is not to be
+    trusted with that (docs/upstream/llguidance-rollback.md). To come back, keep a fork.
+    """
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is whole and nothing but its end may follow."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why it failed, for good; empty while it has not. Its forks made before have not."""
+        ...
+
+    def fork(self) -> Self:
+        """Another one at the same place; what becomes of one does not touch the other."""
+        ...
+
+    def take(self, token: int) -> bool:
+        """Step over `token`. False where it does not fit; then nothing has changed, unless a
+        limit was reached (see error).
+        """
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that alone can follow, in order; often none. The mask of each allows no other."""
+        ...
+
+    def mask(self) -> bytes:
+        """Bits of the tokens that may follow, one per id of the tokenizer."""
+        ...
+
+
+class Prepared(Protocol):
+    """A compiled grammar."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+    def begin(self, apart: bool = False) -> Automaton | str:
+        """A new automaton at the beginning, which shares nothing that can fail with any other, or
+        why there is none.
+
+        apart  for a process of its own: it may take more of a step
+        """
+        ...
+
+
+class Vocabulary(Protocol):
+    """What a library needs to know of a tokenizer; a Tokenizer is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, the declared one first."""
+        ...
+
+    @property
+    def bos_id(self) -> int | None:
+        """Begin-of-text id, if there is one."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        ...
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token stands for."""
+        ...
+
+    def encode_part(self, text: str, first: bool) -> list[int]:
+        """Ids of a part of a text. See Tokenizer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an AsyncMatcher says of its place. See Automaton.
+
+    mask  of what may follow; where the text is complete, its end
+    lost  the error is no fault of the grammar's
+    """
+
+    mask: bytes = b""
+    complete: bool = False
+    error: str = ""
+    lost: bool = False
+
+
+class AsyncMatcher(Protocol):
+    """Follows one sequence through a grammar, forward only, where nobody waits for it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the answer behind the last token is there."""
+        ...
+
+    @property
+    def answer(self) -> Answer:
+        """The latest."""
+        ...
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Step over decided tokens. What follows them will be answered."""
+        ...
+
+    def close(self) -> None:
+        """End it; nothing is answered any more."""
+        ...

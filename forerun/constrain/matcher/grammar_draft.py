@@ -1,0 +1,207 @@
+"""Drafts that know the grammar: no illegal draft token, and all that the grammar makes certain or
+likely.
+
+Two sources are put together. What the drafter drafted is checked node by node. What the grammar
+itself says of the next tokens is a tree: tokens that alone can follow ("forced", certain), and
+between them those that habit makes likely (see JumpForward).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from time import thread_time
+
+import numpy as np
+
+from forerun.constrain.matcher.jump_forward import PATIENCE, JumpForward, PredictedToken, move
+from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.token_prior import TAIL, Places, TokenPrior, last_of
+from forerun.control.constants import FIXED_MIN_PROB
+from forerun.interface.grammars import Committed, legal
+from forerun.models.ngram_table import NgramTable
+from forerun.speculative.draft_tree import pruned
+from forerun.speculative.tree import Draft, DraftSource
+from forerun.types import Ints
+
+
+class GrammarState:
+    """One sequence's matcher, and what is known of the step under way.
+
+    A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
+    the root moves on, so no state is asked twice.
+
+    failed   why the matcher failed at a path where it was asked for a mask
+    output   the tokens over which the root has moved
+    seconds  of processor time under `timed`
+    """
+
+    def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
+        self.matcher = Matcher(compiled)
+        self._masks: dict[tuple[int, ...], bytes] = {}
+        self.failed: dict[tuple[int, ...], str] = {}
+        self._prior = TokenPrior(shared, table)
+        self._tail: list[int] = []
+        self._predicted: list[PredictedToken] | None = None
+        self.output: list[int] = []
+        self.seconds = 0.0
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Around what is asked of the matcher."""
+        begun = thread_time()
+        yield
+        self.seconds += thread_time() - begun
+
+    def mask(self, path: tuple[int, ...]) -> bytes | None:
+        """The mask where the matcher now stands, at the end of `path`; None = all may follow."""
+        found = self._masks.get(path)
+        if found is None:
+            found = self.matcher.mask()
+            if found is not None:
+                self._masks[path] = found
+            if self.matcher.error:
+                self.failed[path] = self.matcher.error
+        return found
+
+    def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
+        """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
+        more. They are looked for once per step.
+        """
+        if self._predicted is None:
+            self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
+        return self._predicted
+
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """Move the root over `tokens`, up to where the text is complete, a token does not fit, or
+        one follows where no mask could be computed.
+        """
+        matcher, masks = self.matcher, self._masks
+        path: tuple[int, ...] = ()
+        for count, token in enumerate(tokens):
+            if self.matcher.complete:
+                return Committed(count, complete=True)
+            if path in self.failed:
+                return Committed(count, error=self.failed[path])
+            waiting = matcher.waiting
+            if not matcher.commit(token):
+                return Committed(count, error=matcher.error or f"token {token} does not fit")
+            if masks:  # None where the output of a resumed sequence is read again.
+                if path in masks and not waiting:
+                    self._prior.learn(masks[path], last_of(self._tail), token)
+                path = (*path, token)
+            self._tail = [*self._tail[1 - TAIL :], token]
+            self.output.append(token)
+        if matcher.complete:
+            return Committed(len(tokens), complete=True)
+        self._masks, self.failed, self._predicted = {}, {}, None
+        return Committed(len(tokens))
+
+    def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
+        """The likeliest tokens at the end of `path`, where the matcher stands."""
+        mask = self.mask(path)
+        return [] if mask is None else self._prior.likely(mask, [*self._tail, *path])
+
+
+def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
+    """What lies ahead, what is legal of `draft`, and what is forced below that.
+
+    No path is longer than `depth`.
+    """
+    guided = GuidedDraft()
+    # By number of what lies ahead: its node, and how deep that is; -1 = the root.
+    hung = {-1: (-1, 0)}
+    for number, (token, parent, score, source) in enumerate(state.predicted()):
+        above, level = hung.get(parent, (-1, depth))
+        if level < depth:
+            hung[number] = guided.hang(token, above, score, -1, source), level + 1
+    if len(draft):
+        _check(state, draft, depth, guided)
+    return guided
+
+
+def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
+    """Nodes by their parents, in order."""
+    below: dict[int, list[int]] = {}
+    for node in nodes:
+        below.setdefault(int(parents[node]), []).append(node)
+    return below
+
+
+def _check(state: GrammarState, draft: Draft, depth: int, guided: "GuidedDraft") -> None:
+    """Hang into `guided` what is legal of a draft, and what is forced below it."""
+    matcher = state.matcher
+    below, tokens = children(range(len(draft)), draft.parents), draft.tokens.tolist()
+    sources = draft.sources()
+    path: list[int] = []
+    # What is still to hang: draft tokens of the draft and the node above them.
+    todo, end = [(below[-1], -1)], thread_time() + PATIENCE
+    while todo and thread_time() < end and not matcher.error:
+        draft_tokens, parent = todo.pop()
+        above = guided.path(parent)
+        move(matcher, path, above)
+        if matcher.complete or len(above) >= depth:
+            continue
+        node = parent
+        forced = matcher.forced()
+        for token in forced[: depth - len(above)]:
+            node = guided.hang(token, node, 1.0, guided.rank[parent], DraftSource.GRAMMAR)
+        mask = state.mask(tuple(above)) if draft_tokens and not forced else None
+        for draft_token in draft_tokens:
+            token = tokens[draft_token]
+            if legal(mask, token) if not forced else token == forced[0]:
+                score, source = float(draft.score[draft_token]), sources[draft_token]
+                hung = guided.hang(token, parent, score, draft_token, source)
+                todo.append((below.get(draft_token, []), hung))
+    matcher.back(len(path))
+
+
+class GuidedDraft:
+    """The guided draft of one row while it grows, parents before children.
+
+    rank  place in the drafter's own order: a forced token takes its parent's, what the grammar
+          itself says is first
+    """
+
+    def __init__(self) -> None:
+        self.rank: dict[int, int] = {-1: -1}
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._score: list[float] = []
+        self._source: list[int] = []
+        self._place: dict[tuple[int, int], int] = {}
+
+    def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
+        """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
+        its beginning. Its source is whoever named it first.
+        """
+        node = self._place.setdefault((parent, token), len(self._tokens))
+        score = min(score, self._score[parent] if parent >= 0 else 1.0)
+        if node == len(self._tokens):
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._score.append(score)
+            self._source.append(source)
+            self.rank[node] = rank
+        self._score[node] = max(score, self._score[node])
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from below the root down to `node`."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self._tokens[node])
+            node = self._parents[node]
+        tokens.reverse()
+        return tokens
+
+    def best(self, nodes: int) -> Draft:
+        """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""
+        order = sorted(
+            range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)
+        )
+        return pruned(
+            np.array(self._tokens, np.int32),
+            np.array(self._parents, np.int32),
+            np.array(self._score, np.float32),
+            np.array(sorted(order[:nodes]), np.int64),
+            np.array(self._source, np.int32),
+        )

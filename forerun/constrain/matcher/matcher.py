@@ -1,0 +1,304 @@
+"""One sequence's place in a grammar: what may follow, step forward, step back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton, Prepared
+from forerun.errors import EngineError
+from forerun.types import Words
+
+COPIES = 4
+"""Copies that a matcher holds at most. One takes 5 kB to 1 MB in a text of 1,000 tokens, more under
+a schema of hundreds of properties."""
+
+Path = tuple[int, ...]
+"""Draft tokens behind the decided ones."""
+
+
+@dataclass(slots=True)
+class Translated:
+    """A grammar that the compiling process has let pass; all its requests share it.
+
+    text       in the library's own form
+    prepared   by the library, for this process
+    expensive  to be followed in a process of its own
+    unenforced paths of the keywords of a schema that it leaves out
+    slow       matchers that took too long on the engine's thread, less those since that did not
+    """
+
+    text: str
+    prepared: Prepared
+    expensive: bool
+    unenforced: tuple[str, ...] = ()
+    slow: float = 0
+
+    def moved(self, limit: bool) -> None:
+        """A matcher had to leave the engine's thread, at a limit or because it was slow."""
+        self.slow += 1
+        self.expensive |= limit or self.slow > 1
+
+    def stayed(self) -> None:
+        """A matcher was done on the engine's thread. Eight of them make up for a slow one, which
+        may have had a bad moment of the machine and not of the grammar.
+        """
+        self.slow = max(0, self.slow - 1 / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar ready to run: what a request carries to the engine.
+
+    prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
+                copy; None where the grammar is expensive
+    start       the constraint begins after these token ids; empty = at once
+    vocab       ids below this are known to the automaton
+    ends        end-of-text ids
+    remote      opens a matcher in a process of its own; it is given what to call when that answers
+    unenforced  keywords of schemas that are not enforced, as paths from the request's body
+    """
+
+    prototype: Automaton | None
+    start: tuple[int, ...]
+    vocab: int
+    ends: tuple[int, ...]
+    translated: Translated
+    remote: Callable[[Callable[[], None]], AsyncMatcher]
+    unenforced: tuple[str, ...] = ()
+
+    @property
+    def expensive(self) -> bool:
+        """To be followed in a process of its own."""
+        return self.prototype is None or self.translated.expensive
+
+    def begin(self) -> Automaton:
+        """An automaton at the beginning, on this thread whatever it costs. Raises EngineError."""
+        if self.prototype is not None:
+            return self.prototype.fork()
+        found = self.translated.prepared.begin(apart=True)
+        if isinstance(found, str):
+            raise EngineError(f"the grammar's matcher cannot begin: {found}")
+        return found
+
+
+class StartMarker:
+    """Looks for the token ids after which a constraint begins.
+
+    seen  how many of them the text ends with
+    """
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._ids = ids
+        self.seen = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the constraint has not begun."""
+        return self.seen < len(self._ids)
+
+    def take(self, token: int) -> None:
+        """Step over a token, while waiting."""
+        tail = (*self._ids[: self.seen], token)
+        sizes = range(min(len(tail), len(self._ids)), 0, -1)
+        self.seen = next((size for size in sizes if tail[-size:] == self._ids[:size]), 0)
+
+
+def waiting_mask(compiled: Compiled, first: bytes) -> bytes | None:
+    """What may follow while a constraint has not begun: anything but the end of the text, for it
+    would never begin; None = anything, where it is content with no text at all.
+
+    first  the mask at its beginning
+    """
+    return None if _has(first, compiled.ends) else _all_but(compiled.ends, compiled.vocab)
+
+
+def _has(mask: bytes, tokens: tuple[int, ...]) -> bool:
+    return any(mask[token >> 3] >> (token & 7) & 1 for token in tokens)
+
+
+@cache
+def only(tokens: tuple[int, ...], vocab: int) -> bytes:
+    """The mask that allows these tokens."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+@cache
+def _all_but(tokens: tuple[int, ...], vocab: int) -> bytes:
+    return bytes(~np.frombuffer(only(tokens, vocab), np.uint8))
+
+
+@dataclass(slots=True)
+class _Position:
+    """What is known of a position behind draft tokens; None = nobody has asked.
+
+    fits  whether a token fits there
+    left  how often a copy has moved on from there
+    """
+
+    complete: bool | None = None
+    forced: list[int] | None = None
+    error: str = ""
+    left: int = 0
+    fits: dict[int, bool] = field(default_factory=dict)
+
+
+class Matcher:
+    """Follows one sequence through a grammar, ahead over draft tokens and back again.
+
+    No automaton is ever rolled back (see Automaton). One takes what is decided and nothing else;
+    draft tokens are taken by copies of it, which are thrown away with the next decision. To copy
+    takes time in proportion to the text, so a copy moves on with the first draft token behind a
+    position, the answers given there are remembered, and another copy is made only for the next
+    draft token or question.
+
+    An automaton that fails (a limit was reached) says so in `error` as long as the matcher stands
+    there. It is never shown an id that the tokenizer does not have.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._automaton = compiled.begin()
+        self._vocab = compiled.vocab
+        self._start = StartMarker(compiled.start)
+        # While it waits.
+        self._mask = waiting_mask(compiled, self._automaton.mask()) if compiled.start else None
+        # How much of the start had been seen before each draft token; None = an automaton takes it.
+        self._trail: list[int | None] = []
+        # Draft tokens that copies took, up to here; positions behind such, and copies there.
+        self._path: Path = ()
+        self._positions: dict[Path, _Position] = {}
+        self._copies: dict[Path, Automaton] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the constraint has not begun."""
+        return self._start.waiting
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is whole and nothing but its end may follow."""
+        if self.waiting:
+            return False
+        position = self._position()
+        if position.complete is None:
+            here = self._here()
+            position.complete = here.complete and not here.error
+        return position.complete
+
+    @property
+    def error(self) -> str:
+        """Why the automaton failed here; empty while it has not."""
+        return self._position().error if self._path else self._automaton.error
+
+    def commit(self, token: int) -> bool:
+        """Step over `token`, which is decided; draft tokens are forgotten. False where it does not
+        fit; then nothing else has changed.
+        """
+        self.back(len(self._trail))
+        self._positions.clear()
+        self._copies.clear()
+        if self.waiting:
+            self._start.take(token)
+            return True
+        return 0 <= token < self._vocab and self._automaton.take(token)
+
+    def advance(self, token: int) -> bool:
+        """Step over a draft token. False where it does not fit; then nothing has changed."""
+        if self.waiting:
+            self._trail.append(self._start.seen)
+            self._start.take(token)
+            return True
+        position = self._position()
+        fits = position.fits.get(token)
+        if fits is None:
+            fits = position.fits[token] = self._try(position, token)
+        if not fits:
+            return False
+        self._path = (*self._path, token)
+        self._trail.append(None)
+        return True
+
+    def back(self, steps: int) -> None:
+        """Undo the last `steps` advances."""
+        taken = 0
+        for _ in range(steps):
+            seen = self._trail.pop()
+            if seen is None:
+                taken += 1
+            else:
+                self._start.seen = seen
+        self._path = self._path[: len(self._path) - taken]
+
+    def forced(self) -> list[int]:
+        """Tokens that alone can follow, in order; often none."""
+        if self.waiting:
+            return []
+        position = self._position()
+        if position.forced is None:
+            position.forced = self._here().forced()
+            position.error = self._here().error
+        return position.forced
+
+    def mask(self) -> bytes | None:
+        """Bits of the tokens that may follow, one per known id; None = all may."""
+        if self.waiting:
+            return self._mask
+        mask = self._here().mask()
+        self._position().error = self._here().error
+        return mask
+
+    def _position(self) -> _Position:
+        """What is known of where the matcher stands."""
+        position = self._positions.get(self._path)
+        if position is None:
+            position = self._positions[self._path] = _Position()
+        return position
+
+    def _here(self) -> Automaton:
+        """An automaton that stands where the matcher stands; only for questions."""
+        if not self._path:
+            return self._automaton
+        if self._path not in self._copies:
+            self._keep(self._path, self._copy())
+        return self._copies[self._path]
+
+    def _try(self, position: _Position, token: int) -> bool:
+        """Whether a draft token fits here; where it does, a copy stands behind it."""
+        if not 0 <= token < self._vocab:
+            return False
+        copy = self._copies.pop(self._path, None) or self._copy()
+        position.left += 1
+        if self._path and position.left > 2:  # The draft branches here: others will go on from it.
+            self._keep(self._path, copy.fork())
+        fits = copy.take(token)
+        if fits:
+            self._keep((*self._path, token), copy)
+        elif self._path and not copy.error:
+            self._keep(self._path, copy)
+        return fits
+
+    def _copy(self) -> Automaton:
+        """A new copy that stands where the matcher stands."""
+        known = range(len(self._path) - 1, 0, -1)
+        near = next((size for size in known if self._path[:size] in self._copies), 0)
+        copy = (self._copies[self._path[:near]] if near else self._automaton).fork()
+        for token in self._path[near:]:
+            copy.take(token)
+        return copy
+
+    def _keep(self, path: Path, copy: Automaton) -> None:
+        """Remember a copy, and forget the oldest of too many."""
+        self._copies[path] = copy
+        if len(self._copies) > COPIES:
+            del self._copies[next(iter(self._copies))]
+
+
+def words(mask: bytes, size: int) -> Words:
+    """uint32[size] of a mask's bits; ids that the matcher does not know are forbidden."""
+    out = np.zeros(size * 4, np.uint8)
+    bits = np.frombuffer(mask, np.uint8)[: size * 4]
+    out[: len(bits)] = bits
+    return out.view("<u4").astype(np.uint32, copy=False)

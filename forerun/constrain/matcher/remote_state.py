@@ -1,0 +1,56 @@
+"""One sequence under an expensive grammar, which an AsyncMatcher follows."""
+
+from collections.abc import Callable, Sequence
+
+from forerun.constrain.matcher.matcher import Compiled, StartMarker, only, waiting_mask
+from forerun.interface.grammars import Committed
+
+
+class RemoteState:
+    """What GrammarState is for other sequences, but nothing is drafted, and nothing may be asked
+    before it is `ready`.
+
+    answered  called, on another thread, when it may be
+    """
+
+    def __init__(
+        self, compiled: Compiled, answered: Callable[[], None], output: Sequence[int]
+    ) -> None:
+        self._compiled = compiled
+        self._matcher = compiled.remote(answered)
+        self._start = StartMarker(compiled.start)
+        self._matcher.take(self._constrained(output))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be asked."""
+        return self._matcher.ready
+
+    def mask(self) -> bytes | None:
+        """Bits of what may follow; None = all may."""
+        compiled, answer = self._compiled, self._matcher.answer
+        if answer.error:  # What is emitted does not count; but something must be.
+            return only(compiled.ends, compiled.vocab)
+        return waiting_mask(compiled, answer.mask) if self._start.waiting else answer.mask
+
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """Step over tokens. That the text is complete, or cannot go on, it says before the next."""
+        answer = self._matcher.answer
+        if answer.error or (answer.complete and not self._start.waiting):
+            return Committed(0, answer.complete, answer.error, answer.lost)
+        constrained = self._constrained(tokens)
+        if constrained:
+            self._matcher.take(constrained)
+        return Committed(len(tokens))
+
+    def close(self) -> None:
+        """End the process."""
+        self._matcher.close()
+
+    def _constrained(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Those behind the start marker."""
+        for count, token in enumerate(tokens):
+            if not self._start.waiting:
+                return tokens[count:]
+            self._start.take(token)
+        return ()

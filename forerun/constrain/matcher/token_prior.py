@@ -1,0 +1,120 @@
+"""What usually follows where a grammar leaves a choice: learned from constrained text.
+
+Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
+line break and indentation before the next property. N-grams of the text find little of it, for
+the words around differ. Here a place in the text is known by the grammar's state, that is by its
+mask, and by the last tokens; first in this sequence, then in all that came before. Where neither
+knows better, the model's n-gram table says what it usually writes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from forerun.interface.grammars import legal
+from forerun.models.ngram_table import NgramTable
+
+Weights = dict[int, float]
+"""Decayed counts of the tokens that were chosen somewhere."""
+
+Last = tuple[int, int]
+"""The last token but one and the last; -1 before the beginning."""
+
+DOUBT = 4.0
+"""How many observations of something else every place begins with."""
+BACKOFF = 4.0
+"""How many observations the more general estimate is worth to the more special one."""
+CHILDREN = 2
+"""Tokens that are expected at a place at most: a third is hardly ever worth a node."""
+TAIL = 8
+"""Tokens of the text that a table is shown: more than any table's contexts have."""
+FADED = 0.1
+"""Weight below which a token is forgotten."""
+
+
+class Places:
+    """Weights by place; the least recently used go first. Not locked.
+
+    decay  what is left of an observation's weight after the next one at its place
+    size   places that are remembered
+    """
+
+    def __init__(self, decay: float, size: int) -> None:
+        self._decay, self._size = decay, size
+        self._weights: OrderedDict[Hashable, Weights] = OrderedDict()
+
+    def learn(self, place: Hashable, token: int) -> None:
+        """At this place, `token` was chosen."""
+        faded = {t: self._decay * w for t, w in self._weights.pop(place, {}).items()}
+        weights = {t: w for t, w in faded.items() if w > FADED}
+        weights[token] = weights.get(token, 0.0) + 1.0
+        self._weights[place] = weights
+        if len(self._weights) > self._size:
+            self._weights.popitem(last=False)
+
+    def at(self, place: Hashable) -> Weights:
+        """What was learned of a place."""
+        return self._weights.get(place, {})
+
+
+class TokenPrior:
+    """The habits of one sequence, on top of those that all sequences share.
+
+    table  what the target usually says, or None
+    """
+
+    def __init__(self, shared: Places, table: NgramTable | None = None) -> None:
+        self._shared, self._table = shared, table
+        self._own = Places(decay=0.7, size=1024)
+
+    def learn(self, mask: bytes, last: Last, token: int) -> None:
+        """After the tokens `last`, in the state with this mask, `token` was chosen."""
+        for place in _places(mask, last):
+            self._shared.learn(place, token)
+            self._own.learn(place, token)
+
+    def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
+        """The likeliest tokens after `text` and their probabilities, best first; none where
+        nothing is known.
+
+        Estimates from the most general to the most special, each smoothed by the one before.
+        """
+        here = _places(mask, last_of(text))
+        chance = self._usual(mask, text)
+        prior = DOUBT
+        for places in (self._shared, self._own):
+            for place in here:
+                seen = {t: w for t, w in places.at(place).items() if legal(mask, t)}
+                total = prior + sum(seen.values())
+                chance = {t: prior * p / total for t, p in chance.items()}
+                for token, weight in seen.items():
+                    chance[token] = chance.get(token, 0.0) + weight / total
+                prior = BACKOFF
+        return sorted(chance.items(), key=lambda item: -item[1])[:CHILDREN]
+
+    def _usual(self, mask: bytes, text: Sequence[int]) -> dict[int, float]:
+        """What the table expects and the mask allows; the chance of the others is divided."""
+        if self._table is None:
+            return {}
+        usual = self._table.follow(text[-TAIL:])
+        allowed = {token: probability for token, probability in usual.items() if legal(mask, token)}
+        illegal = sum(usual.values()) - sum(allowed.values())
+        return {
+            token: probability / max(1.0 - illegal, 0.05) for token, probability in allowed.items()
+        }
+
+
+def last_of(text: Sequence[int]) -> Last:
+    """The last two tokens of a text, as places know them."""
+    before, last = (-1, -1, *text[-2:])[-2:]
+    return before, last
+
+
+def shared_places() -> Places:
+    """What is learned about all sequences of an engine: some twenty megabytes at most."""
+    return Places(decay=0.9, size=16384)
+
+
+def _places(mask: bytes, last: Last) -> tuple[Hashable, ...]:
+    """What a place is known by, from the most general to the most special."""
+    state = hash(mask)
+    return last[1:], state, (state, last[1]), last, (state, *last)

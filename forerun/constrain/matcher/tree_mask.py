@@ -1,0 +1,190 @@
+"""Grammars over trees: one mask per node, and drafts that know the grammar.
+
+A matcher walks each tree from the root, ahead and back. Speculation cannot stall a
+constrained sequence: the root's own mask always holds, so each step emits at least the
+target's best legal token, whatever was drafted.
+
+A matcher that takes too long, or reaches a limit, goes on in a process of its own (RemoteState).
+The sequence then misses the steps for which it has no mask yet, and others do not wait for it.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from forerun.constrain.matcher.grammar_draft import GrammarState, children, guide
+from forerun.constrain.matcher.limits import SLOW
+from forerun.constrain.matcher.matcher import Compiled, words
+from forerun.constrain.matcher.remote_state import RemoteState
+from forerun.constrain.matcher.token_prior import shared_places
+from forerun.errors import RequestError
+from forerun.interface.grammars import Committed
+from forerun.models.ngram_table import NgramTable
+from forerun.speculative.tree import NO_DRAFT, Draft, NodeMasks, TreeBatch
+from forerun.types import Ints, Words
+
+
+class TreeGrammars:
+    """The Grammars of an engine with structured output. Used on the engine's thread only.
+
+    vocab  V of the target: masks have a bit for each of its ids, also for those that pad it
+    table  what the target usually says; None = nobody counted
+    """
+
+    def __init__(self, vocab: int, table: NgramTable | None = None) -> None:
+        self._table = table
+        self._words = -(-vocab // 32)
+        self._states: dict[int, GrammarState] = {}
+        self._remote: dict[int, RemoteState] = {}
+        self._answered = threading.Event()
+        self._compiled: dict[int, Compiled] = {}
+        self._places = shared_places()
+
+    def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
+        """Start a fresh matcher in `slot` and advance it over the output so far.
+
+        Raises RequestError where `grammar` is not a compiled one.
+        """
+        if not isinstance(grammar, Compiled):
+            raise RequestError("the grammar of a request must be compiled", "grammar")
+        tokens = [*output]
+        self._compiled[slot] = grammar
+        if not grammar.expensive:
+            state = self._states[slot] = GrammarState(grammar, self._places, self._table)
+            if not state.commit(tokens).error:
+                return
+            del self._states[slot]
+        self._remote[slot] = RemoteState(grammar, self._answered.set, tokens)
+
+    def close(self, slot: int) -> None:
+        """Forget the slot's matcher, if it has one."""
+        compiled = self._compiled.pop(slot, None)
+        if self._states.pop(slot, None) is not None and compiled is not None:
+            compiled.translated.stayed()
+        remote = self._remote.pop(slot, None)
+        if remote is not None:
+            remote.close()
+
+    def ready(self, slot: int, grammar: object) -> bool:
+        """See Grammars."""
+        remote = self._remote.get(slot)
+        if remote is not None:
+            return remote.ready
+        return slot in self._states or not (isinstance(grammar, Compiled) and grammar.expensive)
+
+    def wait(self, seconds: float) -> None:
+        """See Grammars."""
+        self._answered.clear()
+        if not any(state.ready for state in self._remote.values()):
+            self._answered.wait(seconds)
+
+    def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
+        """Drafts without illegal draft tokens, with forced and likely tokens; others pass
+        unchanged.
+        """
+        guided = list(drafts)
+        for row, slot in enumerate(slots.tolist()):
+            state = self._states.get(slot)
+            if slot in self._remote:
+                guided[row] = NO_DRAFT
+            elif state is not None and nodes[row] > 0:
+                with state.timed():
+                    draft = guide(state, drafts[row], int(depth[row]))
+                guided[row] = draft.best(int(nodes[row]))
+        return guided
+
+    def mask(self, slot: int) -> bytes | None:
+        """Bits of what may follow next; None where everything may."""
+        if slot in self._remote:
+            return self._remote[slot].mask()
+        state = self._states.get(slot)
+        return state.mask(()) if state is not None else None
+
+    def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
+        """See control.policy.Lookahead."""
+        scores: list[list[float]] = []
+        for slot in slots.tolist():
+            state = self._states.get(slot)
+            if state is None:
+                scores.append([])
+                continue
+            with state.timed():
+                scores.append([draft_token.score for draft_token in state.predicted(min_prob)])
+        return scores
+
+    def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
+        """One mask per reachable node of every constrained row; None when none is."""
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]
+        if not rows:
+            return None
+        table = _MaskTable(self._words, len(trees.tokens))
+        for row, slot in rows:
+            if slot in self._remote:
+                table.add(trees.root(row), self._remote[slot].mask())
+                continue
+            with self._states[slot].timed():
+                _mask_row(self._states[slot], trees, row, table)
+        return table.masks()
+
+    def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
+        """See Grammars."""
+        if slot in self._remote:
+            return self._remote[slot].commit(tokens)
+        state, compiled = self._states[slot], self._compiled[slot]
+        with state.timed():
+            committed = state.commit(tokens)
+        if committed.error and (state.failed or state.matcher.error):
+            # Whether it is an error at all is for a process to say, whose limits are wider.
+            compiled.translated.moved(limit=True)
+            return Committed(committed.kept, again=True)
+        if state.seconds > SLOW and not committed.complete:
+            compiled.translated.moved(limit=False)
+            del self._states[slot]
+            self._remote[slot] = RemoteState(compiled, self._answered.set, state.output)
+        state.seconds = 0.0
+        return committed
+
+
+class _MaskTable:
+    """Collects masks, equal ones once."""
+
+    def __init__(self, size: int, nodes: int) -> None:
+        self._size = size
+        self._index: dict[bytes, int] = {}
+        self.row: Ints = np.full(nodes, -1, np.int32)
+
+    def add(self, node: int, mask: bytes | None) -> None:
+        if mask is not None:
+            self.row[node] = self._index.setdefault(mask, len(self._index))
+
+    def masks(self) -> NodeMasks:
+        bits: list[Words] = [words(mask, self._size) for mask in self._index]
+        empty = np.zeros((0, self._size), np.uint32)
+        return NodeMasks(self.row, np.stack(bits) if bits else empty)
+
+
+def _mask_row(state: GrammarState, trees: TreeBatch, row: int, table: _MaskTable) -> None:
+    """Walk one tree depth first. Nodes under an illegal draft token are out of reach: no mask.
+
+    Behind a complete text, nothing that a node emits is kept: no mask either. Nor is anything kept
+    that follows where the matcher fails (see GrammarState.commit); other nodes do not suffer.
+    """
+    root, matcher = trees.root(row), state.matcher
+    below = children(range(root + 1, int(trees.start[row + 1])), trees.parents)
+    table.add(root, state.mask(()))
+    path: list[int] = []
+    todo = [(node, 0) for node in reversed(below.get(root, []))]
+    while todo and () not in state.failed:
+        node, depth = todo.pop()
+        matcher.back(len(path) - depth)
+        del path[depth:]
+        token = int(trees.tokens[node])
+        if matcher.complete or not matcher.advance(token):
+            continue
+        path.append(token)
+        if not matcher.complete:
+            table.add(node, state.mask(tuple(path)))
+            if not matcher.error:
+                todo += [(child, depth + 1) for child in reversed(below.get(node, []))]
+    matcher.back(len(path))

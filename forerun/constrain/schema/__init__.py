@@ -1,0 +1,1 @@
+"""JSON schemas, rewritten into the keywords that llguidance enforces."""

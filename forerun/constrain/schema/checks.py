@@ -1,0 +1,61 @@
+"""Checks of a JSON schema that need no compiler, and bounds as 64-bit floats."""
+
+import sys
+from math import copysign, isinf
+from typing import Any
+
+from forerun.constrain.schema.paths import schemas
+from forerun.constrain.schema.patterns import portable
+from forerun.errors import RequestError
+
+MAX_LEVELS = 250
+"""Of a JSON schema."""
+
+
+def check_depth(value: Any, field: str) -> None:
+    """Raise RequestError where data is nested too deep; iterative, for it may be very deep."""
+    level = [value]
+    for _ in range(MAX_LEVELS):
+        parts = [part for part in level if isinstance(part, dict | list)]
+        if not parts:
+            return
+        level = [
+            inner for part in parts for inner in (part.values() if isinstance(part, dict) else part)
+        ]
+    raise RequestError(f"{field} is nested deeper than {MAX_LEVELS} levels", field)
+
+
+def check_patterns(schema: Any, field: str) -> None:
+    """Raise RequestError naming the path of a `pattern` that `portable` would refuse."""
+    for path, inner in schemas(schema):
+        if isinstance(inner.get("pattern"), str):
+            try:
+                portable(inner["pattern"], f"{path}.pattern" if path else "pattern")
+            except RequestError as error:
+                raise RequestError(f"{field}: {error}", field) from error
+
+
+def check_members(schema: Any, field: str) -> None:
+    """Raise RequestError naming the path of what stands where a schema must, and is none."""
+    for path, inner in schemas(schema):
+        for keyword in ("properties", "patternProperties", "$defs", "definitions"):
+            members = inner.get(keyword)
+            for name, member in members.items() if isinstance(members, dict) else ():
+                if not isinstance(member, dict | bool):
+                    place = ".".join(filter(None, (path, keyword, str(name))))
+                    message = f"{field}: {place} must be a schema: an object, true or false"
+                    raise RequestError(message, field)
+
+
+def finite(value: Any, bound: bool = False) -> Any:
+    """The same with bounds that no 64-bit float can be (`1.8e308`) as the largest that can."""
+    if isinstance(value, dict):
+        return {key: finite(inner, key in _BOUNDS) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    if bound and isinstance(value, float) and isinf(value):
+        return copysign(sys.float_info.max, value)
+    return value
+
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

@@ -1,0 +1,80 @@
+r"""Keys of objects that a library would take in a second spelling.
+
+Where an object may have further keys, llguidance takes the escape of a listed key (`"\u0061"` for
+`a`) for a further one, so its value need not be what the schema says. A pattern of further keys
+without escapes cures that. Where schemas are merged there must be no pattern: llguidance cannot
+merge those.
+"""
+
+from typing import Any
+
+from forerun.constrain.schema.paths import children
+from forerun.constrain.schema.strings import other_than
+
+Schema = dict[str, Any]
+_MERGING = ("anyOf", "allOf", "$ref")
+
+
+def with_plain_keys(root: Schema) -> None:
+    """Say it of every object that is merged with no other."""
+    definitions = root.get("$defs", {})
+    merged: set[int] = set()
+    todo = [root]
+    seen: set[int] = set()
+    while todo:
+        schema = todo.pop()
+        if not isinstance(schema, dict) or id(schema) in seen:
+            continue
+        seen.add(id(schema))
+        if _merges(schema):
+            _mark(schema, definitions, merged)
+        todo += [inner for _, inner in children(schema, "")]
+    for schema in _all(root):
+        if id(schema) not in merged:
+            _plain(schema)
+
+
+def _merges(schema: Schema) -> bool:
+    rules = [name for name in schema if name != "$defs"]
+    if not any(name in _MERGING for name in rules):
+        return False
+    return len(rules) > 1 or len(schema.get("allOf", ())) > 1
+
+
+def _mark(schema: Schema, definitions: dict[str, Any], merged: set[int]) -> None:
+    """Everything below a schema, and what is referred to there."""
+    todo: list[Any] = [schema]
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, dict) or id(one) in merged:
+            continue
+        merged.add(id(one))
+        if "$ref" in one:
+            todo.append(definitions.get(one["$ref"].rpartition("/")[2]))
+        inside = {name: value for name, value in one.items() if name != "$defs"}
+        todo += [inner for _, inner in children(inside, "")]
+
+
+def _all(root: Schema) -> list[Schema]:
+    found, todo = [], [root]
+    seen: set[int] = set()
+    while todo:
+        schema = todo.pop()
+        if isinstance(schema, dict) and id(schema) not in seen:
+            seen.add(id(schema))
+            found.append(schema)
+            todo += [inner for _, inner in children(schema, "")]
+    return found
+
+
+def _plain(schema: Schema) -> None:
+    properties = schema.get("properties")
+    further = schema.get("additionalProperties", True)
+    if not properties or further is False or schema.get("patternProperties"):
+        return
+    required = schema.get("required", [])
+    schema["properties"] = properties | dict.fromkeys(
+        (name for name in required if name not in properties), further
+    )
+    schema["patternProperties"] = {other_than(schema["properties"]): further}
+    schema["additionalProperties"] = False

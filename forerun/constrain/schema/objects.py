@@ -1,0 +1,135 @@
+"""Keywords about the keys of objects, in those that libraries honour."""
+
+import re
+from itertools import combinations
+from typing import Any
+
+from forerun.constrain.schema.logic import NOTES, types
+from forerun.constrain.schema.strings import Unenforceable, lengths, plain_patterns
+
+MAX_BRANCHES = 64
+"""Alternatives that one keyword may be written as."""
+
+Schema = dict[str, Any]
+
+
+def dependencies(schema: Schema) -> dict[str, list[Any]]:
+    """What must hold where a key is there, by key: names of further keys, or schemas."""
+    found: dict[str, list[Any]] = {}
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        given = schema.get(keyword)
+        for name, needs in given.items() if isinstance(given, dict) else ():
+            found.setdefault(name, []).append(needs)
+    return found
+
+
+def depending(name: str, needs: Any, required: list[str]) -> Schema:
+    """One dependency: a schema to stand beside the others."""
+    if isinstance(needs, str):
+        needs = [needs]
+    if isinstance(needs, list):
+        if set(needs) <= set(required):
+            return {}
+        if name in required:
+            return {"required": needs}
+        present: Schema = {"required": [name, *(key for key in needs if key != name)]}
+    else:
+        if name in required:
+            return {"allOf": [needs]}
+        present = {"required": [name], "allOf": [needs]}
+    return {"anyOf": [{"properties": {name: False}}, present]}
+
+
+def counted(schema: Schema) -> tuple[Schema, list[str]]:
+    """The schema with minProperties and maxProperties as llguidance can count them, and the names
+    of those that it cannot.
+
+    It counts where all properties are required; keys that repeat, which only further keys can,
+    count each time.
+    """
+    out = dict(schema)
+    least, most = out.pop("minProperties", None), out.pop("maxProperties", None)
+    properties, required = out.get("properties") or {}, list(out.get("required") or [])
+    closed = out.get("additionalProperties") is False and not out.get("patternProperties")
+    names = [name for name in properties if properties[name] is not False]
+    if isinstance(least, int) and least <= len(set(required)):
+        least = None
+    if isinstance(most, int) and closed and most >= len({*names, *required}):
+        most = None
+    if least is None and most is None:
+        return out, []
+    if not properties and (least is None or least == 1):
+        kept = {"minProperties": least, "maxProperties": most}
+        return out | {name: value for name, value in kept.items() if value is not None}, []
+    faults = [
+        name
+        for name, value in (("minProperties", least), ("maxProperties", most))
+        if value is not None
+    ]
+    optional = [name for name in names if name not in required]
+    choices = _chosen(optional, (least or 0) - len(set(required)), most, len(set(required)))
+    if choices is None or not isinstance(least or 0, int) or out.get("patternProperties"):
+        return out, faults
+    if most is not None:
+        out["additionalProperties"] = False
+    out.setdefault("allOf", [])
+    out["allOf"] = [*out["allOf"], {"anyOf": choices}]
+    return out, []
+
+
+def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[Schema] | None:
+    """Alternatives of which optional keys are there; None where there are too many."""
+    sizes = range(max(least, 0), len(optional) + 1)
+    if most is None:
+        sizes = range(least, least + 1)
+    elif isinstance(most, int):
+        sizes = range(max(least, 0), min(most - required, len(optional)) + 1)
+    found: list[Schema] = []
+    for size in sizes:
+        for names in combinations(optional, size):
+            absent = {} if most is None else {key: False for key in optional if key not in names}
+            branch: Schema = {"required": list(names)} if names else {}
+            found.append(branch | ({"properties": absent} if absent else {}))
+            if len(found) > MAX_BRANCHES:
+                return None
+    return found or None
+
+
+def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
+    """The schema with the keys that `propertyNames` allows; None where that cannot be said."""
+    properties = dict(schema.get("properties") or {})
+    out = {**schema, "additionalProperties": False}
+    kinds = types(names) if isinstance(names, dict) else None
+    if names is False or (kinds is not None and "string" not in kinds):
+        out.pop("patternProperties", None)
+        return {**out, "properties": dict.fromkeys(properties, False)}
+    if not isinstance(names, dict) or schema.get("patternProperties"):
+        return schema if names is True else None
+    rules = {name: names[name] for name in names if name not in NOTES and name != "type"}
+    further = schema.get("additionalProperties", True)
+    values = [rules["const"]] if "const" in rules else rules.get("enum")
+    if isinstance(values, list) and len(rules) == 1:
+        kept = {name: value for name, value in properties.items() if name in values}
+        gone = {name: False for name in properties if name not in values}
+        more = {name: further for name in values if isinstance(name, str) and name not in kept}
+        out["properties"] = gone | kept | more
+        return out
+    pattern = rules.get("pattern")
+    if pattern is None and rules and rules.keys() <= {"minLength", "maxLength"}:
+        pattern = lengths(rules.get("minLength", 0), rules.get("maxLength"))
+    elif len(rules) != 1:
+        return schema if not rules else None
+    if not isinstance(pattern, str) or (properties and further is not False):
+        return None
+    try:
+        if properties:
+            out["properties"] = {
+                name: value if re.search(pattern, name) else False
+                for name, value in properties.items()
+            }
+        else:
+            (plain,) = plain_patterns(pattern)
+            out["patternProperties"] = {plain: further}
+    except (Unenforceable, ValueError, re.error):
+        return None
+    return out

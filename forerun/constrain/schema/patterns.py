@@ -1,0 +1,147 @@
+"""Regular expressions as JavaScript reads them, written for an engine that reads some otherwise."""
+
+import re
+from math import inf
+
+from forerun.errors import RequestError
+
+MAX_NESTING = 100
+"""Brackets inside one another."""
+
+MAX_FORCED = 10_000
+"""Characters of the shortest text that a pattern matches."""
+
+
+ASCII_MEMBERS = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
+"""What they mean within a class: no digits and letters of other scripts, as in JavaScript."""
+
+ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} | {
+    name.upper(): f"[^{inside}]" for name, inside in ASCII_MEMBERS.items()
+}
+"""What they and their opposites mean elsewhere."""
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
+_REPETITION = re.compile(r"\{\d*,?\d*\}")
+_ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
+
+
+def portable(pattern: str, field: str) -> str:
+    """The pattern with character classes as JavaScript reads them: `[`, `&&`, `--` and `~~` in a
+    class are plain characters there, set operations in Rust; digits and letters are ASCII's.
+
+    Raises RequestError pointing at the first bracket that has no partner, or at a repetition
+    that makes every text longer than MAX_FORCED: such a text is forced on every step anew.
+    """
+    out: list[str] = []
+    lengths = _Lengths()
+    stray: int | None = None
+    index = 0
+    while index < len(pattern):
+        end = unit_end(pattern, index, field)
+        unit = pattern[index:end]
+        if unit == ")" and not lengths.opened:
+            raise _at(pattern, index, field, "')' closes nothing")
+        lengths.add(unit, index)
+        if len(lengths.opened) > MAX_NESTING:
+            raise _at(pattern, index, field, f"more than {MAX_NESTING} groups inside another")
+        if lengths.shortest > MAX_FORCED:
+            raise _at(pattern, index, field, f"every text has more than {MAX_FORCED} characters")
+        if unit in ("}", "]") and stray is None and lengths.opened:
+            stray = index
+        out.append(portable_class(unit) if unit[0] == "[" else ASCII_CLASSES.get(unit, unit))
+        index = end
+    if lengths.opened and stray is not None and stray > lengths.opened[-1]:
+        raise _at(pattern, stray, field, f"{pattern[stray]!r} where ')' was expected")
+    if lengths.opened:
+        raise _at(pattern, lengths.opened[-1], field, "'(' is never closed")
+    return "".join(out)
+
+
+def unit_end(pattern: str, start: int, field: str) -> int:
+    """Where the escape, class, repetition or single character at `start` ends."""
+    if pattern[start] == "\\":
+        if start + 1 == len(pattern):
+            raise _at(pattern, start, field, "'\\' escapes nothing")
+        return start + 2
+    if pattern[start] == "[":
+        match = _CLASS.match(pattern, start)
+        if match is None:
+            raise _at(pattern, start, field, "'[' is never closed")
+        return match.end()
+    match = _REPETITION.match(pattern, start)
+    return match.end() if match else start + 1
+
+
+def portable_class(text: str) -> str:
+    """A character class in which no character means a set operation."""
+    head = "[^" if text.startswith("[^") else "["
+    atoms = re.findall(_ATOM, text[len(head) : -1], re.DOTALL)
+    out, index = head, 0
+    while index < len(atoms):
+        out += _escaped(atoms[index])
+        if atoms[index + 1 : index + 2] == ["-"] and index + 2 < len(atoms):
+            out += "-" + _escaped(atoms[index + 2])
+            index += 2
+        index += 1
+    return out + "]"
+
+
+def literal(text: str) -> str:
+    """A pattern that matches `text` and nothing else."""
+    return _SPECIAL.sub(r"\\\g<0>", text)
+
+
+class _Lengths:
+    """Open groups of a pattern, and the length of the shortest text matching what was read.
+
+    opened   where the open groups begin
+    A frame per group: length of the branch so far, of the shortest branch before it, and of the
+    last item (which a repetition multiplies).
+    """
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+        self._frames: list[list[float]] = [[0, inf, 0]]
+
+    @property
+    def shortest(self) -> float:
+        """Length of the shortest text of the branch being read, inner groups only."""
+        return self._frames[-1][0]
+
+    def add(self, unit: str, place: int) -> None:
+        """Read the next unit of the pattern."""
+        branch, best, last = frame = self._frames[-1]
+        if unit == "(":
+            self.opened.append(place)
+            self._frames.append([0, inf, 0])
+        elif unit == ")":
+            self.opened.pop()
+            self._frames.pop()
+            self._frames[-1][2] = min(branch, best)
+            self._frames[-1][0] += min(branch, best)
+        elif unit == "|":
+            frame[:] = [0, min(branch, best), 0]
+        elif unit in ("*", "?") or (unit[0] == "{" and len(unit) > 1):
+            times = 0 if unit in ("*", "?") else int(re.split("[,}]", unit[1:])[0] or 0)
+            frame[0] += last * (times - 1)
+            frame[2] = last * times
+        elif unit != "+":
+            frame[0], frame[2] = branch + 1, 1
+
+
+def _at(text: str, index: int, field: str, message: str) -> RequestError:
+    """An error with the place shown: a few characters around it and a caret."""
+    left = max(0, index - 30)
+    shown = text[left : index + 10].replace("\n", " ")
+    return RequestError(
+        f"{field} is not a valid regular expression: {message} at character {index}\n"
+        f"    {shown}\n    {' ' * (index - left)}^",
+        field,
+    )
+
+
+def _escaped(atom: str) -> str:
+    """A regex for exactly this character; longer atoms are regexes already."""
+    return literal(atom) if len(atom) == 1 else ASCII_MEMBERS.get(atom, atom)

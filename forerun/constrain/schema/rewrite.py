@@ -1,0 +1,347 @@
+"""JSON schemas in the keywords that llguidance enforces.
+
+Where JSON Schema has a keyword and llguidance has not, there often are other words for it: `oneOf`
+whose branches exclude each other is `anyOf`, a dependency is a choice of two objects, a format is a
+pattern. Every rewriting allows what was allowed or less: never more. What remains is left out and
+named, with its path.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from forerun.constrain.schema.arrays import arrays
+from forerun.constrain.schema.choices import conditional, exclusive_choice, negated
+from forerun.constrain.schema.keys import with_plain_keys
+from forerun.constrain.schema.logic import NOTES, type_of
+from forerun.constrain.schema.numbers import LARGE_BOUND, bounded, exact, exclusive
+from forerun.constrain.schema.objects import counted, dependencies, depending, named
+from forerun.constrain.schema.origins import Fault, Origins, Rewritten
+from forerun.constrain.schema.references import Place, References
+from forerun.constrain.schema.shapes import check_types, well_formed
+from forerun.constrain.schema.strings import (
+    FORMATS,
+    NATIVE,
+    NO_LEAP_SECOND,
+    NOTED_FORMATS,
+    SAME,
+    Unenforceable,
+    plain_patterns,
+)
+
+HOISTED = 20
+"""Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
+
+TOO_LARGE = "the schema is too large with it"
+TOO_NARROW = "what can be said of it leaves no text"
+
+_COPIED = (
+    "type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems",
+    "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    "multipleOf", "additionalProperties",
+)  # fmt: skip
+_APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "patternProperties")
+
+
+def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
+    """A schema whose values all are valid under `schema`, but for what is named.
+
+    plain  keys have no escapes where they could hide a listed one
+    brief  conditions, negations and `contains` are left out, for they may multiply, or what can be
+           said of them may leave nothing
+
+    Raises ValueError where a `type` names none: that is a mistake, and not left out.
+    """
+    if not isinstance(schema, dict):
+        return Rewritten(schema)
+    check_types(schema)
+    rewriter = Rewriter(schema, brief)
+    found = rewriter.schema(rewriter.root, "")
+    if rewriter.defined and isinstance(found, dict):
+        found = {**found, "$defs": rewriter.defined}
+        rewriter.origins.note(found, "", rewriter.root)
+    if plain and isinstance(found, dict):
+        with_plain_keys(found)
+    return Rewritten(found, tuple(rewriter.faults), rewriter.origins)
+
+
+class Rewriter:
+    """Walks one document.
+
+    root     the document, but for what is malformed
+    defined  schemas that others refer to, by name
+    origins  where schemas stood
+    faults   what was left out so far
+    brief    see rewritten
+    """
+
+    def __init__(self, root: dict[str, Any], brief: bool) -> None:
+        self.brief = brief
+        self.defined: dict[str, Any] = {}
+        self.origins = Origins()
+        self.faults: list[Fault] = []
+        self.root = well_formed(root, self.fault)
+        self._references = References(self.root)
+        self._names: dict[int, str] = {}
+        self._depth = 0
+
+    def fault(self, path: str, keyword: str, why: str) -> None:
+        """Name a keyword that is left out."""
+        found = Fault(f"{path}.{keyword}" if path else keyword, why)
+        if found not in self.faults:
+            self.faults.append(found)
+
+    def resolve(self, schema: Any) -> Any:
+        """A schema as it was sent; where it is nothing but a reference, what that points to."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            place = self._references.found(schema, schema["$ref"])
+            if place is None:
+                break
+            beside = {name: schema[name] for name in schema if name != "$ref"}
+            if self._references.alone or not isinstance(place.schema, dict) or not beside:
+                schema = place.schema
+            elif place.schema.keys() & beside.keys() - NOTES:
+                return {"allOf": [place.schema, beside]}
+            else:
+                return {**place.schema, **beside}
+        return schema
+
+    def schema(self, raw: Any, path: str) -> Any:
+        """A schema rewritten."""
+        if not isinstance(raw, dict):
+            return raw
+        self._depth += 1
+        try:
+            if self._depth % HOISTED == 0:
+                return self._reference(Place(raw, path), fresh=True)
+            return self._rewritten(raw, path)
+        finally:
+            self._depth -= 1
+
+    def _rewritten(self, raw: dict[str, Any], path: str) -> Any:
+        out: dict[str, Any] = {}
+        if "$ref" in raw or "$dynamicRef" in raw or "$recursiveRef" in raw:
+            out = self._referring(raw, path)
+            if self._references.alone:
+                self.origins.note(out, path, raw)
+                return out
+        out |= {name: raw[name] for name in _COPIED if name in raw}
+        self._inner(raw, path, out)
+        for rule in _RULES:
+            found = rule(self, raw, path, out)
+            if found is False:
+                return False
+            out = found
+        self.origins.note(out, path, raw)
+        return out
+
+    def _referring(self, raw: dict[str, Any], path: str) -> dict[str, Any]:
+        name = next(key for key in ("$ref", "$dynamicRef", "$recursiveRef") if key in raw)
+        if name == "$ref":
+            place = self._references.found(raw, raw[name])
+        else:
+            place = self._references.dynamic(raw)
+        if place is None or not isinstance(place.schema, dict | bool):
+            why = f"{raw[name]!r} is not in the schema" if name == "$ref" else "not supported"
+            self.fault(path, name, why)
+            return {}
+        if isinstance(place.schema, bool):
+            return {} if place.schema else {"type": []}
+        return self._reference(place)
+
+    def _reference(self, place: Place, fresh: bool = False) -> dict[str, Any]:
+        """A reference to a schema that is rewritten once."""
+        name = self._names.get(id(place.schema))
+        if name is None or (fresh and name not in self.defined):
+            name = self._names[id(place.schema)] = f"d{len(self.defined)}"
+            self.defined[name] = True
+            depth, self._depth = self._depth, 0
+            self.defined[name] = self._rewritten(place.schema, place.path)
+            self._depth = depth
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _inner(self, raw: dict[str, Any], path: str, out: dict[str, Any]) -> None:
+        """The schemas below this one."""
+        begin = f"{path}." if path else ""
+        if isinstance(raw.get("properties"), dict):
+            inner = raw["properties"].items()
+            out["properties"] = {
+                name: self.schema(one, f"{begin}properties.{name}") for name, one in inner
+            }
+        for key in ("anyOf", "allOf", "prefixItems", "items"):
+            if isinstance(raw.get(key), list):
+                parts = [self.schema(one, f"{begin}{key}[{i}]") for i, one in enumerate(raw[key])]
+                out["prefixItems" if key == "items" else key] = parts
+        further = "additionalItems" if isinstance(raw.get("items"), list) else "items"
+        if further in raw and not isinstance(raw[further], list):
+            out["items"] = self.schema(raw[further], begin + further)
+        if "additionalProperties" in raw:
+            out["additionalProperties"] = self.schema(
+                raw["additionalProperties"], f"{begin}additionalProperties"
+            )
+
+
+Rule = Callable[[Rewriter, dict[str, Any], str, dict[str, Any]], Any]
+"""One step: of a schema as it was sent, its path, and what has become of it so far (which may be
+changed) to what becomes of it; False = no value is valid.
+"""
+
+
+def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
+    """The schema with others that must hold too."""
+    more = [schema for schema in schemas if schema not in ({}, True)]
+    return {**out, "allOf": [*out.get("allOf", []), *more]} if more else out
+
+
+def _values(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if "const" in out and not exact(out["const"]):
+        rewriter.fault(path, "const", "integers beyond 2**53 would be rounded")
+        out.setdefault("type", type_of(out.pop("const")))
+    if isinstance(out.get("enum"), list) and not all(map(exact, out["enum"])):
+        rewriter.fault(path, "enum", "integers beyond 2**53 would be rounded")
+        kinds = dict.fromkeys(map(type_of, out.pop("enum")))
+        out.setdefault("type", [*kinds])
+    return out
+
+
+def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    out = exclusive(out)
+    out, faults = bounded(out)
+    for name in faults:
+        rewriter.fault(path, name, LARGE_BOUND)
+    return out
+
+
+def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if isinstance(raw.get("pattern"), str):
+        try:
+            first, *more = plain_patterns(raw["pattern"])
+        except Unenforceable as error:
+            rewriter.fault(path, "pattern", str(error))
+        else:
+            out = also({**out, "pattern": first}, *({"pattern": one} for one in more))
+    name = raw.get("format")
+    name = SAME.get(name, name) if isinstance(name, str) else None
+    if name in NATIVE:
+        out["format"] = name
+        if name in ("date-time", "time"):
+            whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}
+            out = also(out, whole) if "pattern" in out else out | whole
+    elif name in FORMATS:
+        pattern = {"pattern": FORMATS[name]}
+        out = also(out, pattern) if "pattern" in out else out | pattern
+    elif name is not None and name not in NOTED_FORMATS:
+        rewriter.fault(path, "format", f"unknown format {name!r}")
+    return out
+
+
+def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    """A pattern of keys that cannot be read forbids them where no further keys are allowed."""
+    given = raw.get("patternProperties")
+    if not isinstance(given, dict):
+        return out
+    here = f"{path}.patternProperties" if path else "patternProperties"
+    found: dict[str, Any] = {}
+    for pattern, inner in given.items():
+        try:
+            (plain,) = plain_patterns(pattern)
+            found[plain] = rewriter.schema(inner, f"{here}.{pattern}")
+        except (Unenforceable, ValueError) as error:
+            if out.get("additionalProperties") is not False:
+                why = str(error) if isinstance(error, Unenforceable) else "look-ahead in a key"
+                rewriter.fault(here, pattern, why)
+    return {**out, "patternProperties": found} if found else out
+
+
+def _arrays(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    begin = f"{path}." if path else ""
+    if rewriter.brief and "contains" in raw:
+        rewriter.fault(path, "contains", TOO_NARROW)
+        raw = {name: raw[name] for name in raw if name != "contains"}
+    contains = rewriter.schema(raw["contains"], f"{begin}contains") if "contains" in raw else None
+    out, faults = arrays(out, raw, contains, rewriter.resolve)
+    for name in faults:
+        rewriter.fault(path, name, "not supported here")
+    return out
+
+
+def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    begin = f"{path}." if path else ""
+    if "unevaluatedProperties" in raw and raw["unevaluatedProperties"] not in (True, {}):
+        if any(name in raw for name in _APPLICATORS):
+            rewriter.fault(path, "unevaluatedProperties", "not supported beside other schemas")
+        elif "additionalProperties" not in out:
+            further = rewriter.schema(raw["unevaluatedProperties"], f"{begin}unevaluatedProperties")
+            out["additionalProperties"] = further
+    if "propertyNames" in raw:
+        found = named(out, rewriter.resolve(raw["propertyNames"]))
+        if found is None:
+            rewriter.fault(path, "propertyNames", "not supported here")
+        else:
+            out = found
+    for name, all_needs in dependencies(raw).items():
+        schemas = raw.get("dependentSchemas")
+        keyword = "dependentSchemas" if name in (schemas or ()) else "dependencies"
+        for needs in all_needs:
+            known = rewriter.schema(needs, f"{begin}{keyword}.{name}")
+            out = also(out, depending(name, known, out.get("required") or []))
+    return out
+
+
+def _count(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    out, faults = counted(out)
+    for name in faults:
+        rewriter.fault(path, name, "properties cannot be counted here")
+    return out
+
+
+def _negation(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if "not" not in raw:
+        return out
+    if rewriter.brief:
+        rewriter.fault(path, "not", TOO_LARGE)
+        return out
+    found = negated(rewriter.resolve(raw["not"]), raw, rewriter.resolve)
+    if found is None:
+        rewriter.fault(path, "not", "not supported here")
+        return out
+    if isinstance(found, dict) and found.keys() == {"enum"}:
+        both = {"enum", "const"} & out.keys()
+        return out | found if not both or "enum" in both else also(out, found)
+    return False if found is False else also(out, found)
+
+
+def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if "if" not in raw or not ({"then", "else"} & raw.keys()):
+        return out
+    if rewriter.brief:
+        rewriter.fault(path, "if", TOO_LARGE)
+        return out
+    begin = f"{path}." if path else ""
+    then, otherwise = (
+        rewriter.schema(raw[name], begin + name) if name in raw else True
+        for name in ("then", "else")
+    )
+    found = conditional(rewriter.resolve(raw["if"]), then, otherwise, raw, rewriter.resolve)
+    if found is None:
+        rewriter.fault(path, "if", "only conditions on constants are supported")
+        return out
+    return also(out, found)
+
+
+def _choice(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
+    if not isinstance(raw.get("oneOf"), list):
+        return out
+    begin = f"{path}." if path else ""
+    branches = [rewriter.schema(one, f"{begin}oneOf[{i}]") for i, one in enumerate(raw["oneOf"])]
+    found = exclusive_choice(raw, branches, rewriter.resolve)
+    if found is None:
+        rewriter.fault(path, "oneOf", "its branches do not exclude each other")
+        found = branches
+    return also(out, {"anyOf": found}) if "anyOf" in out else {**out, "anyOf": found}
+
+
+_RULES: tuple[Rule, ...] = (
+    _values, _numbers, _strings, _patterns, _arrays, _keys, _count, _negation, _condition, _choice,
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""Keywords of a JSON schema whose value is none that they may have."""
+
+from collections.abc import Callable
+from typing import Any
+
+from forerun.constrain.schema.logic import TYPES
+from forerun.constrain.schema.paths import schemas
+
+Schema = dict[str, Any]
+Told = Callable[[str, str, str], None]
+"""Told of a keyword that is left out: path of its schema, keyword, why."""
+
+_COUNTS = frozenset(
+    "minLength maxLength minItems maxItems minProperties maxProperties "  # noqa: SIM905
+    "minContains maxContains".split()
+)
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_TEXTS = frozenset({"pattern", "format"})
+_SEVERAL = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_NEEDS = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
+_SINGLE = frozenset(
+    "items additionalItems additionalProperties contains if then else not "  # noqa: SIM905
+    "propertyNames unevaluatedItems unevaluatedProperties".split()
+)
+
+
+def check_types(root: Schema) -> None:
+    """Raise ValueError where a `type` names none."""
+    for path, schema in schemas(root):
+        named = schema.get("type", [])
+        for name in named if isinstance(named, list) else [named]:
+            if name not in TYPES:
+                where = f"{path}.type" if path else "type"
+                raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
+
+
+def well_formed(schema: Any, told: Told, path: str = "") -> Any:
+    """A copy in which every keyword has a value that it may have; others are left out. Counts that
+    are written with a fraction of zero (`2.0`) are integers.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    out = {}
+    for name, value in schema.items():
+        here = f"{path}.{name}" if path else name
+        found, wanted = _value(name, value, told, here)
+        if wanted:
+            told(path, name, f"it must be {wanted}")
+        else:
+            out[name] = found
+    return out
+
+
+def _value(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:  # noqa: PLR0911
+    """A keyword's value, and what it should have been where it is none."""
+    if name in _COUNTS:
+        whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+        return (int(value), "") if whole and value >= 0 else (None, "an integer of 0 or more")
+    if name in _BOUNDS:
+        old = isinstance(value, bool) and name.startswith("exclusive")
+        return value, "" if old or _number(value) else "a number"
+    if name == "multipleOf":
+        return value, "" if _number(value) and value > 0 else "a number above 0"
+    if name in _TEXTS:
+        return value, "" if isinstance(value, str) else "a string"
+    if name == "required":
+        return value, "" if _names(value) else "a list of names"
+    if name == "enum":
+        return value, "" if isinstance(value, list) else "a list"
+    if name == "uniqueItems":
+        return value, "" if isinstance(value, bool) else "true or false"
+    return _schemas(name, value, told, path)
+
+
+def _schemas(name: str, value: Any, told: Told, path: str) -> tuple[Any, str]:
+    """The same of keywords with schemas inside."""
+    if name in _SINGLE and not (name == "items" and isinstance(value, list)):
+        return well_formed(value, told, path), "" if _schema(value) else "a schema"
+    if name in _SEVERAL or name == "items":
+        some = value != [] or name not in ("anyOf", "oneOf")
+        if not isinstance(value, list) or not all(map(_schema, value)) or not some:
+            return None, "a list of schemas" if some else "a list of at least one schema"
+        return [well_formed(one, told, f"{path}[{i}]") for i, one in enumerate(value)], ""
+    if name in _BY_NAME or name in _NEEDS:
+        if not isinstance(value, dict):
+            return None, "an object of schemas"
+        out = {}
+        for key, one in value.items():
+            listed = name in _NEEDS and (_names(one) or isinstance(one, str))
+            if listed or (_schema(one) and name != "dependentRequired"):
+                out[key] = one if listed else well_formed(one, told, f"{path}.{key}")
+            else:
+                told(path, key, "it must be a schema")
+        return out, ""
+    return value, ""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -1,0 +1,208 @@
+r"""Patterns and formats of JSON schemas, in regular expressions that mean what was meant.
+
+llguidance writes a pattern's texts as JSON strings. In a character class that leaves out `"` or
+`\` but takes control characters (`[^"]`) it takes the escape of what was left out as well.
+"""
+
+import re
+from collections.abc import Iterable
+
+from forerun.constrain.schema.patterns import ASCII_CLASSES, portable_class, unit_end
+from forerun.errors import RequestError
+
+NATIVE = frozenset(
+    "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
+)
+"""Formats that libraries know."""
+
+_LAST = 0x10FFFF
+_CONTROL = r"\x00-\x1f"
+_TEXT = r"[A-Za-z0-9._~!$&'()*+,;=@-]"
+_PATH = rf"(({_TEXT}|%[0-9A-Fa-f]{{2}})+/)*({_TEXT}|%[0-9A-Fa-f]{{2}})*"
+_TAIL = rf"(\?({_TEXT}|[/?:])*)?(#({_TEXT}|[/?:])*)?"
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]*:(//[A-Za-z0-9.-]+(:[0-9]{1,4})?/)?"
+_POINTER = r"(/([ !#-.0-\[\]-}]|~[01])*)*"
+_ATOM = (
+    r"([A-Za-z0-9 _,:;/@%&=<>!'~-]|\.|\\[dwsDWS.*+?/^$|()\[\]{}-]"
+    r"|\[\^?([A-Za-z0-9_.]|a-z|A-Z|0-9|\\[dws])+\])([*+?]|\{[1-9]\})?"
+)
+FORMATS = {
+    "uri-reference": f"^({_SCHEME})?{_PATH}{_TAIL}$",
+    "iri": f"^{_SCHEME}{_PATH}{_TAIL}$",
+    "iri-reference": f"^({_SCHEME})?{_PATH}{_TAIL}$",
+    "uri-template": rf"^({_SCHEME})?({_TEXT}|/|\{{[A-Za-z0-9_]+\}})*$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+    "regex": rf"^\^?({_ATOM}|\(({_ATOM})+(\|({_ATOM})+)*\)[*+?]?)*\$?$",
+    "byte": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+}
+"""Texts of formats that libraries do not know: some of them, for a schema only promises that no
+others come."""
+
+_DAY = (
+    "([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|1[0-9]|2[0-8]))|([0-9]{2}(0[48]|[2468][048]|[13579][26])"
+    "|(0[048]|[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = (
+    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+)
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,30}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,5}}"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+RAW_FORMATS = {
+    **FORMATS,
+    "date": f"^{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}T{_TIME}$",
+    "duration": "^P([0-9]{1,4}D(T[0-9]{1,4}H)?|T[0-9]{1,4}[HMS])$",
+    "email": rf"^[A-Za-z0-9_+-]{{1,40}}(\.[A-Za-z0-9_+-]{{1,20}})?@{_HOST}$",
+    "hostname": f"^{_HOST}$",
+    "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "ipv6": "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
+    "uuid": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$",
+    "uri": rf"^https?://{_HOST}(:[0-9]{{1,4}})?(/[A-Za-z0-9._~-]*)*(\?[A-Za-z0-9=&_-]*)?$",
+}
+"""Some texts of every format."""
+
+NO_LEAP_SECOND = ":[0-5][0-9]:[0-5][0-9]"
+"""In a time: libraries allow second 60 at any, JSON Schema only at some."""
+
+SAME = {"idn-email": "email", "idn-hostname": "hostname"}
+NOTED_FORMATS = frozenset(
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float double password binary".split()  # noqa: SIM905
+)
+"""Formats of OpenAPI's that say nothing of a value: of numbers, for JSON Schema has formats of
+strings only, and of strings that are hidden as they are typed or may be anything.
+"""
+
+
+class Unenforceable(Exception):  # noqa: N818
+    """Why a keyword cannot be enforced."""
+
+
+def plain_patterns(pattern: str) -> list[str]:
+    """Patterns all of which together mean `pattern`, or less. Raises Unenforceable."""
+    found = []
+    while match := re.match(r"\^?\(\?=", pattern):
+        end = _closing(pattern, match.end() - 3)
+        if pattern[end : end + 1] in ("*", "+", "?", "{"):
+            break
+        found.append("^" + pattern[match.end() : end - 1])
+        pattern = "^" + pattern[end:]
+    return [_plain(part) for part in (*found, pattern)]
+
+
+def _closing(pattern: str, start: int) -> int:
+    """Where the group that begins at `start` has ended."""
+    depth, index = 0, start
+    while index < len(pattern):
+        end = _end(pattern, index)
+        depth += {"(": 1, ")": -1}.get(pattern[index:end], 0)
+        if not depth:
+            return end
+        index = end
+    raise Unenforceable("it is not a valid regular expression")
+
+
+def _end(pattern: str, index: int) -> int:
+    try:
+        return unit_end(pattern, index, "pattern")
+    except RequestError as error:
+        raise Unenforceable(str(error).splitlines()[0]) from error
+
+
+_NAMED = re.compile(r"\\(?:[pPu]\{\w+\}|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2})")
+_LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
+
+
+def _plain(pattern: str) -> str:
+    out: list[str] = []
+    index = 0
+    while index < len(pattern):
+        if pattern.startswith(_LOOKS, index):
+            raise Unenforceable("look-around in a pattern is not supported")
+        named = _NAMED.match(pattern, index)
+        end = named.end() if named else _end(pattern, index)
+        out.append(pattern[index:end] if named else _unit(pattern[index:end]))
+        index = end
+    return "".join(out)
+
+
+def _unit(unit: str) -> str:
+    if unit[0] == "[":
+        return _class(unit)
+    if unit in ("{", "}", "]"):
+        return "\\" + unit
+    if unit[0] == "\\":
+        if unit[1] in "bBAzZG":
+            raise Unenforceable(f"{unit} in a pattern is not supported")
+        if unit[1] in "123456789k":
+            raise Unenforceable("back-references in a pattern are not supported")
+        if not unit[1].isalnum():
+            return re.escape(unit[1])
+        if unit in ASCII_CLASSES:
+            return _class(ASCII_CLASSES[unit])
+    return unit
+
+
+def _class(text: str) -> str:
+    """A character class that takes no control characters where it leaves out what JSON escapes."""
+    text = portable_class(text)
+    negated = text.startswith("[^")
+    inside = text[2 if negated else 1 : -1]
+    try:
+        known = re.compile(re.sub(r"\\p\{\w+\}", "", text) if "\\p" in text else text)
+    except re.error:
+        known = re.compile('[^"\\\\]' if negated else "[a]")
+    has = [known.match(character) is not None for character in ('"', "\\", "\n", "\x01", "é")]
+    if all(has[:2]) or not any(has[2:4]) or not has[4]:
+        return text
+    if negated:
+        return f"[^{inside}{_CONTROL}]"
+    allowed = [chr(code) for code in range(32, 127) if known.match(chr(code))]
+    return "[" + "".join(map(re.escape, allowed)) + _range(0x80, _LAST) + "]"
+
+
+def other_than(words: Iterable[str]) -> str:
+    r"""A pattern of plain texts, without `"`, `\` and control characters, other than these."""
+    trie: dict[str, dict[str, object]] = {}
+    for word in words:
+        if all(ord(character) >= 32 and character not in '"\\' for character in word):
+            place: dict[str, object] = trie  # type: ignore[assignment]
+            for character in word:
+                place = place.setdefault(character, {})  # type: ignore[assignment]
+            place[""] = {}
+    return f"^{_otherwise(trie)}$"
+
+
+def _otherwise(trie: dict[str, dict[str, object]]) -> str:
+    """Of what follows a common beginning: anything that leads to no end of a word."""
+    inner = {key: below for key, below in trie.items() if key}
+    parts = [f"{_but(inner)}{_but(())}*"]
+    parts += [re.escape(key) + _otherwise(below) for key, below in inner.items()]  # type: ignore[arg-type]
+    return f"({'|'.join(parts)}){'' if '' in trie else '?'}"
+
+
+def _but(characters: Iterable[str]) -> str:
+    """A class of the plain characters but these."""
+    out, at = "[", 32
+    for code in sorted({ord('"'), ord("\\"), *map(ord, characters)}):
+        out += _range(at, code - 1)
+        at = code + 1
+    return out + _range(at, _LAST) + "]"
+
+
+def _range(first: int, last: int) -> str:
+    """Without surrogates, which no text has."""
+    if first <= 0xDFFF and last >= 0xD800:
+        return _range(first, 0xD7FF) + _range(0xE000, last)
+    if first > last:
+        return ""
+    ends = [re.escape(chr(first)), re.escape(chr(last))]
+    return ends[0] if first == last else "-".join(ends)
+
+
+def lengths(least: int, most: int | None) -> str:
+    """A pattern of the texts of these lengths."""
+    return rf"^[\s\S]{{{least},{'' if most is None else most}}}$"

@@ -1,0 +1,523 @@
+"""Configuration is values: frozen, checked at birth, resolved into *new* values.
+
+Every option is declared once, here, with its help text and bounds. The command line's flags,
+the validation and the printed configuration all derive from these fields.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from forerun.errors import ConfigError
+from forerun.options.algorithms import (
+    AVAILABLE,
+    MOST_STEPS,
+    Algorithm,
+    DraftShape,
+    algorithm,
+    check_shape,
+    draft_shape,
+)
+from forerun.options.fields import addresses, option, spell, validate
+
+log = logging.getLogger(__name__)
+
+_KERNELS = frozenset(
+    {"triton", "torch_native", "fa", "fa3", "fa4", "flash_attn", "flash_attention", "flashinfer",
+     "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "triton_attn",
+     "xformers", "torch_sdpa", "aiter", "native"}
+)  # fmt: skip
+"""What other servers call their kernels of attention."""
+
+
+def attention_kernel(name: str, *own: str) -> str:
+    """A name of what computes attention; where only other servers have such a kernel, auto, and a
+    line in the log.
+    """
+    if name.lower() not in _KERNELS or name in own:
+        return name
+    log.warning("attention backend %s: the device decides what computes attention here.", name)
+    return "auto"
+
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Sampling that takes the model's distribution as it is."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
+
+MAX_CHOICES = 128
+"""Largest n of a request that any engine takes; a server may allow less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how to run it. `None` and "auto" are resolved by
+    `forerun.build.engine.load`, whose result carries the configuration that was chosen.
+    """
+
+    model: str = option(
+        "smollm2-135m",
+        "built-in name, folder with config.json and safetensors, GGUF file, hub id, or 'toy'",
+    )
+    revision: str | None = option(
+        None, "branch, tag or commit of a model that is named by its hub id (default: main)"
+    )
+    chat_template: str | None = option(
+        None, "file with a Jinja chat template, instead of the model's own"
+    )
+    sampling_defaults: str = option(
+        "model",
+        "what holds of temperature, top_p, top_k, min_p and repetition_penalty where nobody says: "
+        "what the model recommends (generation_config.json), or nothing (1, 1, 0, 0, 1)",
+        choices=("model", "none"),
+        spellings=lambda name: {"openai": "none", "vllm": "none", "auto": "model"}.get(name, name),
+    )
+    executor: str = option(
+        "auto",
+        "what computes: the native CPU core, torch, jax, or the toy; auto prefers the native core, "
+        "and jax on a machine with a TPU",
+        choices=("auto", "cpu", "torch", "jax", "toy"),
+    )
+    device: str = option(
+        "auto",
+        "cpu, a torch device (cuda or cuda:N, which imply the torch executor), or tpu, which "
+        "implies the jax executor; auto is tpu where there is one, cuda where torch can use a GPU "
+        "and the executor leaves it open, else cpu",
+    )
+    tp_size: int = option(
+        1, "devices that share every layer, tensor parallel (jax executor)", low=1, high=4096
+    )
+    attention_backend: str = option(
+        "auto",
+        "what computes attention on the jax executor: jnp, or the Pallas kernel (TPUs; on the CPU "
+        "interpreted, which is very slow, and not run on a TPU yet); auto is jnp; elsewhere the "
+        "device decides",
+        choices=("auto", "jnp", "pallas"),
+        spellings=attention_kernel,
+    )
+    prefill_attention_backend: str = option(
+        "auto",
+        "what computes attention of prompt chunks on cuda: our kernel (triton), or torch_native, "
+        "which is torch's own FlashAttention (layers with a window or a softcap stay with our "
+        "kernel); auto is torch_native in 16 bits, which is 10 to 18 % faster on an H100",
+        choices=("auto", "triton", "torch_native"),
+        spellings=lambda name: name if name == "torch_native" else attention_kernel(name, "triton"),
+    )
+    dtype: str = option(
+        "auto",
+        "numbers: as the model's file has them (native core), or a torch format; auto is file, "
+        "or with torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of "
+        "the blocks' products",
+        choices=("auto", "file", "float32", "bfloat16", "float16", "float8"),
+        spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
+    )
+    kv_dtype: str = option(
+        "same",
+        "numbers in the key/value cache: those computed with, or float8 with a scale per head and "
+        "token (torch executor; a draft head's cache stays as it is)",
+        choices=("same", "float8"),
+    )
+    disable_cuda_graph: bool = option(
+        False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
+    )
+    cuda_graph_max_bs: int | None = option(
+        None, "sequences at once up to which rounds are captured (cuda)", low=1
+    )
+    enable_torch_compile: bool = option(
+        False, "let torch.compile write the kernels between the matrix products (torch executor)"
+    )
+    torch_compile_max_bs: int | None = option(
+        None, "sequences at once up to which kernels are compiled", low=1
+    )
+    overlap: bool | None = option(
+        None,
+        "begin the next step before the host has looked at this one, or where draft tokens come "
+        "from the text or a grammar holds somebody, before it has told this one's news (captured "
+        "rounds on cuda, jax; the text stays the same; not measured on a TPU yet; default: "
+        "on with captured rounds, else off)",
+    )
+    threads: int | None = option(
+        None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024
+    )
+    context: int | None = option(
+        None, "longest sequence in tokens (default: the model's, as far as memory allows)", low=8
+    )
+    page_size: int = option(16, "tokens per page of the key/value cache", low=1, high=256)
+    kv_tokens: int | None = option(
+        None, "room in the key/value cache, in tokens (default: planned from memory)", low=16
+    )
+    max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
+    mem_fraction_static: float | None = option(
+        None,
+        "share of the free memory that weights, key/value cache and scratch may take; the rest is "
+        "for prompts and the machine (default: 0.6; 0.88 on a GPU or TPU)",
+        low=0.05,
+        high=0.98,
+    )
+    chunked_prefill_size: int | None = option(
+        None,
+        "tokens of prompts and draft tokens in one step over all sequences (default: 512; on a GPU "
+        "2048, from 35 GB of its memory 4096, from 60 GB 8192)",
+        low=1,
+        high=65536,
+    )
+    max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
+    speculative_algorithm: str = option(
+        "AUTO",
+        "what drafts: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
+        "lookup in the text so far, and the draft's table of what the model usually says), or "
+        "nothing; AUTO is what a named draft holds, a head together with n-grams, else NGRAM",
+        choices=AVAILABLE,
+        spellings=lambda name: algorithm(name).name,
+    )
+    speculative_draft_model_path: str | None = option(
+        None,
+        "folder or hub id of a draft: a head (EAGLE-1/2, EAGLE-3, 3.1) or a block drafter (DFlash, "
+        "JetSpec), an n-gram table, or both; "
+        "the default is the one that comes with a built-in model, if one does; none = no draft",
+    )
+    speculative_draft_model_revision: str | None = option(
+        None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
+    )
+    speculative_token_map: str | None = option(
+        None, "file of the target ids that a draft model may propose: .json, .safetensors or .pt"
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        "longest path of draft tokens (default: 8, or a block drafter's block)",
+        low=0,
+        high=MOST_STEPS,
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        "children per node of a draft head's tree, and nodes that get some per level (of a block, "
+        "every node); 1 = chains (default: 1)",
+        low=1,
+        high=16,
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "tokens per sequence and step that are verified at most, the last accepted one and its "
+        "draft tokens (default: steps x top-k + 1)",
+        low=1,
+        high=257,
+    )
+    speculative_accept_threshold_single: float = option(
+        1.0,
+        "when sampling, accept a draft token that the model gives at least this probability, also "
+        "where it chose another; below 1 is lossy, and answers say so",
+        low=0.0,
+        high=1.0,
+    )
+    speculative_accept_threshold_acc: float = option(
+        1.0,
+        "when sampling, divide the coin's limit by this, so that more draft tokens are accepted "
+        "than the model chose; below 1 is lossy, and answers say so",
+        low=0.0,
+        high=1.0,
+    )
+    draft_reading: str | None = option(
+        None,
+        "how the draft head's configuration is meant, as --probe found it, such as "
+        "features=2/15/27,residual=raw,feedback=normed,theta=10000",
+    )
+    draft_on_error: str = option(
+        "disable",
+        "what a draft that cannot be used means: disable speculation and say so, or stop",
+        choices=("disable", "stop"),
+    )
+    policy: str = option(
+        "auto",
+        "how many draft tokens: always the most (fixed), or as many of them as pay by measured "
+        "costs and acceptance (adaptive); auto is adaptive, but fixed on the toy",
+        choices=("auto", "adaptive", "fixed"),
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
+        spell(self)
+        validate(self)
+        self._check_speculation()
+        self._check_device()
+        chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
+        if chosen and (self.dtype == "file") != (self.executor == "cpu"):
+            raise ConfigError(
+                f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
+                "core computes with the file's own numbers, the others with a format."
+            )
+        if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
+            raise ConfigError(
+                f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
+            )
+        if self.attention_backend != "auto" and (
+            self.toy or self.executor in ("cpu", "torch", "toy")
+        ):
+            raise ConfigError(
+                f"attention-backend {self.attention_backend} needs the jax executor; elsewhere "
+                "the device decides: leave it out."
+            )
+        if self.prefill_attention_backend not in ("auto", "triton") and (
+            self.toy or self.executor in ("cpu", "jax", "toy") or self.device in ("cpu", "tpu")
+        ):
+            raise ConfigError(
+                f"prefill-attention-backend {self.prefill_attention_backend} needs the torch "
+                "executor on cuda; elsewhere the device decides: leave it out."
+            )
+        self._check_batches()
+        if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):
+            raise ConfigError(
+                f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
+                "their own."
+            )
+        if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
+            raise ConfigError("the toy model and the toy executor only work with each other.")
+
+    def _check_device(self) -> None:
+        kind = self.device.split(":")[0]
+        if not re.fullmatch(r"auto|cpu|tpu|cuda(:\d+)?", self.device):
+            raise ConfigError(
+                f"device is {self.device!r}, but must be auto, cpu, cuda, cuda:N or tpu."
+            )
+        needed = {"cuda": "torch", "tpu": "jax"}.get(kind)
+        if needed is not None and self.executor not in ("auto", needed):
+            raise ConfigError(
+                f"device {self.device} needs the {needed} executor, but executor is "
+                f"{self.executor}."
+            )
+
+    def _check_batches(self) -> None:
+        """What is captured or compiled serves every batch: a smaller limit is taken with a line."""
+        # "auto" is checked when it was resolved.
+        captured = self.device.startswith("cuda") and not self.disable_cuda_graph
+        for name, limit, used in (
+            ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
+            ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
+        ):
+            if used and limit is not None and limit < self.max_sequences:
+                log.warning(
+                    "%s %d changes nothing here: every batch up to --max-sequences %d is served "
+                    "alike.",
+                    name,
+                    limit,
+                    self.max_sequences,
+                )
+
+    def _check_speculation(self) -> None:
+        asked = (self.speculative_num_steps, self.speculative_eagle_topk)
+        check_shape(self.algorithm, *asked, self.speculative_num_draft_tokens)
+        if self.speculative_token_map and self.speculates and not self.algorithm.model:
+            raise ConfigError(
+                f"speculative-token-map limits what a draft model proposes, but "
+                f"{self.algorithm.name} has none; leave it out."
+            )
+        if self.speculative_draft_model_revision and not self.speculative_draft_model_path:
+            raise ConfigError(
+                "speculative-draft-model-revision names a version of a draft, but "
+                "speculative-draft-model-path names none."
+            )
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What is known of the speculative algorithm."""
+        return algorithm(self.speculative_algorithm)
+
+    @property
+    def speculates(self) -> bool:
+        """False where nothing is to be drafted, whatever else is said."""
+        return self.algorithm.model or self.algorithm.lookup
+
+    @property
+    def lossy(self) -> bool:
+        """Sampled texts may differ from plain decoding's where a request says nothing else."""
+        single, acc = (
+            self.speculative_accept_threshold_single,
+            self.speculative_accept_threshold_acc,
+        )
+        return self.speculates and min(single, acc) < 1
+
+    @property
+    def draft_shape(self) -> DraftShape:
+        """The largest tree of draft tokens, defaults filled in."""
+        steps = self.speculative_num_steps
+        return draft_shape(
+            self.algorithm.max_steps if steps is None else steps,
+            self.speculative_eagle_topk,
+            self.speculative_num_draft_tokens,
+        )
+
+    @property
+    def toy(self) -> bool:
+        """True for the hand-computable model, which needs no file and no torch."""
+        return self.model == "toy"
+
+
+def exact(config: EngineConfig) -> EngineConfig:
+    """The configuration, where it lets no text differ. Raises ConfigError."""
+    if config.lossy:
+        raise ConfigError(
+            "this compares texts that are to be the same, but accept thresholds below 1 let them "
+            "differ; leave speculative-accept-threshold-single and -acc out."
+        )
+    return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """How the HTTP server listens, whom it lets in, and what it refuses."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
+    port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
+    api_keys: tuple[str, ...] = option(
+        (), "require this key (may be repeated); without one the server is open", flag="api-key"
+    )
+    api_key_file: str | None = option(
+        None, "file with one key per line, kept out of the list of processes"
+    )
+    ssl_keyfile: str | None = option(None, "private key; with a certificate the server speaks TLS")
+    ssl_certfile: str | None = option(None, "certificate that goes with the key")
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "web page that may ask this server from a browser, such as https://chat.example, or * for "
+        "any (may be repeated)",
+        spellings=addresses,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "public name that requests may call this server by, such as llm.example.org or "
+        "*.example.org, or * for any (may be repeated); addresses and local names need none",
+        spellings=addresses,
+    )
+    log_level: str = option(
+        "info",
+        "least level of the lines in the log",
+        choices=("debug", "info", "warning", "error", "critical"),
+        spellings=str.lower,
+    )
+    decode_log_interval: int = option(
+        0, "steps between two lines about decoding in the log; 0 = none", low=0
+    )
+    served_name: tuple[str, ...] = option(
+        (),
+        "the model's name in the API (several: parted by commas, or repeated; the first is the one "
+        "in answers; default: the model's own)",
+        spellings=addresses,
+    )
+    strict_model_names: bool = option(
+        False, "answer 404 to requests that name another model, instead of with the one served"
+    )
+    ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto looks at its chat template",
+        choices=("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
+    )
+    reasoning_end: str = option(
+        "auto",
+        "text that ends the model's reasoning, such as </think>; auto looks at its chat "
+        "template, off takes all text for the answer",
+    )
+    additional_properties: str = option(
+        "allow",
+        "keys that a JSON schema does not name: allow them, as JSON Schema does, or deny them "
+        "wherever the schema names keys and says nothing of others",
+        choices=("allow", "deny"),
+    )
+    max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
+    max_choices: int = option(16, "largest n of one request", low=1, high=MAX_CHOICES)
+    max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)
+    max_stop: int = option(16, "most stop strings of one request", low=0, high=256)
+    keep_alive_seconds: float = option(
+        10.0, "silence on a stream before a keep-alive comment", low=0.1
+    )
+    send_seconds: float = option(
+        60.0,
+        "a client that reads nothing of its answer for so long, or takes longer to send a "
+        "request's head or body, is dropped",
+        low=0.1,
+    )
+    request_seconds: float = option(600.0, "longest a request may take", low=0.1)
+    watchdog_seconds: float = option(
+        300.0,
+        "a step of the engine that takes longer is stuck: /health says so, clients get a 503",
+        low=0.1,
+    )
+    drain_seconds: float = option(
+        30.0, "time for running requests to finish after SIGTERM", low=0.0
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds. Raises ConfigError."""
+        spell(self)
+        validate(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl-keyfile and ssl-certfile go together: give both or neither.")
+        if any(not key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty; leave api-key out to run without keys.")
+        if not all(key.isprintable() for key in self.api_keys):
+            raise ConfigError("an API key holds characters that no header can carry.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed-origins has {origin!r}, which no browser sends: an origin is * or "
+                    "scheme, host and port without a path, such as https://chat.example.org."
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskConfig:
+    """How `run`, `chat` and `bench` ask for text. Names are those of the API."""
+
+    max_tokens: int = option(512, "longest answer in tokens", low=1)
+    temperature: float | None = option(
+        None,
+        "0 is greedy; higher is more varied (default: what the model recommends, else 1)",
+        low=0.0,
+        high=100.0,
+    )
+    top_p: float | None = option(
+        None,
+        "sample from the most likely tokens that reach this share (default: the model's, else 1)",
+        low=0,
+        high=1,
+    )
+    top_k: int | None = option(
+        None,
+        "sample from this many most likely tokens; 0 is all (default: the model's, else 0)",
+        low=0,
+    )
+    min_p: float | None = option(
+        None,
+        "drop tokens below this share of the most likely (default: the model's, else 0)",
+        low=0.0,
+        high=1.0,
+    )
+    seed: int | None = option(
+        0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1
+    )
+    repetition_penalty: float | None = option(
+        None, "divide the logits of what was said (default: the model's, else 1)", low=0.01
+    )
+    stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
+    ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of bounds. Raises ConfigError."""
+        validate(self)
+        if not all(self.stop):
+            raise ConfigError("a stop text is empty; leave stop out to have none.")
+
+    def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
+        """Every field with a value: what was asked, else what the model recommends, else what
+        changes nothing.
+        """
+        asked = {item.name: getattr(self, item.name) for item in fields(self)}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**NEUTRAL, **recommended, **given}

@@ -1,0 +1,248 @@
+"""Options by name: those of the configuration classes, the names other servers have for them, and
+how the command line, the environment and a file say them.
+
+An option turns what was written into values of fields. Where it was written makes no difference:
+`--max-model-len 4096`, FORERUN_MAX_MODEL_LEN=4096 and `max-model-len: 4096` are one option.
+"""
+
+import argparse
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any, TypeVar, get_args
+
+from forerun.errors import ConfigError
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+
+Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
+Assign = Callable[[str, str], dict[str, Any]]
+"""(how the option was named, what was written) -> values of fields. Raises ConfigError."""
+
+VALUE, NOTHING, MAYBE, MANY = "value", "nothing", "maybe", "many"
+"""What follows an option on the command line; many: one value or more. An option that takes nothing
+is written "true"."""
+
+YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One name.
+
+    flag    as on the command line, dashes included
+    fields  what it may set; empty = it sets nothing, or is refused
+    takes   VALUE, NOTHING, MAYBE or MANY
+    """
+
+    flag: str
+    fields: tuple[str, ...]
+    assign: Assign
+    takes: str = VALUE
+
+    @property
+    def name(self) -> str:
+        """Without dashes: its name in a file."""
+        return self.flag.lstrip("-")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """One option as it was written. where: how to name it in messages."""
+
+    option: Option
+    text: str
+    where: str
+
+
+def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
+    """The configuration that the parsed options describe; a field without one keeps its default.
+
+    Raises ConfigError.
+    """
+    values = vars(arguments).get("values")
+    if values is None:
+        values = vars(arguments).get("defaults", {}) | gather(arguments.given)
+    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
+
+
+def gather(given: Iterable[Given]) -> dict[str, Any]:
+    """Values of fields, of options that were all given in one place: the last of one name holds,
+    tuples add up. Raises ConfigError: all that cannot be honoured, a line each, and two names of
+    one field that disagree.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, Given] = {}
+    problems: list[str] = []
+    for one in given:
+        try:
+            found = one.option.assign(one.where, one.text)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        for name, value in found.items():
+            before = sources.get(name)
+            if isinstance(value, tuple):
+                value = values.get(name, ()) + value  # noqa: PLW2901
+            elif before and before.option != one.option and values[name] != value:
+                problems.append(
+                    f"{before.where} and {one.where} both set {name.replace('_', '-')}, to "
+                    f"{values[name]} and {value}; leave one out."
+                )
+            values[name], sources[name] = value, one
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return values
+
+
+def flags_of(
+    kind: type[Any],
+    parser: argparse.ArgumentParser,
+    title: str,
+    without: Collection[str] = (),
+    first: Collection[str] = (),
+    **defaults: Any,
+) -> None:
+    """One flag per field of a configuration class; `defaults` override the fields' own.
+
+    The parsed namespace has `given`, what was said, `defaults`, what holds otherwise, and
+    `options`, all names. `configured` reads them.
+
+    without  fields that the command decides itself: they get no flag
+    first    fields whose flags stand in a group of their own, before all others
+    """
+    groups = {True: _group(parser, "what matters first"), False: parser.add_argument_group(title)}
+    known: dict[str, Any] = parser.get_default("defaults") or {}
+    options: dict[str, Option] = parser.get_default("options") or {}
+    for item in fields(kind):
+        if item.name in without:
+            continue
+        default = defaults.get(item.name, item.default)
+        assert default is not MISSING
+        known[item.name] = default
+        option = own_option(item)
+        options[option.name] = option
+        _add(groups[item.name in first], item, option, default)
+    parser.set_defaults(defaults=known, options=options, given=())
+
+
+def _group(parser: argparse.ArgumentParser, title: str) -> Any:
+    found = [group for group in parser._action_groups if group.title == title]
+    if found:
+        return found[0]
+    made = parser.add_argument_group(title)
+    # In front of argparse's own.
+    parser._action_groups.insert(1, parser._action_groups.pop())
+    return made
+
+
+def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> None:
+    """Let a command take other names too, unseen by its help. A name that the command has for
+    something of its own keeps that meaning; one that sets fields it has not is left out.
+    """
+    known, options = parser.get_default("defaults") or {}, parser.get_default("options") or {}
+    for option in aliases:
+        if option.flag in parser._option_string_actions or not set(option.fields) <= set(known):
+            continue
+        options[option.name] = option
+        how: dict[str, Any] = {
+            "nargs": {VALUE: None, NOTHING: 0, MAYBE: "?", MANY: "+"}[option.takes]
+        }
+        parser.add_argument(option.flag, action=Note, option=option, help=argparse.SUPPRESS, **how)
+
+
+def command_line(config: Any) -> list[str]:
+    """The flags that describe a configuration: the inverse of `configured`."""
+    line: list[str] = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        name = own_option(item).flag
+        if value == item.default:
+            continue
+        if isinstance(value, bool):
+            line.append(name if value else f"--no-{name[2:]}")
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                line += [name, str(each)]
+    return line
+
+
+def own_option(item: "Field[Any]") -> Option:
+    """The option that has a field's own name."""
+
+    def assign(where: str, text: str) -> dict[str, Any]:
+        return {item.name: parsed(item, where, text)}
+
+    flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
+    return Option(flag, (item.name,), assign, NOTHING if _kind(item) is bool else VALUE)
+
+
+def parsed(item: "Field[Any]", where: str, text: str) -> Any:
+    """A field's value as it was written, bounds not yet looked at. Raises ConfigError."""
+    kind = _kind(item)
+    if kind is bool:
+        return truth(where, text)
+    try:
+        value = int(text) if kind is int else float(text) if kind is float else text
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where} takes {what}, not {text!r}.") from None
+    if isinstance(item.default, tuple):
+        value = item.metadata["spellings"](text)
+        return value if isinstance(value, tuple) else (value,)
+    return value
+
+
+def truth(where: str, text: str) -> bool:
+    """Yes or no. Raises ConfigError."""
+    if text.lower() not in YES + NO:
+        raise ConfigError(f"{where} is on or off (true or false), not {text!r}.")
+    return text.lower() in YES
+
+
+def _kind(item: "Field[Any]") -> type:
+    """What a field holds beside None, or what a tuple of it holds."""
+    if isinstance(item.default, tuple):
+        return str
+    found = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]
+    kind: type = found[0]
+    return kind
+
+
+def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
+    text, kind = item.metadata["help"], _kind(item)
+    names = [option.flag]
+    how: dict[str, Any] = {"action": Note, "option": option}
+    if kind is bool:
+        names.append(f"--no-{option.name}")
+        how["nargs"] = 0
+    elif default not in (None, (), ""):
+        text += f" (default: {default})"
+    if item.metadata["choices"]:
+        how["metavar"] = "{" + ",".join(item.metadata["choices"]) + "}"
+    elif kind is not bool:
+        how["metavar"] = _METAVARS[kind]
+    group.add_argument(*names, help=text.replace("%", "%%"), **how)
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class Note(argparse.Action):
+    """Notes what was said, for `gather`: what it means may depend on other options."""
+
+    def __init__(self, option_strings: list[str], dest: str, option: Option, **how: Any) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **how)
+        self.option = option
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Note one more."""
+        flag = option_string or self.option.flag
+        texts = [values] if isinstance(values, str) else values or ["true"]
+        if flag.startswith("--no-") and flag != self.option.flag:
+            texts = ["false"]
+        namespace.given = (*namespace.given, *(Given(self.option, text, flag) for text in texts))
