@@ -34,8 +34,22 @@ class RequestError(ForerunError):
 
 class ContextError(RequestError):
     """Prompt plus requested tokens exceed the model's context. Clients that shorten and try again
-    look for the words "maximum context length".
+    look for the words "This model's maximum context length is".
+
+    prompt, asked, context  tokens: of the prompt (at least as many), asked beyond it, and of both
+                            at most; 0 = not said
     """
+
+    def __init__(
+        self,
+        message: str,
+        field: str | None = None,
+        prompt: int = 0,
+        asked: int = 0,
+        context: int = 0,
+    ) -> None:
+        super().__init__(message, field)
+        self.prompt, self.asked, self.context = prompt, asked, context
 
 
 class BusyError(RequestError):

@@ -40,9 +40,13 @@ def validate(request: Request, vocab: int, context: int, max_choices: int) -> No
     _sampling(request.sampling)
     if len(prompt) + max_tokens > context:
         raise ContextError(
-            f"The prompt has {len(prompt)} tokens and {max_tokens} more are asked, but the "
-            f"maximum context length is {context} tokens. Shorten the prompt or lower max_tokens.",
+            f"This model's maximum context length is {context} tokens, but the prompt has "
+            f"{len(prompt)} tokens and {max_tokens} more are asked. Shorten the prompt or lower "
+            "max_tokens.",
             "prompt" if len(prompt) >= context else "max_tokens",
+            len(prompt),
+            max_tokens,
+            context,
         )
 
 

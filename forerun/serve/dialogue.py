@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -11,11 +11,12 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
+from forerun.serve.bans import token_rules
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in
 from forerun.serve.output_parser import OutputParser
-from forerun.serve.schema import ChatBody, SampledBody, TokenizeBody
+from forerun.serve.schema import ChatBody, SampledBody
 from forerun.serve.tools import Tool, ToolChoice
 from forerun.text.chat import ChatTemplate
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
@@ -51,8 +52,9 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
     prompt = chat_prompt(body, loaded, offered)
     template = _template(loaded)
     format = FORMATS.get(settings.tool_parser) or format_of(template.source)
-    rules, free = constraint(body, settings), False
-    if offered:
+    banned = token_rules(body, loaded.tokenizer)
+    rules, free = banned or constraint(body, settings), False
+    if offered and banned is None:
         answer = rules.grammar if rules is not None else None
         rules = _tool_rules(body, loaded, format, offered, choice, answer)
         free = choice.kind == "auto" and body.rules is None
@@ -62,14 +64,16 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
         return ToolReader(format, plain) if plain else None
 
     marks = _marks(settings, template)
-    if marks is not None and not body.separate_reasoning and rules is None:
+    if marks is not None and not _apart(body) and rules is banned:
         marks = None  # It stays in the content.
     if marks is None:
         if not plain:
             return Dialogue(prompt, rules)
         control = _is_control(loaded, format.opener)
         return Dialogue(prompt, rules, lambda: OutputParser(None, tools()), control)
-    found = _after_reasoning(Dialogue(prompt, rules), marks, loaded.tokenizer, free)
+    found = Dialogue(prompt, rules)
+    if banned is None:
+        found = _after_reasoning(found, marks, loaded.tokenizer, free)
     stage = _stage(found.prompt, marks, loaded.tokenizer)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     return replace(
@@ -77,6 +81,11 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
         parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()),
         control=any(_is_control(loaded, mark) for mark in heard),
     )
+
+
+def _apart(body: ChatBody) -> bool:
+    """Whether reasoning is told apart from the content."""
+    return body.separate_reasoning and body.reasoning_format != "none"
 
 
 def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
@@ -87,22 +96,43 @@ def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
     return closed_rules(rules)
 
 
-def chat_prompt(
-    body: ChatBody | TokenizeBody, loaded: Loaded, offered: tuple[Tool, ...] = ()
-) -> Ints:
+class Conversational(Protocol):
+    """A body with a conversation that a template renders."""
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...] | None:
+        """As templates take them."""
+        ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether the prompt ends where the answer begins; None = unless a message goes on."""
+        ...
+
+    @property
+    def continue_final_message(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Names for the template."""
+        ...
+
+
+def chat_prompt(body: Conversational, loaded: Loaded, offered: tuple[Tool, ...] = ()) -> Ints:
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
     template = _template(loaded)
-    extra, continues, most = dict(body.chat_template_kwargs or {}), False, None
-    opens = body.add_generation_prompt
+    extra, most = dict(body.chat_template_kwargs or {}), None
+    continues, opens = body.continue_final_message, body.add_generation_prompt
+    if continues and opens:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message cannot both be true: the answer "
+            "either begins or goes on with the last message.",
+            "continue_final_message",
+        )
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | extra
-        continues = body.continue_final_message
-        if continues and opens:
-            raise RequestError(
-                "add_generation_prompt and continue_final_message cannot both be true: the answer "
-                "either begins or goes on with the last message.",
-                "continue_final_message",
-            )
         most = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),

@@ -8,7 +8,9 @@ from forerun.errors import BusyError, ContextError, EngineError, ForerunError, R
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the request field at fault, if one is."""
+    """An answer that is an error. `param` names the request field at fault, if one is; `lengths`
+    are tokens of the prompt, asked beyond it, and of both at most, where they are too many.
+    """
 
     def __init__(
         self,
@@ -17,8 +19,10 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        lengths: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(message)
+        self.lengths = lengths
         self.status = status
         self.code = code
         self.param = param
@@ -48,7 +52,9 @@ def api_error(error: ForerunError) -> ApiError:
         wait = {"retry-after": str(ceil(error.retry_after))}
         return ApiError(429, str(error), "queue_full", headers=wait)
     if isinstance(error, ContextError):
-        return ApiError(400, str(error), "context_length_exceeded", error.field)
+        lengths = (error.prompt, error.asked, error.context)
+        code = "context_length_exceeded"
+        return ApiError(400, str(error), code, error.field, lengths=lengths)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), "invalid_value", error.field)
     if isinstance(error, EngineError):

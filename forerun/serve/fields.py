@@ -28,6 +28,8 @@ Body = TypeVar("Body")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 NOTHING: Mapping[str, str] = {}
+_NO_WISH: tuple[Any, ...] = (False, 0, "", [], {})
+"""What a field that is not supported may hold: clients send it to say that they want nothing."""
 
 
 class Described:
@@ -66,10 +68,14 @@ def body_schema(kind: type[Any]) -> Schema:
             found = {**found, "description": "Ignored: it changes nothing here."}
         properties[item.name] = found
     for name, why in getattr(kind, "refused", {}).items():
-        properties[name] = {"type": "null", "description": f"Not supported: {why}."}
+        properties[name] = {"enum": [None, *_NO_WISH], "description": f"Not supported: {why}."}
     for name, own in getattr(kind, "renamed", {}).items():
         properties[name] = {**properties[own], "description": f"Another name of {own}."}
-    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": {"type": "null"},
+    }
     if kind.__doc__:
         schema["description"] = " ".join(kind.__doc__.split())
     return schema | ({"required": needed} if needed else {})
@@ -105,7 +111,8 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
     """A `kind` from a JSON object. `where` is the object's own place, for messages.
 
     `kind.refused`, if there is one, maps fields that are not supported to the reason;
-    `kind.renamed` maps other servers' names to ours.
+    `kind.renamed` maps other servers' names to ours. What is null is as if it were left out, under
+    whatever name.
     """
     if not isinstance(value, dict):
         name = where or "the body"
@@ -116,7 +123,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
     given: dict[str, Any] = {}
     for key, content in value.items():
         own, place = renamed.get(key, key), f"{where}.{key}" if where else key
-        if content is None and (own in known or own in refused):
+        if content is None or (own in refused and content in _NO_WISH):
             continue  # Clients send null for what they leave open.
         if own in refused:
             raise RequestError(f"{place} is not supported: {refused[own]}.", place)

@@ -21,7 +21,8 @@ from forerun.serve.dialects.ollama.schema import OllamaChatBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.fields import body_schema
-from forerun.serve.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from forerun.serve.schema import ChatBody, CompletionBody
+from forerun.serve.tokens import DetokenizeBody, TokenizeBody
 from forerun.version import __version__
 
 BODIES: dict[str, type[Any]] = {
@@ -36,6 +37,8 @@ BODIES: dict[str, type[Any]] = {
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/tokenize": TokenizeBody,
+    "/v1/detokenize": DetokenizeBody,
 }
 ANSWERS = {"/metrics": "text/plain"}
 """Routes whose answer is no JSON."""

@@ -14,6 +14,7 @@ from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
 from forerun.options.config import NEUTRAL, ServeSettings
+from forerun.serve.bans import never, token_rules
 from forerun.serve.dialogue import constraint, dialogue
 from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import (
@@ -76,8 +77,7 @@ class Generation:
 
 def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Generation:
     """What to ask of the engine for a conversation. Raises RequestError and ApiError."""
-    if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    logprobs = _alternatives(body)
     asked = dialogue(body, loaded, settings)
     prompt = _truncated(asked.prompt, body, loaded)
     limit = body.max_completion_tokens or body.max_tokens
@@ -87,8 +87,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     if limit is None:
         # One at least, so that a prompt that fills the context is refused as what it is.
         limit = max(loaded.context - len(prompt), 1)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = _sampling(body, loaded, logprobs)
+    sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     unseen = _unseen(body, loaded.tokenizer)
     made = _generation(body, (prompt,), stopping, sampling, settings)
@@ -110,14 +109,28 @@ def completion_generation(
         _plain_prompt(prompt, body, loaded, place)
         for prompt, place in zip(body.prompt, places_of(body.prompt), strict=True)
     )
-    sampling = _sampling(body, loaded, body.logprobs, body.logprobs if body.echo else None)
+    echoed = body.logprobs if body.echo else None
+    told = [top for top in (echoed, body.prompt_logprobs) if top is not None]
+    sampling = _sampling(body, loaded, body.logprobs, max(told, default=None))
     longest = max(map(len, prompts))
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
     made = _generation(body, prompts, stopping, sampling, settings)
     made = _with_thresholds(made, body, loaded)
     unseen = _unseen(body, loaded.tokenizer)
-    return replace(made, rules=constraint(body, settings), unseen=unseen)
+    rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
+    return replace(made, rules=rules, unseen=unseen)
+
+
+def _alternatives(body: ChatBody) -> int | None:
+    """How many alternatives of each token to tell; None = no log-probabilities. Raises
+    RequestError where alternatives are asked without them. `n_probs` asks for both.
+    """
+    if body.logprobs:
+        return body.n_probs if body.top_logprobs is None else body.top_logprobs
+    if body.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    return body.n_probs or None
 
 
 def _generation(
@@ -187,7 +200,7 @@ def _sampling(
         repetition_penalty=usual["repetition_penalty"],
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
-        logit_bias=body.logit_bias,
+        logit_bias=(*body.logit_bias, *never(body, tokenizer)),
         min_tokens=body.min_tokens,
         stop_tokens=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
         logprobs=logprobs,
@@ -233,9 +246,11 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: s
     ids = _truncated(ids, body, loaded)
     if len(ids) > loaded.context:
         raise ContextError(
-            f"{place} has {len(ids)} tokens, but the maximum context length is "
-            f"{loaded.context} tokens.",
+            f"This model's maximum context length is {loaded.context} tokens, but {place} has "
+            f"{len(ids)} tokens. Shorten it.",
             place,
+            len(ids),
+            context=loaded.context,
         )
     return ids
 
@@ -245,9 +260,11 @@ def _check_length(text: str, loaded: Loaded, place: str) -> None:
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise ContextError(
-            f"{place} has at least {least} tokens, but the maximum context length is "
-            f"{loaded.context} tokens.",
+            f"This model's maximum context length is {loaded.context} tokens, but {place} has at "
+            f"least {least} tokens. Shorten it.",
             place,
+            least,
+            context=loaded.context,
         )
 
 
@@ -292,17 +309,23 @@ def _check_limits(
     if body.speculative.trace and body.n * len(prompts) > MAX_TRACED:
         message = f"speculative.trace shows {MAX_TRACED} texts at most; lower n."
         raise RequestError(message, "speculative.trace")
-    if sampling.logprobs is None:
-        return
     field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    if sampling.logprobs > settings.max_logprobs:
-        message = f"{field} is {sampling.logprobs}, but this server allows {settings.max_logprobs}."
-        raise RequestError(message, field)
-    echoed = 0 if sampling.prompt_logprobs is None else max(map(len, prompts))
-    tokens = body.n * len(prompts) * (stopping.max_tokens + echoed)
-    if tokens * (sampling.logprobs + 1) > MAX_REPORTED:
-        raise RequestError(
-            f"{tokens} tokens with {sampling.logprobs} alternatives each are more "
-            f"log-probabilities than {MAX_REPORTED}; lower {field}, n or max_tokens.",
-            field,
-        )
+    of_prompt = field if body.prompt_logprobs is None else "prompt_logprobs"
+    kinds = (
+        (field, sampling.logprobs, stopping.max_tokens),
+        (of_prompt, sampling.prompt_logprobs, max(map(len, prompts))),
+    )
+    entries = 0
+    for name, top, length in kinds:
+        if top is None:
+            continue
+        if top > settings.max_logprobs:
+            message = f"{name} is {top}, but this server allows {settings.max_logprobs}."
+            raise RequestError(message, name)
+        entries += body.n * len(prompts) * length * (top + 1)
+        if entries > MAX_REPORTED:
+            raise RequestError(
+                f"{entries} log-probabilities are more than the {MAX_REPORTED} that one answer may "
+                f"hold; lower {name}, n or max_tokens.",
+                name,
+            )

@@ -1,40 +1,22 @@
 """The routes: read the body, ask, answer. What each may say is in `schema`."""
 
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.build.engine import Loaded
-from forerun.errors import RequestError
 from forerun.serve.answering import Json, generated, received, rendered, service_of
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
-from forerun.serve.dialects.openai.render import token_text
 from forerun.serve.dialects.responses.responses import ResponsesDialect
 from forerun.serve.dialects.responses.store import ResponseStore, Stored
-from forerun.serve.dialogue import chat_prompt
 from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.prepare import known_tokens
-from forerun.serve.schema import DetokenizeBody, TokenizeBody
 from forerun.serve.service import Served
+from forerun.serve.tokens import TOKEN_ROUTES
 from forerun.version import __version__
-
-
-class Named(Protocol):
-    """A body that may name the model it is for."""
-
-    @property
-    def model(self) -> str | None:
-        """None = whatever is served."""
-        ...
-
-
-Body = TypeVar("Body", bound=Named)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -100,40 +82,6 @@ async def model(request: Request) -> Response:
     return Json(model_card(served) if anthropic else _card(served, name))
 
 
-async def tokenize(request: Request) -> Response:
-    """POST /tokenize."""
-    body, served, size = await _asked(request, TokenizeBody)
-    return Json(await rendered(service_of(request), size, _tokens, body, served.loaded))
-
-
-async def detokenize(request: Request) -> Response:
-    """POST /detokenize."""
-    body, served, size = await _asked(request, DetokenizeBody)
-    return Json({"prompt": await service_of(request).workers.run(size, _text, body, served.loaded)})
-
-
-async def tokenizer_info(request: Request) -> Response:
-    """GET /tokenizer_info: what a client needs to use /tokenize as its tokenizer."""
-    loaded = service_of(request).enter().loaded
-    tokenizer = loaded.tokenizer
-    eos = next(iter(tokenizer.eos_ids), None)
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": eos, "pad_token": eos}
-    named = {
-        name: None if id is None else token_text(tokenizer.token_bytes(id))
-        for name, id in ends.items()
-    }
-    return Json(
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": loaded.context,
-            "vocab_size": tokenizer.vocab_size,
-            "chat_template": None if loaded.chat is None else loaded.chat.source,
-            "additional_special_tokens": [t.text for t in tokenizer.added.values() if t.control],
-            **named,
-        }
-    )
-
-
 async def health(request: Request) -> Response:
     """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
     service = service_of(request)
@@ -183,9 +131,7 @@ ROUTES = [
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
     Route("/v1/models/{name:path}", model),
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/tokenizer_info", tokenizer_info),
+    *TOKEN_ROUTES,
     Route("/health", health),
     Route("/metrics", metrics),
     Route("/server_info", server_info),
@@ -215,29 +161,3 @@ def _card(served: Served, name: str) -> dict[str, Any]:
         "parent": None,
         "max_model_len": served.loaded.context,
     }
-
-
-async def _asked(request: Request, kind: type[Body]) -> tuple[Body, Served, int]:
-    """The checked body, the model it is for, and its size in bytes."""
-    value, data = await received(request)
-    body = await service_of(request).workers.run(len(data), read, kind, value)
-    return body, service_of(request).named(body.model), len(data)
-
-
-def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
-    if (body.prompt is None) == (body.messages is None):
-        raise RequestError("Give either prompt or messages.", "prompt")
-    if body.prompt is None:
-        ids = chat_prompt(body, loaded)
-    else:
-        ids = loaded.tokenizer.encode(body.prompt, body.parse_special, bos=body.add_special_tokens)
-    answer = {"count": len(ids), "max_model_len": loaded.context, "tokens": ids.tolist()}
-    if body.return_token_strs:
-        pieces = map(loaded.tokenizer.token_bytes, ids.tolist())
-        answer["token_strs"] = [token_text(piece) for piece in pieces]
-    return answer
-
-
-def _text(body: DetokenizeBody, loaded: Loaded) -> str:
-    ids = known_tokens(body.tokens, loaded, "tokens")
-    return loaded.tokenizer.decode(ids.tolist(), skip_special=False)

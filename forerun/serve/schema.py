@@ -5,7 +5,7 @@ header of the response names it (docs/requests.md). Bounds here are those of the
 alone; what depends on the model or on other fields is checked in `prepare`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.errors import RequestError
@@ -27,25 +27,27 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.tools import Tool, ToolChoice, calls, tool_choice, tools
+from forerun.serve.messages import MAX_TEXT, NO_MEDIA, USE_TOOLS, messages, plain_text
+from forerun.serve.tools import Tool, ToolChoice, tool_choice, tools
 from forerun.serve.unused import UnusedFields
 
 MAX_TOKENS = 2**31 - 1
 UNLIMITED = -1
 """As max_tokens: as many as the context takes."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-MAX_TEXT = 2**31 - 1
-"""Texts are bounded by the size of the body."""
-MAX_MESSAGES = 4096
+FORMATS = ("auto", "deepseek", "none")
+"""Of reasoning, as llama.cpp names them."""
 MAX_PROMPTS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
 MAX_STOP_TEXT = 1024
+MAX_ALLOWED = 1 << 16
 
-NO_MEDIA = "this server reads and writes text only"
-_USE_TOOLS = "use tools and tool_choice"
 _SAFE = "what a message says never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
+_NO_CODE = "the server runs no code from requests"
+NEVER = -1e9
+"""A bias that leaves a token no probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +80,13 @@ class SpeculativeOptions:
     accept_threshold_acc: float | None = accept(number(0.0, 1.0))
 
 
-@takes({"type": "object", "maxProperties": MAX_LOGIT_BIAS})
+@takes({"type": ["object", "array"], "maxProperties": MAX_LOGIT_BIAS})
 def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
-    """`logit_bias`: {"token id": bias}. Whether the ids exist is checked by the engine."""
+    """`logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false is
+    never. Whether the ids exist is checked by the engine.
+    """
+    if isinstance(value, list):
+        value = _bias_pairs(value, where)
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
     if len(value) > MAX_LOGIT_BIAS:
@@ -91,8 +97,18 @@ def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     for key, amount in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise RequestError(f"{where}: {shown(key)} is not a token id.", where)
-        found[int(key)] = bias(amount, f"{where}.{key}")
+        found[int(key)] = NEVER if amount is False else bias(amount, f"{where}.{key}")
     return tuple(found.items())
+
+
+def _bias_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
+    found = {}
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+            place = f"{where}[{index}]"
+            raise RequestError(f"{place} must be [token id, bias], not {shown(pair)}.", place)
+        found[str(pair[0])] = pair[1]
+    return found
 
 
 @takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
@@ -130,6 +146,10 @@ class SampledBody(UnusedFields):
     what the model recommends. id_prefix: what the answer's id begins with.
 
     return_token_ids  the answer tells its tokens and the prompt's (vLLM)
+    return_tokens_as_token_ids  log-probabilities name tokens as `token_id:N` (vLLM)
+    prompt_logprobs  alternatives to tell of each token of the prompt (vLLM)
+    bad_words  texts that no answer contains (vLLM)
+    allowed_token_ids  the only tokens that an answer may have (vLLM)
     timings_per_token  the answer tells what prompt and answer took (llama.cpp)
     """
 
@@ -159,6 +179,10 @@ class SampledBody(UnusedFields):
     truncate_prompt_tokens: int | None = accept(_truncation)
     priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
     return_token_ids: bool = accept(boolean, False)
+    return_tokens_as_token_ids: bool = accept(boolean, False)
+    prompt_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    bad_words: tuple[str, ...] = accept(items(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    allowed_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_ALLOWED), ())
     timings_per_token: bool = accept(boolean, False)
     request_id: str | None = accept(text(256, 1))
 
@@ -166,104 +190,27 @@ class SampledBody(UnusedFields):
         "repeat_penalty": "repetition_penalty",
         "n_predict": "max_tokens",
         "rid": "request_id",
+        "no_stop_trim": "include_stop_str_in_output",
     }
     refused: ClassVar[dict[str, str]] = {
         "use_beam_search": _NO_BEAMS,
-        "length_penalty": _NO_BEAMS,
         "early_stopping": _NO_BEAMS,
-        "prompt_logprobs": "use echo with logprobs on /v1/completions",
-        "allowed_token_ids": "use logit_bias",
-        "bad_words": "use logit_bias",
-        "logits_processors": "the server runs no code from requests",
+        "stop_regex": "use stop",
+        "custom_logit_processor": _NO_CODE,
+        "custom_params": _NO_CODE,
+        "return_tokens": "use return_token_ids",
+        "logits_processors": _NO_CODE,
         "speculative_accept_threshold_single": "use speculative.accept_threshold_single",
         "speculative_accept_threshold_acc": "use speculative.accept_threshold_acc",
     }
 
 
-plain_text = text(MAX_TEXT)
-
-
-@takes({"type": "object", "required": ["type", "text"]})
-def _text_part(value: Any, where: str) -> str:
-    """A content part: {"type": "text", "text": "..."}."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        place = f"{where}.type"
-        raise RequestError(f"{place}: {shown(kind)} is not supported: {NO_MEDIA}.", place)
-    for name in value.keys() - {"type", "text", "cache_control"}:
-        raise RequestError(f"There is no field {shown(name)} in {where}.", where)
-    return str(plain_text(value.get("text"), f"{where}.text"))
-
-
-@takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
-def _content(value: Any, where: str) -> str:
-    """A message's text: a string, or parts, which are joined by line breaks."""
-    if isinstance(value, list):
-        return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
-    return str(plain_text(value, where))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
-
-    role: str = need(text(64))
-    content: str | None = accept(_content)
-    name: str | None = accept(text(256, 1))
-    tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
-    tool_call_id: str | None = accept(text(256))
-    reasoning_content: str | None = accept(plain_text)
-    reasoning: str | None = accept(plain_text)
-    cache_control: dict[str, Any] | None = accept(mapping)
-    annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
-
-    refused: ClassVar[dict[str, str]] = {
-        "audio": NO_MEDIA,
-        "refusal": "the template has no place for it",
-        "function_call": _USE_TOOLS,
-    }
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@takes(body_schema(Message))
-def _message(value: Any, where: str) -> dict[str, Any]:
-    """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
-    message = read(Message, value, where)
-    place = f"{where}.role"
-    if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise RequestError(f"{place} must be one of {known}, not {shown(message.role)}.", place)
-    if message.content is None and not message.tool_calls:
-        raise RequestError(f"{where}.content is missing.", f"{where}.content")
-    role = "system" if message.role == "developer" else message.role
-    if message.reasoning is not None and message.reasoning_content is None:
-        message = replace(message, reasoning_content=message.reasoning)
-    rest = ("name", "tool_call_id", "reasoning_content")
-    given = {name: getattr(message, name) for name in rest if getattr(message, name) is not None}
-    if message.tool_calls:
-        given["tool_calls"] = list(message.tool_calls)
-    return {"role": role, "content": message.content, **given}
-
-
 @takes({"type": "object", "maxProperties": 64})
-def _template_options(value: Any, where: str) -> dict[str, Any]:
+def template_options(value: Any, where: str) -> dict[str, Any]:
     """`chat_template_kwargs`: names for the template, which checks their depth."""
     if not isinstance(value, dict) or len(value) > 64:
         raise RequestError(f"{where} must be an object of at most 64 entries.", where)
     return value
-
-
-def marks_caches(body: dict[str, Any]) -> bool:
-    """Whether a checked body has cache_control in a message or in a part of one."""
-    messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
-    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
-    parts = [part for content in contents for part in content]
-    return any("cache_control" in one for one in (*messages, *parts))
-
-
-_messages = items(_message, MAX_MESSAGES, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,21 +219,20 @@ class ChatBody(SampledBody):
 
     id_prefix: ClassVar[str] = "chatcmpl-"
 
-    messages: tuple[dict[str, Any], ...] = need(_messages)
+    messages: tuple[dict[str, Any], ...] = need(messages)
     max_tokens: int | None = accept(_answer_length)
     max_completion_tokens: int | None = accept(_answer_length)
     logprobs: bool = accept(boolean, False)
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    n_probs: int = accept(integer(0, MAX_TOKENS), 0)
     separate_reasoning: bool = accept(boolean, True)
+    reasoning_format: str | None = accept(only(*FORMATS, why="reasoning is told apart, or not"))
     best_of: int | None = ignore(only(1, why="all choices are returned; use n"))
     add_generation_prompt: bool | None = accept(boolean)
     continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
-    chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
+    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
     modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
-    service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
-    store: bool = ignore(boolean, False)
-    metadata: dict[str, Any] | None = ignore(mapping)
     verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
     cache_control: dict[str, Any] | None = ignore(mapping)
     tools: tuple[Tool, ...] = accept(tools, ())
@@ -299,13 +245,12 @@ class ChatBody(SampledBody):
 
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
-        "n_probs": "use logprobs and top_logprobs",
         "audio": NO_MEDIA,
         "chat_template": "the template is the model's own",
         "documents": "put them into a message",
         "echo": "it exists on /v1/completions only",
-        "function_call": _USE_TOOLS,
-        "functions": _USE_TOOLS,
+        "function_call": USE_TOOLS,
+        "functions": USE_TOOLS,
         "prediction": "speculation needs no hint",
         "web_search_options": "the server fetches nothing",
     }
@@ -373,25 +318,3 @@ class CompletionBody(SampledBody):
         **SampledBody.refused,
         "suffix": "text is only continued, not filled in",
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizeBody:
-    """POST /tokenize: of a plain text or of a conversation. parse_special: as in CompletionBody."""
-
-    model: str | None = accept(text(256, 1))
-    prompt: str | None = accept(plain_text)
-    messages: tuple[dict[str, Any], ...] | None = accept(_messages)
-    add_special_tokens: bool = accept(boolean, True)
-    parse_special: bool = accept(boolean, True)
-    add_generation_prompt: bool = accept(boolean, True)
-    chat_template_kwargs: dict[str, Any] | None = accept(_template_options)
-    return_token_strs: bool = accept(boolean, False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetokenizeBody:
-    """POST /detokenize."""
-
-    model: str | None = accept(text(256, 1))
-    tokens: tuple[int, ...] = need(token_ids)

@@ -7,6 +7,7 @@ from forerun.serve.fields import (
     boolean,
     ignore,
     integer,
+    mapping,
     number,
     only,
     text,
@@ -15,6 +16,8 @@ from forerun.serve.fields import (
 from forerun.serve.structure import ConstrainedBody
 
 _MOST = 2**31 - 1
+TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
+"""Of service, as OpenAI and others name them; there is one here."""
 _OFF = "this kind of sampling is not done here; leave it off"
 
 
@@ -61,3 +64,22 @@ class UnusedFields(ConstrainedBody):
     think: Any = ignore(whatever)
     extra_key: str | None = ignore(text(_MOST))
     kv_transfer_params: Any = ignore(only({}, why="caches stay where they are"))
+    vllm_xargs: Any = ignore(only({}, why="the engine has no further arguments"))
+    mm_processor_kwargs: Any = ignore(only({}, why="this server reads and writes text only"))
+    length_penalty: float | None = ignore(only(1, 1.0, why="sequences are sampled, not searched"))
+    n_indent: int | None = ignore(only(0, why="lines may be indented as the model likes"))
+    n_discard: int | None = ignore(integer(0, _MOST))
+    penalize_nl: bool | None = ignore(only(False, why="line breaks are tokens like others"))
+    backend_sampling: bool | None = ignore(boolean)
+    post_sampling_probs: bool | None = ignore(only(False, why="log-probabilities are the model's"))
+    response_fields: Any = ignore(only([], why="answers are whole"))
+    lora: Any = ignore(only([], why="there is one set of weights"))
+    lora_path: str | None = ignore(only("", why="there is one set of weights"))
+    parse_tool_calls: bool | None = ignore(only(True, why="calls of offered tools are always read"))
+    thinking_forced_open: bool | None = ignore(boolean)
+    chat_format: Any = ignore(whatever)
+    return_hidden_states: bool | None = ignore(only(False, why="ask for logprobs"))
+    data_parallel_rank: int | None = ignore(integer(0, _MOST))
+    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
+    store: bool = ignore(boolean, False)
+    metadata: dict[str, Any] | None = ignore(mapping)

@@ -162,9 +162,11 @@ class ChatTemplate:
         least = self._tokenizer.least_tokens(text.replace(marker, ""))
         if most is not None and least > most:
             raise ContextError(
-                f"The conversation has at least {least} tokens, but the maximum context length is "
-                f"{most} tokens.",
+                f"This model's maximum context length is {most} tokens, but the conversation has "
+                f"at least {least} tokens. Shorten the messages.",
                 "messages",
+                least,
+                context=most,
             )
         ids: list[int] = []
         for part in self._tokenizer.split(text, self._controls):

@@ -170,7 +170,7 @@ BAD = [
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "f"}, "tools": [TOOL]}, "tool_choice.name"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
     ({"speculative": {"trace": True}}, "speculative.trace"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "what"}}}},
      "output_config.format.schema"),

@@ -53,14 +53,16 @@ def problem(kind, value):
 
 def test_defaults_nulls_and_parts():
     assert read(Outer, {"name": "a"}) == Outer(name="a", count=3, inner=None)
-    assert read(Outer, {"name": "a", "count": None, "old": None}) == Outer(name="a")
+    assert read(Outer, {"name": "a", "count": None, "old": None, "new": None}) == Outer(name="a")
+    for nothing in (False, 0, "", [], {}):
+        assert read(Outer, {"name": "a", "old": nothing}) == Outer(name="a")
     assert read(Outer, {"name": "a", "inner": {"on": True}}).inner == Inner(on=True)
 
 
 def test_the_culprit_is_named():
     assert problem(Outer, {"name": "a", "old": 1}) == ("old", "old is not supported: use count.")
     assert problem(Outer, {"name": "a", "new": 1})[0] == "new"
-    assert problem(Outer, {"name": "a", "new": None})[0] == "new"
+    assert problem(Outer, {"name": "a", "new": 0})[0] == "new"
     assert problem(Outer, {"name": "a", "inner": {"off": 1}})[0] == "inner.off"
     assert problem(Outer, {"name": "a", "inner": {"on": 1}})[0] == "inner.on"
     assert problem(Outer, {"name": "a", "inner": [1]})[0] == "inner"

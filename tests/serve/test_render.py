@@ -28,7 +28,7 @@ def test_chat_chunks_in_order():
     shape = ChatFormat(TOKENIZER, frozenset())
     news = Delta(RequestId("r"), 0, "a", (97,))
     role, content = shape.chunks(0, news)
-    assert role["delta"] == {"role": "assistant", "content": ""}
+    assert role["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert content["delta"] == {"content": "a"}
     assert [chunk["delta"] for chunk in shape.chunks(0, news)] == [{"content": "a"}]
     ended = Delta(RequestId("r"), 0, "", (END,), finish=Finish.STOP)
@@ -36,7 +36,10 @@ def test_chat_chunks_in_order():
     assert (last["delta"], last["finish_reason"]) == ({}, "stop")
     # Another choice has its own role, even where its first news is its last.
     both = shape.chunks(1, ended)
-    assert [chunk["delta"] for chunk in both] == [{"role": "assistant", "content": ""}, {}]
+    assert [chunk["delta"] for chunk in both] == [
+        {"role": "assistant", "content": "", "refusal": None},
+        {},
+    ]
 
 
 def test_a_stop_token_that_leaves_no_text_has_no_logprobs():

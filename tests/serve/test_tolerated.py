@@ -62,7 +62,7 @@ def test_caches_marked_in_messages(client):
     [
         ("metadata", 3), ("store", "yes"), ("verbosity", "loud"), ("reasoning_effort", "much"),
         ("priority", "high"), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
-        ("max_tokens", 0), ("max_tokens", -2), ("logits_processors", []), ("functions", []),
+        ("max_tokens", 0), ("max_tokens", -2), ("logits_processors", ["x"]), ("functions", [{}]),
     ],
 )  # fmt: skip
 def test_what_is_wrong_stays_a_400(client, field, value):

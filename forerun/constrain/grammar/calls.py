@@ -119,7 +119,7 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
         lines.append(f"part_{place}: head_{place} ({' | '.join(names)})")
         lines.append(f"head_{place}[suffix={_literal(trigger)}]: {ANY_TEXT}")
     lines.append(f"start: ({_either('part', len(used))})* TAIL")
-    lines.append(f"TAIL: {_without([trigger for trigger, _ in used])}")
+    lines.append(f"TAIL: {without([trigger for trigger, _ in used])}")
     parts = tuple(tag.content for tag in tags)
     return Rules(Grammar.grammar("\n".join(lines), field), parts)
 
@@ -147,7 +147,7 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
     # A list of calls is opened once, other calls one by one, with text between them.
     rest = calls.removeprefix(f"{opener} ") if format is MISTRAL else "call"
     head = f"head[suffix={opener}]: {ANY_TEXT}"
-    return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {_without([format.opener])}"]
+    return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {without([format.opener])}"]
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
@@ -194,7 +194,7 @@ def _plain(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("::=", "::\\u003d")
 
 
-def _without(texts: Sequence[str]) -> str:
+def without(texts: Sequence[str]) -> str:
     """A terminal of any text in which none of `texts` occurs."""
     return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {_literal(text)} {ANY_TEXT})" for text in texts)])
 

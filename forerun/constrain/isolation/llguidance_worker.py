@@ -137,7 +137,7 @@ class Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-_TOKEN = re.compile(r"<\[\d+\]>")
+_TOKEN = re.compile(r"<\[\d+(,\d+)*\]>")
 
 
 MAX_LEFT_OUT = 64

@@ -19,4 +19,19 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """`{"type": "error", "error": {...}}`."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(error.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+
+
+def _message(error: ApiError) -> str:
+    """The sentence. Where a prompt is too long, or leaves no room for max_tokens, it begins with
+    the words by which Anthropic's clients know that they should shorten the one or lower the other.
+    """
+    if error.lengths is None:
+        return str(error)
+    prompt, asked, context = error.lengths
+    if prompt >= context:
+        return f"prompt is too long: {prompt} tokens > {context} maximum. {error}"
+    return (
+        f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > {context}, "
+        f"decrease input length or `max_tokens` and try again. {error}"
+    )

@@ -24,14 +24,12 @@ from forerun.serve.fields import (
     takes,
     text,
 )
+from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
 from forerun.serve.schema import (
-    MAX_MESSAGES,
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
-    NO_MEDIA,
     SpeculativeOptions,
-    plain_text,
     untraced,
 )
 from forerun.serve.structure import json_object_rules, json_rules

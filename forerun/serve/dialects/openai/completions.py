@@ -11,6 +11,8 @@ from forerun.serve.dialects.openai.render import (
     CompletionFormat,
     Echo,
     ResponseFormat,
+    Shown,
+    prompt_entries,
     speculation_metrics,
     timings,
     usage,
@@ -18,8 +20,9 @@ from forerun.serve.dialects.openai.render import (
 from forerun.serve.dialogue import ignored_fields
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
+from forerun.serve.messages import ignored_in_messages
 from forerun.serve.prepare import Generation, chat_generation, completion_generation
-from forerun.serve.schema import ChatBody, CompletionBody, SampledBody, StreamOptions, marks_caches
+from forerun.serve.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
 from forerun.serve.service import Service
 from forerun.serve.session import Tally
 from forerun.serve.wire import event
@@ -43,14 +46,14 @@ class OpenAIDialect(Dialect):
     _named = _begun = False
     _timed: bool
     _prompt_ids: list[list[int]] | None
+    _prompt_top: int | None
     _envelope: dict[str, Any]
 
     def parse(self, value: Any, service: Service) -> Generation:
         """See Dialect."""
         body, generation = self._parsed(value, service)
         self.ignored += ignored_fields(body, self.served.loaded)
-        if marks_caches(value):
-            self.ignored += ("messages.cache_control",)
+        self.ignored += ignored_in_messages(value)
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         asked = [request.prompt.tolist() for request in generation.requests]
@@ -70,17 +73,16 @@ class OpenAIDialect(Dialect):
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """One chunk per choice and kind of news; the very last carries what was asked beside."""
-        options, counts = self._options, _usage(tally)
+        options = self._options
         chunks = [
             {**self._envelope, "choices": [choice]}
             for index, delta in news
             for choice in self._format.chunks(index, delta)
         ]
         if options.include_usage:
-            now = counts if options.continuous_usage_stats else None
-            chunks = [{**chunk, "usage": now} for chunk in chunks]
+            chunks = [{**chunk, "usage": self._running(chunk, tally)} for chunk in chunks]
         if last and options.include_usage:
-            chunks.append({**self._envelope, "choices": [], "usage": counts})
+            chunks.append({**self._envelope, "choices": [], "usage": self._usage(tally)})
         metadata = self._metadata()
         if chunks and metadata and not self._named:
             chunks[0]["metadata"] = metadata
@@ -97,7 +99,10 @@ class OpenAIDialect(Dialect):
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
         """See Dialect."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
-        answer = {**self._envelope, "choices": worded, "usage": _usage(tally)}
+        answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
+        if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
+            tokenizer = self.served.loaded.tokenizer
+            answer["prompt_logprobs"] = prompt_entries(choices[0][1], self._prompt_top, tokenizer)
         metadata = self._metadata()
         if metadata:
             answer["metadata"] = metadata
@@ -108,6 +113,23 @@ class OpenAIDialect(Dialect):
         if self._timed:
             answer["timings"] = _timings(tally)
         return answer
+
+    def _shown(self, body: SampledBody, top: int | None = None) -> Shown:
+        self._prompt_top = body.prompt_logprobs
+        as_ids = body.return_tokens_as_token_ids
+        return Shown(body.return_token_ids, as_ids, top, body.prompt_logprobs)
+
+    def _usage(self, tally: Tally) -> dict[str, Any]:
+        reasoning = self._format.reasoning_tokens
+        return usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens, reasoning)
+
+    def _running(self, chunk: dict[str, Any], tally: Tally) -> dict[str, Any] | None:
+        """The counts that a chunk carries: none of an answer where it only says who speaks."""
+        if not self._options.continuous_usage_stats:
+            return None
+        begins = "role" in chunk["choices"][0].get("delta", ())
+        made = 0 if begins else tally.output_tokens
+        return usage(tally.prompt_tokens, made, tally.cached_tokens)
 
     def _prompts(self) -> dict[str, Any]:
         """VLLM's prompt_token_ids: of one prompt a list, of several a list of lists."""
@@ -140,7 +162,7 @@ class ChatDialect(OpenAIDialect):
         loaded = self.served.loaded
         generation = chat_generation(body, loaded, service.settings)
         self._format = ChatFormat(
-            loaded.tokenizer, generation.unseen, generation.parser, body.return_token_ids
+            loaded.tokenizer, generation.unseen, generation.parser, self._shown(body)
         )
         return body, generation
 
@@ -161,7 +183,7 @@ class CompletionDialect(OpenAIDialect):
         silent = tokenizer.special_ids if body.skip_special_tokens else frozenset()
         echoes = _echoes(body, [request.prompt for request in generation.requests], tokenizer)
         self._format = CompletionFormat(
-            tokenizer, generation.unseen, silent, echoes, body.n, body.return_token_ids
+            tokenizer, generation.unseen, silent, echoes, body.n, self._shown(body, body.logprobs)
         )
         return body, generation
 
@@ -176,10 +198,6 @@ def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> 
         text = given if plain else tokenizer.decode(ids.tolist(), body.skip_special_tokens)
         found.append(Echo(str(text), tuple(ids.tolist())))
     return tuple(found)
-
-
-def _usage(tally: Tally) -> dict[str, Any]:
-    return usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens)
 
 
 def _timings(tally: Tally) -> dict[str, Any]:

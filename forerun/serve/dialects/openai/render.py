@@ -28,13 +28,33 @@ class ResponseFormat(Protocol):
         """What a stream says about a choice; `news` is what is new of it."""
         ...
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of all reasoning so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What choices tell beside their text.
+
+    ids     their tokens
+    as_ids  log-probabilities name tokens by their ids
+    top     alternatives of each token of an answer at most
+    prompt  alternatives of each token of the prompt; None = none of it is told
+    """
+
+    ids: bool = False
+    as_ids: bool = False
+    top: int | None = None
+    prompt: int | None = None
+
 
 class ChatFormat:
     """/v1/chat/completions.
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
     parser  makes the reader of one choice's text; None where all of it is content
-    ids     choices tell their tokens
     """
 
     def __init__(
@@ -42,11 +62,12 @@ class ChatFormat:
         tokenizer: Tokenizer,
         unseen: frozenset[int],
         parser: Callable[[], OutputParser] | None = None,
-        ids: bool = False,
+        shown: Shown | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._ids = ids
+        self._shown = shown or Shown()
         self._unseen = unseen
+        self._thoughts: dict[int, str] = {}
         self._new_parser = parser or (lambda: OutputParser(None, None))
         self._speeches: dict[int, OutputParser] = {}
 
@@ -67,13 +88,14 @@ class ChatFormat:
         }
         if news.trace:
             choice[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
-        return choice | _token_ids(news, self._ids)
+        return choice | _token_ids(news, self._shown.ids)
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
         """The role first, the finish reason last; between them reasoning, content and calls."""
         found: list[Choice] = []
         if index not in self._speeches:
-            found.append(_chat_chunk(index, {"role": "assistant", "content": ""}))
+            role = {"role": "assistant", "content": "", "refusal": None}
+            found.append(_chat_chunk(index, role))
         heard, logprobs = self._heard(index, news), self._logprobs(news)
         deltas: list[dict[str, Any]] = []
         if heard.reasoning:
@@ -89,16 +111,24 @@ class ChatFormat:
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
             found.append(ended | {"stop_reason": news.stop_reason})
-        if news.trace or (self._ids and news.tokens):
+        if news.trace or (self._shown.ids and news.tokens):
             found = found or [_chat_chunk(index, {})]
-            found[0] |= _token_ids(news, self._ids)
+            found[0] |= _token_ids(news, self._shown.ids)
         if news.trace:
             found[0][trace.FIELD] = trace.traced(news.trace, self._tokenizer)
         return found
 
     def _heard(self, index: int, news: Delta) -> Heard:
         parser = self._speeches.setdefault(index, self._new_parser())
-        return parser.push(news.text, news.finish is not None)
+        heard = parser.push(news.text, news.finish is not None)
+        if heard.reasoning:
+            self._thoughts[index] = self._thoughts.get(index, "") + heard.reasoning
+        return heard
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of all reasoning so far."""
+        return sum(reasoning_tokens(text, self._tokenizer) for text in self._thoughts.values())
 
     def _finish(self, index: int, news: Delta) -> str | None:
         called = news.finish == Finish.STOP and self._speeches[index].called
@@ -107,7 +137,7 @@ class ChatFormat:
     def _logprobs(self, news: Delta) -> dict[str, Any] | None:
         if not news.logprobs:
             return None
-        entries = logprob_entries(news, self._unseen, self._tokenizer)
+        entries = logprob_entries(news, self._unseen, self._tokenizer, self._shown.as_ids)
         return {"content": entries, "refusal": None}
 
 
@@ -140,8 +170,9 @@ class CompletionFormat:
     silent  tokens whose text is skipped
     echoes  one per prompt, or none
     n       choices of one prompt
-    ids     choices tell their tokens
     """
+
+    reasoning_tokens = 0
 
     def __init__(
         self,
@@ -150,10 +181,10 @@ class CompletionFormat:
         silent: frozenset[int],
         echoes: Sequence[Echo] = (),
         n: int = 1,
-        ids: bool = False,
+        shown: Shown | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._ids = ids
+        self._shown = shown or Shown()
         self._unseen = unseen
         self._silent = silent
         self._echoes = echoes
@@ -178,11 +209,13 @@ class CompletionFormat:
         }
         if news.trace:
             chunk[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
-        return [chunk | _token_ids(news, self._ids)]
+        if self._shown.prompt is not None and begins:
+            chunk["prompt_logprobs"] = prompt_entries(news, self._shown.prompt, self._tokenizer)
+        return [chunk | _token_ids(news, self._shown.ids)]
 
     def _logprobs(self, news: Delta, echo: Echo | None, offsets: Offsets) -> dict[str, Any] | None:
         """The legacy form: parallel lists. The first token of a prompt has no probability."""
-        if not (news.logprobs or news.prompt_logprobs):
+        if not (news.logprobs or (echo is not None and news.prompt_logprobs)):
             return None
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         parts: dict[str, list[Any]] = {name: [] for name in names}
@@ -199,16 +232,18 @@ class CompletionFormat:
         self, parts: dict[str, list[Any]], token: int, entry: TokenLogprobs | None, offsets: Offsets
     ) -> None:
         piece = self._tokenizer.token_bytes(token)
-        parts["tokens"].append(token_text(piece))
+        parts["tokens"].append(self._named(token))
         parts["text_offset"].append(offsets.next(b"" if token in self._silent else piece))
         parts["token_logprobs"].append(entry and max(entry.logprob, LEAST_LOGPROB))
         parts["top_logprobs"].append(entry and self._top(entry))
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The chosen token is always among them, so there may be one more than asked for."""
-        pairs = (*entry.top, (entry.token, entry.logprob))
-        texts = ((token_text(self._tokenizer.token_bytes(id)), logprob) for id, logprob in pairs)
-        return {text: max(logprob, LEAST_LOGPROB) for text, logprob in texts}
+        pairs = (*entry.top[: self._shown.top], (entry.token, entry.logprob))
+        return {self._named(id): max(logprob, LEAST_LOGPROB) for id, logprob in pairs}
+
+    def _named(self, token: int) -> str:
+        return f"token_id:{token}" if self._shown.as_ids else text_of(token, self._tokenizer)
 
 
 def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
@@ -218,14 +253,15 @@ def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
 
 
 def logprob_entries(
-    news: Delta, unseen: frozenset[int], tokenizer: Tokenizer
+    news: Delta, unseen: frozenset[int], tokenizer: Tokenizer, as_ids: bool = False
 ) -> list[dict[str, Any]]:
     """The log-probabilities of the tokens that left text, with their alternatives."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token)
         finite = max(logprob, LEAST_LOGPROB)
-        return {"token": token_text(piece), "logprob": finite, "bytes": list(piece)}
+        name = f"token_id:{token}" if as_ids else token_text(piece)
+        return {"token": name, "logprob": finite, "bytes": list(piece)}
 
     return [
         {
@@ -236,6 +272,34 @@ def logprob_entries(
     ]
 
 
+def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """VLLM's prompt_logprobs: for each token of the prompt but the first, which has none, its own
+    and its alternatives by id. A token beyond the alternatives has no rank.
+    """
+
+    def one(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = text_of(token, tokenizer)
+        return {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, Any] | None] = [None]
+    for entry in news.prompt_logprobs:
+        ranked = enumerate(entry.top[:top], 1)
+        others = {str(token): one(token, logprob, rank) for rank, (token, logprob) in ranked}
+        own = {str(entry.token): one(entry.token, entry.logprob, None)}
+        found.append(own | others)
+    return found
+
+
+def reasoning_tokens(text: str, tokenizer: Tokenizer) -> int:
+    """Tokens of reasoning: those of its text, which is cut anew."""
+    return len(tokenizer.encode(text, False, bos=False)) if text else 0
+
+
+def text_of(token: int, tokenizer: Tokenizer) -> str:
+    """A token as text. See token_text."""
+    return token_text(tokenizer.token_bytes(token))
+
+
 def token_text(piece: bytes) -> str:
     """A token as text; where it is no whole characters, its bytes, as in OpenAI's answers."""
     try:
@@ -244,13 +308,14 @@ def token_text(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict[str, Any]:
     """Token counts. Every token decided counts, the one that ended the text included."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 

@@ -9,7 +9,11 @@ from forerun.engine.request import Finish
 from forerun.serve.dialects.contract import Dialect, News
 from forerun.serve.dialects.conversation import Hearing
 from forerun.serve.dialects.openai.errors import error_body
-from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
+from forerun.serve.dialects.openai.render import (
+    logprob_entries,
+    reasoning_tokens,
+    speculation_metrics,
+)
 from forerun.serve.dialects.responses.conversation import (
     Messages,
     chat_body,
@@ -164,10 +168,8 @@ class ResponsesDialect(Dialect):
         return (message,)
 
     def _usage(self, tally: Tally) -> dict[str, Any]:
-        """Counts. Tokens of reasoning are those of its text, which is cut anew."""
-        thought = self._output.thought
-        tokenizer = self.served.loaded.tokenizer
-        tokens = len(tokenizer.encode(thought, False, bos=False)) if thought else 0
+        """Token counts."""
+        tokens = reasoning_tokens(self._output.thought, self.served.loaded.tokenizer)
         return {
             "input_tokens": tally.prompt_tokens,
             "input_tokens_details": {

@@ -23,13 +23,11 @@ from forerun.serve.fields import (
     takes,
     text,
 )
+from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
 from forerun.serve.schema import (
     EFFORTS,
-    MAX_MESSAGES,
     MAX_TOKENS,
-    NO_MEDIA,
     SpeculativeOptions,
-    plain_text,
     untraced,
 )
 from forerun.serve.structure import json_object_rules, named_rules

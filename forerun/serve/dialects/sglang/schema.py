@@ -20,15 +20,14 @@ from forerun.serve.fields import (
     takes,
     text,
 )
+from forerun.serve.messages import NO_MEDIA, plain_text
 from forerun.serve.schema import (
     MAX_PROMPTS,
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
-    NO_MEDIA,
     Prompt,
     SpeculativeOptions,
-    plain_text,
     token_biases,
     token_ids,
     untraced,

@@ -1,0 +1,111 @@
+"""The messages of a conversation, as OpenAI's clients write them."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    body_schema,
+    ignore,
+    items,
+    mapping,
+    need,
+    only,
+    read,
+    shown,
+    takes,
+    text,
+    whatever,
+)
+from forerun.serve.tools import calls
+
+MAX_TEXT = 2**31 - 1
+"""Texts are bounded by the size of the body."""
+MAX_MESSAGES = 4096
+NO_MEDIA = "this server reads and writes text only"
+USE_TOOLS = "use tools and tool_choice"
+
+plain_text = text(MAX_TEXT)
+
+
+@takes({"type": "object", "required": ["type", "text"]})
+def _text_part(value: Any, where: str) -> str:
+    """A content part: {"type": "text", "text": "..."}."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text":
+        place = f"{where}.type"
+        raise RequestError(f"{place}: {shown(kind)} is not supported: {NO_MEDIA}.", place)
+    for name in value.keys() - {"type", "text", "cache_control"}:
+        raise RequestError(f"There is no field {shown(name)} in {where}.", where)
+    return str(plain_text(value.get("text"), f"{where}.text"))
+
+
+@takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
+def _content(value: Any, where: str) -> str:
+    """A message's text: a string, or parts, which are joined by line breaks."""
+    if isinstance(value, list):
+        return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
+    return str(plain_text(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
+
+    role: str = need(text(64))
+    content: str | None = accept(_content)
+    name: str | None = accept(text(256, 1))
+    tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
+    tool_call_id: str | None = accept(text(256))
+    reasoning_content: str | None = accept(plain_text)
+    reasoning: str | None = accept(plain_text)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    reasoning_details: Any = ignore(whatever)
+    thinking_blocks: Any = ignore(whatever)
+    provider_specific_fields: Any = ignore(whatever)
+    annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
+
+    refused: ClassVar[dict[str, str]] = {
+        "audio": NO_MEDIA,
+        "refusal": "the template has no place for it",
+        "function_call": USE_TOOLS,
+    }
+
+
+IGNORED = ("cache_control", "reasoning_details", "thinking_blocks", "provider_specific_fields")
+"""Fields of messages that change nothing: marks of caches, and what others leave in answers."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@takes(body_schema(Message))
+def _message(value: Any, where: str) -> dict[str, Any]:
+    """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
+    message = read(Message, value, where)
+    if message.reasoning is not None and message.reasoning_content is None:
+        message = replace(message, reasoning_content=message.reasoning)
+    place = f"{where}.role"
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RequestError(f"{place} must be one of {known}, not {shown(message.role)}.", place)
+    if message.content is None and not (message.tool_calls or message.reasoning_content):
+        raise RequestError(f"{where}.content is missing.", f"{where}.content")
+    role = "system" if message.role == "developer" else message.role
+    rest = ("name", "tool_call_id", "reasoning_content")
+    given = {name: getattr(message, name) for name in rest if getattr(message, name) is not None}
+    if message.tool_calls:
+        given["tool_calls"] = list(message.tool_calls)
+    return {"role": role, "content": message.content, **given}
+
+
+def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
+    """Fields that a checked body has in messages or in parts of them and that change nothing."""
+    messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    parts = [part for content in contents for part in content]
+    given = {name for one in (*messages, *parts) for name in one if one[name] is not None}
+    return tuple(f"messages.{name}" for name in IGNORED if name in given)
+
+
+messages = items(_message, MAX_MESSAGES, 1)

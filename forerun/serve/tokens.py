@@ -1,0 +1,186 @@
+"""Text to tokens and back: /tokenize, /detokenize and /tokenizer_info, as vLLM, SGLang and
+llama.cpp have them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forerun.build.engine import Loaded
+from forerun.errors import RequestError
+from forerun.serve.answering import Json, received, rendered, service_of
+from forerun.serve.dialects.openai.render import token_text
+from forerun.serve.dialogue import chat_prompt
+from forerun.serve.fields import accept, boolean, items, need, one_or_more, read, takes, text
+from forerun.serve.messages import messages, plain_text
+from forerun.serve.prepare import known_tokens
+from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
+from forerun.serve.tools import Tool, tools
+from forerun.types import Ints
+
+
+@takes(one_or_more(plain_text, MAX_PROMPTS).schema)
+def _texts(value: Any, where: str) -> str | tuple[str, ...]:
+    """A text or a list of them."""
+    found: tuple[str, ...] = one_or_more(plain_text, MAX_PROMPTS)(value, where)
+    return found if isinstance(value, list) else found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLists:
+    """Token ids. several: they came as a list of lists, and so do the texts."""
+
+    lists: tuple[tuple[int, ...], ...]
+    several: bool
+
+
+_EMPTY = {"type": "array", "maxItems": 0}
+
+
+@takes({"anyOf": [_EMPTY, token_ids.schema, items(token_ids, MAX_PROMPTS).schema]})
+def _ids(value: Any, where: str) -> TokenLists:
+    """Token ids, or a list of lists of them."""
+    if value == []:
+        return TokenLists(((),), False)
+    if isinstance(value, list) and isinstance(value[0], list):
+        return TokenLists(items(token_ids, MAX_PROMPTS)(value, where), True)
+    return TokenLists((token_ids(value, where),), False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeBody:
+    """POST /tokenize: of texts or of a conversation. parse_special: as in CompletionBody.
+
+    content, add_special, with_pieces  llama.cpp's: a text, whether the begin-of-text token comes
+    before it (no), and whether tokens are told with their texts
+    """
+
+    model: str | None = accept(text(256, 1))
+    prompt: str | tuple[str, ...] | None = accept(_texts)
+    content: str | tuple[str, ...] | None = accept(_texts)
+    messages: tuple[dict[str, Any], ...] | None = accept(messages)
+    tools: tuple[Tool, ...] = accept(tools, ())
+    add_special_tokens: bool = accept(boolean, True)
+    add_special: bool = accept(boolean, False)
+    with_pieces: bool = accept(boolean, False)
+    parse_special: bool = accept(boolean, True)
+    add_generation_prompt: bool | None = accept(boolean)
+    continue_final_message: bool = accept(boolean, False)
+    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
+    return_token_strs: bool = accept(boolean, False)
+
+    renamed: ClassVar[dict[str, str]] = {"text": "prompt"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeBody:
+    """POST /detokenize."""
+
+    model: str | None = accept(text(256, 1))
+    tokens: TokenLists = need(_ids)
+    skip_special_tokens: bool = accept(boolean, False)
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize."""
+    value, data = await received(request)
+    service = service_of(request)
+    body = await service.workers.run(len(data), read, TokenizeBody, value)
+    loaded = service.named(body.model).loaded
+    return Json(await rendered(service, len(data), _tokens, body, loaded))
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize."""
+    value, data = await received(request)
+    service = service_of(request)
+    body = await service.workers.run(len(data), read, DetokenizeBody, value)
+    loaded = service.named(body.model).loaded
+    found = await service.workers.run(len(data), _text, body, loaded)
+    # As vLLM, llama.cpp and SGLang call it.
+    return Json({"prompt": found, "content": found, "text": found})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info: what a client needs to use /tokenize as its tokenizer."""
+    loaded = service_of(request).enter().loaded
+    tokenizer = loaded.tokenizer
+    eos = next(iter(tokenizer.eos_ids), None)
+    ends = {"bos_token": tokenizer.bos_id, "eos_token": eos, "pad_token": eos}
+    named = {
+        name: None if id is None else token_text(tokenizer.token_bytes(id))
+        for name, id in ends.items()
+    }
+    return Json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": loaded.context,
+            "vocab_size": tokenizer.vocab_size,
+            "chat_template": None if loaded.chat is None else loaded.chat.source,
+            "additional_special_tokens": [t.text for t in tokenizer.added.values() if t.control],
+            **named,
+        }
+    )
+
+
+TOKEN_ROUTES = [
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/v1/tokenize", tokenize, methods=["POST"]),
+    Route("/v1/detokenize", detokenize, methods=["POST"]),
+    Route("/tokenizer_info", tokenizer_info),
+]
+
+
+def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
+    given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise RequestError("Give one of prompt, content and messages.", "prompt")
+    if body.tools and body.messages is None:
+        raise RequestError("tools are for messages.", "tools")
+    if body.messages is not None:
+        return _told(body, loaded, [chat_prompt(body, loaded, body.tools)], several=False)
+    begins = body.add_special if body.content is not None else body.add_special_tokens
+    asked = body.prompt if body.content is None else body.content
+    texts = (asked,) if isinstance(asked, str) else asked or ()
+    ids = [loaded.tokenizer.encode(one, body.parse_special, bos=begins) for one in texts]
+    return _told(body, loaded, ids, several=not isinstance(asked, str))
+
+
+def _told(body: TokenizeBody, loaded: Loaded, found: list[Ints], several: bool) -> dict[str, Any]:
+    """Counts and ids: of one text, or lists of them where a list was asked."""
+
+    def strings(ids: Ints) -> list[str]:
+        return [token_text(loaded.tokenizer.token_bytes(id)) for id in ids.tolist()]
+
+    def shaped(values: list[Any]) -> Any:
+        return values if several else values[0]
+
+    tokens = [ids.tolist() for ids in found]
+    if body.with_pieces:
+        tokens = [
+            [
+                {"id": id, "piece": piece}
+                for id, piece in zip(ids.tolist(), strings(ids), strict=True)
+            ]
+            for ids in found
+        ]
+    answer = {"count": shaped([len(ids) for ids in found]), "max_model_len": loaded.context}
+    answer["tokens"] = shaped(tokens)
+    if body.return_token_strs:
+        answer["token_strs"] = shaped([strings(ids) for ids in found])
+    return answer
+
+
+def _text(body: DetokenizeBody, loaded: Loaded) -> str | list[str]:
+    def one(tokens: tuple[int, ...], place: str) -> str:
+        ids = known_tokens(tokens, loaded, place)
+        return loaded.tokenizer.decode(ids.tolist(), skip_special=body.skip_special_tokens)
+
+    found = body.tokens
+    if found.several:
+        return [one(ids, f"tokens[{at}]") for at, ids in enumerate(found.lists)]
+    return one(found.lists[0], "tokens")

@@ -1,0 +1,172 @@
+"""Fields of vLLM's and llama.cpp's that tell more of tokens, or forbid some; and what is sent to
+say nothing.
+"""
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.options.config import ServeSettings
+from forerun.serve.app import create_app
+from forerun.text.tokenizer import Tokenizer
+from tests.cli.toys import toy_loaded
+
+TOKENIZER = Tokenizer.byte_level()
+PATHS = ("/v1/chat/completions", "/v1/completions")
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def client():
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        yield client
+
+
+def ask(client, path, code=200, **body):
+    base = {"messages": ASKED} if "chat" in path else {"prompt": "Hi"}
+    answer = client.post(path, json={**base, "max_tokens": 24, "temperature": 0, **body})
+    assert answer.status_code == code, answer.text
+    return answer.json()
+
+
+def text(answer):
+    choice = answer["choices"][0]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+NOTHING = [
+    {"anything": None},
+    {"suffix": None, "functions": None, "prediction": None},
+    {"use_beam_search": False, "early_stopping": False, "length_penalty": 1.0},
+    {"logits_processors": [], "custom_params": {}, "bad_words": [], "allowed_token_ids": None},
+    {"top_n_sigma": -1, "lora": [], "response_fields": [], "n_discard": 0, "vllm_xargs": {}},
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("nothing", NOTHING, ids=lambda body: next(iter(body)))
+def test_nothing_asked_is_never_refused(client, path, nothing):
+    assert text(ask(client, path, **nothing)) == text(ask(client, path))
+
+
+def test_what_chats_send_to_ask_nothing(client):
+    chat = PATHS[0]
+    asked = {"top_logprobs": 0, "n_probs": 0, "echo": False, "documents": []}
+    asked["service_tier"] = "flex"
+    assert text(ask(client, chat, **asked)) == text(ask(client, chat))
+    assert "top_logprobs" in ask(client, chat, 400, top_logprobs=1)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bad_words_are_in_no_answer(client, path):
+    plain = text(ask(client, path))
+    word = plain[5:7]
+    for options in ({}, {"speculative": {"enabled": False}}):
+        found = text(ask(client, path, bad_words=[word, plain[0]], **options))
+        assert word not in found and plain[0] not in found and len(found) >= 20
+    told = ask(client, path, 400, bad_words=["a"], json_schema={"type": "object"})
+    assert "bad_words and json_schema cannot be honoured at once" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_only_allowed_tokens(client, path):
+    ids = [ord(letter) for letter in "abc"]
+    answer = ask(client, path, allowed_token_ids=ids, return_token_ids=True, max_tokens=60)
+    found = answer["choices"][0]
+    assert set(found["token_ids"]) <= set(ids) and len(found["token_ids"]) == 60
+    assert found["finish_reason"] == "length"
+    ended = ask(client, path, allowed_token_ids=[*TOKENIZER.eos_ids], return_token_ids=True)
+    assert ended["choices"][0]["finish_reason"] == "stop" and not text(ended)
+    told = ask(client, path, 400, allowed_token_ids=[10**6])
+    assert told["error"]["param"] == "allowed_token_ids"
+
+
+def test_biases_as_llama_cpp_writes_them(client):
+    plain = text(ask(client, PATHS[1]))
+    found = text(ask(client, PATHS[1], logit_bias=[[ord(plain[0]), False]]))
+    assert plain[0] not in found
+    same = ask(client, PATHS[1], logit_bias={str(ord(plain[0])): -100.0})
+    assert text(ask(client, PATHS[1], logit_bias=[[ord(plain[0]), -100.0]])) == text(same)
+    assert "logit_bias[0]" in ask(client, PATHS[1], 400, logit_bias=[[1]])["error"]["message"]
+
+
+def test_log_probabilities_of_the_prompt(client):
+    chat = ask(client, PATHS[0], prompt_logprobs=1, return_token_ids=True)
+    told, ids = chat["prompt_logprobs"], chat["prompt_token_ids"]
+    assert told[0] is None and len(told) == len(ids)
+    assert all(str(id) in entry for id, entry in zip(ids[1:], told[1:], strict=True))
+    plain = ask(client, PATHS[1], prompt_logprobs=2, logprobs=1)["choices"][0]
+    echoed = ask(client, PATHS[1], echo=True, logprobs=2)["choices"][0]["logprobs"]
+    first = plain["prompt_logprobs"][1][str(ord("i"))]
+    assert first["logprob"] == echoed["token_logprobs"][1] and first["decoded_token"] == "i"
+    ranks = [entry["rank"] for entry in plain["prompt_logprobs"][1].values()]
+    assert {1, 2} <= set(ranks)
+    assert len(plain["logprobs"]["tokens"]) == 24
+    assert all(1 <= len(top) <= 2 for top in plain["logprobs"]["top_logprobs"])
+    assert "prompt_logprobs" in ask(client, PATHS[1], 400, prompt_logprobs=99)["error"]["message"]
+
+
+def test_tokens_named_by_their_ids(client):
+    named = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    chat = ask(client, PATHS[0], logprobs=True, top_logprobs=1, **named)["choices"][0]
+    entries = chat["logprobs"]["content"]
+    assert [one["token"] for one in entries] == [f"token_id:{id}" for id in chat["token_ids"]]
+    assert entries[0]["top_logprobs"][0]["token"].startswith("token_id:")
+    plain = ask(client, PATHS[1], logprobs=1, **named)["choices"][0]
+    assert plain["logprobs"]["tokens"] == [f"token_id:{id}" for id in plain["token_ids"]]
+    asked = ask(client, PATHS[0], n_probs=2)["choices"][0]["logprobs"]["content"]
+    assert len(asked[0]["top_logprobs"]) == 2
+
+
+def test_counts_in_chunks_begin_at_nothing(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": ASKED, "max_tokens": 5, "stream": True, "stream_options": options}
+    lines = client.post(PATHS[0], json=body).text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[0]["usage"]["completion_tokens"] == 0 < chunks[0]["usage"]["prompt_tokens"]
+    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_texts_to_tokens_as_three_servers_ask(client):
+    def post(path, code=200, **body):
+        answer = client.post(path, json=body)
+        assert answer.status_code == code, answer.text
+        return answer.json()
+
+    one = post("/tokenize", prompt="Hi", return_token_strs=True)
+    assert (one["count"], one["tokens"], one["token_strs"]) == (2, [72, 105], ["H", "i"])
+    two = post("/v1/tokenize", prompt=["Hi", "a"], return_token_strs=True)
+    assert (two["count"], two["tokens"]) == ([2, 1], [[72, 105], [97]])
+    assert two["token_strs"] == [["H", "i"], ["a"]]
+    pieces = post("/tokenize", content="Hi", with_pieces=True)["tokens"]
+    assert pieces == [{"id": 72, "piece": "H"}, {"id": 105, "piece": "i"}]
+    assert post("/detokenize", tokens=[72, 105])["prompt"] == "Hi"
+    assert post("/v1/detokenize", tokens=[[72], [105]])["text"] == ["H", "i"]
+    assert post("/detokenize", tokens=[])["content"] == ""
+    chat = post("/tokenize", messages=ASKED)["tokens"]
+    assert chat == ask(client, PATHS[0], return_token_ids=True)["prompt_token_ids"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    told = post("/tokenize", messages=ASKED, tools=[tool])["count"]
+    asked = ask(client, PATHS[0], tools=[tool], tool_choice="auto")
+    assert told == asked["usage"]["prompt_tokens"]
+    begun = [*ASKED, {"role": "assistant", "content": "Well"}]
+    going = post("/tokenize", messages=begun, continue_final_message=True)["tokens"]
+    assert TOKENIZER.decode(going).endswith("Well")
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    assert "cannot both" in post("/tokenize", 400, messages=begun, **both)["error"]["message"]
+    assert post("/tokenize", 400, prompt="a", messages=ASKED)["error"]["param"] == "prompt"
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know(client):
+    long = [{"role": "user", "content": "word " * 4000}]
+    told = ask(client, PATHS[0], 400, messages=long)["error"]
+    assert told["code"] == "context_length_exceeded"
+    assert told["message"].startswith("This model's maximum context length is ")
+    ours = {"messages": long, "max_tokens": 4}
+    theirs = client.post("/v1/messages", json=ours).json()["error"]["message"]
+    assert theirs.startswith("prompt is too long: ") and " maximum." in theirs
+    asked = client.post("/v1/messages", json={"messages": ASKED, "max_tokens": 10**6}).json()
+    assert "input length and `max_tokens` exceed context limit: " in asked["error"]["message"]
