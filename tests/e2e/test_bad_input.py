@@ -211,7 +211,7 @@ CHAT_FIELDS = [
     ("tool_choice", "required", "tool_choice"),
     ("tool_choice", "perhaps", "tool_choice"),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
-    ("functions", [], "functions"),
+    ("functions", [{}], "functions"),
     (
         "messages",
         [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
@@ -469,7 +469,7 @@ def test_tokenize_and_detokenize(server):
     assert answer["token_strs"] == ["H", "bytes:\\xc3", "bytes:\\xa9"]
     assert (answer["count"], answer["max_model_len"]) == (3, 4096)
     back = server.post("/detokenize", {"tokens": [*answer["tokens"], 257]}).json()
-    assert back == {"prompt": "Hé<|im_end|>"}
+    assert back["prompt"] == "Hé<|im_end|>"
     chat = server.post("/tokenize", {"messages": HELLO["messages"]}).json()["tokens"]
     assert (chat[0], chat.count(256)) == (256, 2)
     bare = {"messages": HELLO["messages"], "add_generation_prompt": False}
@@ -477,5 +477,5 @@ def test_tokenize_and_detokenize(server):
     for body in ({}, {"prompt": "a", "messages": HELLO["messages"]}):
         assert error_of(server.post("/tokenize", body), 400)["param"] == "prompt"
     assert error_of(server.post("/detokenize", {"tokens": [5, 300]}), 400)["param"] == "tokens[1]"
-    assert server.post("/detokenize", {"tokens": [97] * 5000}).json() == {"prompt": "a" * 5000}
+    assert server.post("/detokenize", {"tokens": [97] * 5000}).json()["prompt"] == "a" * 5000
     assert error_of(server.post("/detokenize", {}), 400)["param"] == "tokens"
