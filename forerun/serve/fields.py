@@ -28,7 +28,7 @@ Body = TypeVar("Body")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 NOTHING: Mapping[str, str] = {}
-_NO_WISH: tuple[Any, ...] = (False, 0, "", [], {})
+_UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 """What a field that is not supported may hold: clients send it to say that they want nothing."""
 
 
@@ -68,7 +68,7 @@ def body_schema(kind: type[Any]) -> Schema:
             found = {**found, "description": "Ignored: it changes nothing here."}
         properties[item.name] = found
     for name, why in getattr(kind, "refused", {}).items():
-        properties[name] = {"enum": [None, *_NO_WISH], "description": f"Not supported: {why}."}
+        properties[name] = {"enum": [None, *_UNSET], "description": f"Not supported: {why}."}
     for name, own in getattr(kind, "renamed", {}).items():
         properties[name] = {**properties[own], "description": f"Another name of {own}."}
     schema = {
@@ -123,7 +123,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
     given: dict[str, Any] = {}
     for key, content in value.items():
         own, place = renamed.get(key, key), f"{where}.{key}" if where else key
-        if content is None or (own in refused and content in _NO_WISH):
+        if content is None or (own in refused and content in _UNSET):
             continue  # Clients send null for what they leave open.
         if own in refused:
             raise RequestError(f"{place} is not supported: {refused[own]}.", place)
