@@ -26,8 +26,9 @@ SECONDS = 10.0
 COMMAND = (sys.executable, "-m", "forerun.text.render_worker")
 
 
-LARGE = 1 << 14
-"""Characters of JSON above which a conversation counts as large."""
+LARGE = 1 << 15
+"""Characters of JSON above which a conversation counts as large: twice the bytes of a body that a
+server counts as small (serve.workers), for control strings in it are marked."""
 
 
 class Renderer(Protocol):
@@ -91,7 +92,7 @@ class BySize:
 
 def is_large(names: dict[str, Any]) -> bool:
     """Whether a conversation is large: what becomes of it is then its own doing."""
-    return len(json.dumps(names)) > LARGE
+    return len(json.dumps(names, ensure_ascii=False, separators=(",", ":"))) > LARGE
 
 
 class Apart:

@@ -7,9 +7,7 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -24,12 +22,6 @@ from forerun.text.pieces import Pieces, pieces_of
 from forerun.types import Ints
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-_LARGE = 1 << 20
-"""Texts above this many characters are encoded one at a time: each takes some 200 bytes a character
-while it is."""
-
-_one_large = threading.Lock()
 
 
 class Codec(Protocol):
@@ -120,7 +112,7 @@ class Tokenizer:
             Pieces(tuple(table), 0),
             added,
             Ends((added[1].id, added[2].id)),
-            bound=LengthBound(max(map(len, table)), ascii=False),
+            bound=LengthBound(max(map(len, table)), ascii=False, blanks=1),
         )
 
     @classmethod
@@ -276,8 +268,7 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
 
     def encode(text: str, first: bool) -> list[int]:
         encoder = whole if first else later
-        with _one_large if len(text) > _LARGE else nullcontext():
-            return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     return encode
 

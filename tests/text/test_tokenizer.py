@@ -363,6 +363,17 @@ def test_nothing_is_told_of_tokenizers_that_may_drop_text(step):
     assert length_bound({}, [bytes([value]) for value in range(256)], []).least("1" * 9) == 9
 
 
+def test_white_space_is_counted_where_nothing_swallows_it():
+    pieces = [bytes([value]) for value in range(256)] + [b"    "]
+    assert length_bound({}, pieces, []).least(" \t\n\r" * 100) == 100
+    assert length_bound({"normalizer": {"type": "NFC"}}, pieces, []).least(" " * 100) == 25
+    for step in (
+        {"normalizer": {"type": "Strip"}},
+        {"added_tokens": [{"content": "<x>", "lstrip": True}]},
+    ):
+        assert length_bound(step, pieces, []).least(" " * 100) == 0
+
+
 def test_what_tokens_may_swallow_is_not_counted():
     pieces = [bytes([value]) for value in range(256)]
     assert length_bound({}, pieces, []).least("é") == 2
