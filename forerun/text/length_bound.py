@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.text.pieces import SPACE_MARK
+from forerun.text.tokenizer_limits import steps
 
 _PRINTABLE = bytes(range(33, 127))
 _SPACE = b" \t\n\r"
@@ -53,8 +54,8 @@ def length_bound(
     White space is not counted where a normalizer or an added token may swallow it, control
     characters never are. Where a step may drop anything else, nothing is known.
     """
-    normalizers = _steps(spec.get("normalizer"), "normalizers")
-    cuts = _steps(spec.get("pre_tokenizer"), "pretokenizers")
+    normalizers = list(steps(spec.get("normalizer"), "normalizers"))
+    cuts = steps(spec.get("pre_tokenizer"), "pretokenizers")
     known = not spec.get("truncation")
     known = known and all(_keeps_ascii(step) for step in normalizers)
     known = known and all(_cuts_only(step) for step in cuts)
@@ -75,15 +76,6 @@ def length_bound(
 
 def _spaces(data: bytes) -> int:
     return len(data) - len(data.translate(None, _SPACE))
-
-
-def _steps(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """A step of the document, or those of a sequence of them, also of one within another."""
-    if not step:
-        return []
-    if step.get("type") != "Sequence":
-        return [step]
-    return [inner for member in step.get(members) or [] for inner in _steps(member, members)]
 
 
 def _keeps_ascii(step: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
+from forerun.text.tokenizer_limits import check_limits
 from forerun.types import Ints
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -148,6 +149,7 @@ class Tokenizer:
     @classmethod
     def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
         try:
+            check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec)
             backend = tokenizers.Tokenizer.from_str(json.dumps(spec | {"version": "1.0"}))
@@ -268,7 +270,13 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
 
     def encode(text: str, first: bool) -> list[int]:
         encoder = whole if first else later
-        return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        try:
+            return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Of Rust: no Exception.
+                raise
+            message = f"the model's tokenizer cannot cut this text into words: {error}"
+            raise RequestError(message) from error
 
     return encode
 
