@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any, Protocol
 
-from forerun.errors import ModelError, RequestError
+from forerun.errors import ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.template import Template
 
@@ -124,9 +124,12 @@ class Apart:
         asked = {"source": self._source, **request}
         with self._turn:
             answer = self._child.ask(asked)
-            if answer is None and self._child.fault in (Fault.DIED, Fault.KILLED):
-                # Somebody else may have ended it.
+            if answer is None and self._child.fault not in (Fault.TIME, Fault.TOTAL):
+                # Somebody else may have ended or stopped it.
                 answer = self._child.ask(asked)
+            fault = self._child.fault
+        if answer is None and fault is not None and fault.ours:
+            raise WorkerError(f"The messages cannot be rendered: {fault.words(SECONDS)}.")
         if answer is None:
             raise ModelError("the chat template takes too much memory or time")
         if "refused" in answer:

@@ -5,7 +5,7 @@ from typing import Any
 
 from forerun.errors import ModelError
 
-MOST_GROWTH = 64
+MOST_PER_LETTER = 64
 """Characters that replacements in normalizers may make of one: those of published models make one
 of one. A few kilobytes of file could make 2^28, of each that a client sends."""
 
@@ -16,16 +16,16 @@ Gemma's file has two."""
 
 def check_limits(spec: dict[str, Any]) -> None:
     """Raise ModelError naming the part of a tokenizer.json document that asks for too much."""
-    growth = 1.0
+    letters = 1.0
     for step in steps(spec.get("normalizer"), "normalizers"):
         if step.get("type") == "Replace":
             pattern, content = step.get("pattern") or {}, len(str(step.get("content", "")))
             replaced = pattern.get("String")
-            growth *= max(1.0, content / len(replaced) if replaced else 1.0 + content)
-    if growth > MOST_GROWTH:
+            letters *= max(1.0, content / len(replaced) if replaced else 1.0 + content)
+    if letters > MOST_PER_LETTER:
         raise ModelError(
-            f"the tokenizer's normalizer makes {growth:.0f} characters of one; at most "
-            f"{MOST_GROWTH} are taken"
+            f"the tokenizer's normalizer makes {letters:.0f} characters of one; at most "
+            f"{MOST_PER_LETTER} are taken"
         )
     merges, tokens = spec["model"].get("merges") or [], len(spec["model"].get("vocab") or [])
     if len(merges) > MOST_MERGES * tokens:
