@@ -1,6 +1,5 @@
 """The door to the control of speculation: one answer per step; the policy that never changes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -76,7 +75,7 @@ class FixedPolicy:
         """One and the same, with more where a grammar knows more."""
         if self._lookahead is None or not constrained:
             return self._budget
-        found: Sequence[list[float]] = self._lookahead.predicted(slots, FIXED_MIN_PROB)
+        found = self._lookahead.predicted(slots, FIXED_MIN_PROB)
         return replace(self._budget, known=tuple(map(len, found)))
 
     def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:

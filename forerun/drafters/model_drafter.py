@@ -29,7 +29,7 @@ from forerun.interface.draft_model import (
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import Features, KeptFeatures
-from forerun.interface.next_draft import DraftRequest
+from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
 from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
@@ -80,6 +80,8 @@ class ModelDrafter:
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
         self._states: list[DraftState | None] = [None] * limits.slots
+        # That steps may grow: a device has prepared for these.
+        self._levels = [size.depth for size in draft_sizes(depth, depth)]
         # Whether steps have extended the model.
         self._within = False
 
@@ -252,12 +254,12 @@ class ModelDrafter:
         """Let the step do what would come after it, of rows that the model is not behind with.
 
         As deep as draft tokens are wanted now, which mostly is what will be wanted then, or one
-        level: the model keeps up. In powers of two: a device prepares for every depth it meets.
+        level: the model keeps up.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
         if not self.traits.drafts_on_device:
             return None
-        levels = min(1 << max(depth - 1, 0).bit_length(), self.traits.max_depth)
+        levels = next(levels for levels in self._levels if levels >= depth)
         states = [self._state(plan, row) for row in range(plan.rows)]
         # Of a step without draft tokens prompts are followed, and nothing else.
         prompts = [

@@ -270,6 +270,7 @@ class Scheduler:
         """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
         if not rows:
             return
+        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
         whole = self.policy.budget(
             np.array([row.sequence.slot for row in rows], np.int32),
             np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
@@ -279,7 +280,7 @@ class Scheduler:
             if not row.sequence.request.speculation.enabled:
                 budget = UNWANTED  # noqa: PLW2901
             row.sequence.tally.reason = budget.reason
-            row.budget = _within_request(row, budget)
+            row.budget = _bounded(_within_request(row, budget), most, most, CRAMPED)
         given = share_out([row.budget.nodes for row in rows], room)
         for row, nodes in zip(rows, given, strict=True):
             if row.budget.nodes:
@@ -293,16 +294,14 @@ class Scheduler:
         within = table.reserved + self.index.available * self.index.page_size
         depth = min(depth, within - table.length - row.in_flight - 1)
         if depth > 0:
-            # JumpForward, the end of the text may be nearer than all that.
-            last = row.sequence.end + 1 - table.length
+            last = row.sequence.end + 1 - table.length  # The end of the text may be nearer.
             table.reserve(min(row.in_flight + 1 + depth, last))
         return max(depth, 0)
 
     def _plan(self, rows: list[_Row]) -> Plan:
         """The rows as the arrays that an executor takes."""
         sequences = [row.sequence for row in rows]
-        # What a row says of itself in numbers, in the order of the columns below.
-        facts = [
+        facts = [  # In the order of the columns below.
             (
                 row.sequence.slot,
                 row.sequence.table.length + row.in_flight,

@@ -28,6 +28,8 @@ class ExecutorLimits:
     vocab         V
     max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
                   draft tokens. No step has more; None: as many as nodes
+    row_nodes     by rows of a step, beginning with one: nodes of one of them at most, where every
+                  row takes as much as the largest; () = as many as there is room for
     """
 
     page_size: int
@@ -37,6 +39,7 @@ class ExecutorLimits:
     context: int
     vocab: int
     max_scored: int | None = None
+    row_nodes: tuple[int, ...] = ()
 
     @property
     def scored_nodes(self) -> int:
@@ -110,18 +113,13 @@ class Executor(Protocol):
 
 @runtime_checkable
 class PreparedExecutor(Executor, Protocol):
-    """An executor that is slow until it has compiled and captured what steps will run, and that
-    pads steps to the sizes it captured.
-    """
+    """An executor that is slow until it has compiled and captured what steps will run."""
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile and capture before the first request, when nothing more is asked of the executor
-        that would void it (features, overlap). All slots are closed. progress(what, done, total).
+        """Compile and capture all that service may run, before the first request, when nothing more
+        is asked of the executor that would void it (features, overlap). All slots are closed.
+        `limits` says afterwards what steps may be. progress(what, done, total).
         """
-        ...
-
-    def padded_nodes(self, rows: int, nodes: int) -> int:
-        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
         ...
 
 

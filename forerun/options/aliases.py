@@ -153,7 +153,7 @@ _MODEL = [
     *taken("--precompile-token-paddings --precompile-bs-paddings", SGLANG, takes=MANY,
             why="sizes of steps are chosen from --max-sequences and --chunked-prefill-size"),
     *taken("--cuda-graph-bs", SGLANG, takes=MANY,
-            why="rounds of every batch up to --max-sequences are captured as they come up"),
+            why="rounds of every batch up to --max-sequences are captured at start-up"),
     *taken("--mamba-scheduler-strategy", SGLANG, why="no model with such states is read yet"),
     *same("--tp", "tp_size", SGLANG),
     *same("-tp", "tp_size", VLLM),

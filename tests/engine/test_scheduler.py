@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import FIXED, FixedPolicy
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
 from forerun.engine.sequence import Sequence
@@ -205,6 +205,18 @@ def test_guesses_are_shared_evenly():
         world.add(prompt_len=3, max_tokens=32)
     world.step()
     assert world.step().plan.max_nodes.tolist() == [5, 4, 4]
+
+
+def test_rows_have_no_more_nodes_than_a_device_has_prepared_for():
+    """Among two rows one may have four nodes, among three or more two."""
+    world = World(nodes=8, depth=8, pages=128, row_nodes=(9, 4, 2, 2, 2, 2, 2, 2))
+    allowed = []
+    for _ in range(3):
+        world.add(prompt_len=3, max_tokens=64)
+        world.step()
+        allowed.append(world.step().plan.max_nodes.tolist())
+    assert allowed == [[8], [3, 3], [1, 1, 1]]
+    assert world.scheduler.running[0].tally.reason == FIXED
 
 
 def test_no_guesses_in_the_first_step_of_a_slot():

@@ -26,8 +26,10 @@ TOKENIZER = Tokenizer.byte_level()
 GREEDY = Sampling(temperature=0.0, stop_tokens=ENDS)
 
 
-def limits(page_size=4, pages=64, slots=4, max_nodes=16, context=192, max_scored=None):
-    return ExecutorLimits(page_size, pages, slots, max_nodes, context, VOCAB, max_scored)
+def limits(
+    page_size=4, pages=64, slots=4, max_nodes=16, context=192, max_scored=None, row_nodes=()
+):
+    return ExecutorLimits(page_size, pages, slots, max_nodes, context, VOCAB, max_scored, row_nodes)
 
 
 def best(tokens: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ from forerun.executors.torch import (
     triton_round,
     triton_shaping,
 )
-from forerun.executors.torch.captured.sizes import NODES
+from forerun.executors.torch.captured.declared import NODES
 from forerun.executors.torch.geometry import tile_nodes
 from forerun.speculative.draft_tree import full_size
 

@@ -1,13 +1,11 @@
 import os
 from contextlib import contextmanager
-from math import inf
 
 import numpy as np
 import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.captured import warm_up
 from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
@@ -21,14 +19,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def captured_all():
-    """No size is left uncaptured because a machine is slow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_up, "CAPTURE_SECONDS", inf)
-        yield
 
 
 @pytest.fixture(scope="session")

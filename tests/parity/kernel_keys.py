@@ -17,7 +17,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from math import inf
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from triton.runtime.jit import JITFunction
 
 from forerun.executors.torch import TorchExecutor, compile_ahead, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured import warm_up
 from forerun.executors.torch.eagle_model import TorchEagleModel
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
@@ -70,7 +68,6 @@ def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
     executor.kernels_for = lambda device: kernels()
     captured_executor.recorder = lambda device: Tape()
-    warm_up.CAPTURE_SECONDS = inf
     checkpoint = RandomCheckpoint(shape_named("tiny"))
     made = with_captures(TorchExecutor(checkpoint, LIMITS))
     draft = random_draft(checkpoint.architecture, 64)

@@ -31,9 +31,9 @@ from forerun.executors.torch import block_model, decoder_model, eagle_model, pre
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.captured.declared import padded_rows
 from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.captured.sizes import padded_size
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.float8 import Float8Linear, Float8Parts
@@ -523,7 +523,7 @@ def table() -> str:
 
 def line(rows: int, nodes: int, levels: int, products: type[Product]) -> str:
     """One of the table's."""
-    size = padded_size(rows, nodes, 1024)._replace(levels=levels, width=min(levels, 1))
+    size = Size(padded_rows(rows), nodes, levels, min(levels, 1))
     found = count(Setting(LLAMA, drafts=levels > 0, products=products), size, rows)
     float8 = products is Float8Linear
     multiplied = 2 * size.total * LLAMA.parameters / (FLOPS * (1 + float8))

@@ -16,9 +16,9 @@ compiling = load("compile_ahead")
 BINARIES = {
     **dict.fromkeys(("_norm", "_add_norm", "_gate", "_enter", "_merge", "_choose"), 1),
     **dict.fromkeys(("_cut", "_rotation", "_candidates", "_grow", "_inputs"), 1),
-    # By tiles of 16, 32 and 64 queries; by nodes of a row, to the next power of two.
-    **dict.fromkeys(("_attend", "_prepare", "_walk", "_resume", "_leave"), 3),
-    **{"_follow": 2, "_move": 2, "_edit": 2},
+    # By nodes of a row, to the next power of two; by tiles of 16, 32 and 64 queries.
+    **dict.fromkeys(("_prepare", "_walk", "_resume", "_leave"), 4),
+    **{"_attend": 3, "_follow": 2, "_move": 2, "_edit": 2},
 }
 """Of a model with a draft head whose chains are up to 3 long: rows are no part of any key."""
 
@@ -35,7 +35,7 @@ def test_ten_thousand_mixed_steps_compile_and_capture_nothing():
     assert found["declared"] == BINARIES
     assert found["rounds"] + found["eager"] == 10_000 < 12 * found["rounds"] / 10
     assert found["told"] == [found["ready"]] * 2
-    assert found["asked"] > 80 and found["ready"] <= 140
+    assert 30 < found["asked"] <= found["ready"] + 1 and found["ready"] <= 50
 
 
 class Compiler:

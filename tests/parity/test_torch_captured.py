@@ -10,9 +10,9 @@ from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, executor, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.captured.declared import ASKED
+from forerun.executors.torch.captured.declared import declared
+from forerun.executors.torch.captured.executor import MOST_NODES
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
-from forerun.executors.torch.captured.sizes import MOST_NODES
 from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.executors.torch.plain_round import walk
 from forerun.interface.executor import DraftShape, PreparedExecutor
@@ -273,12 +273,14 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
     assert captured.describe()["captured"] == []
     told, seconds = [], captured.describe()["capture_seconds"]
     captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news[1:]))
-    rows, nodes = (1, 2, 4), (1, 2, 3, 4)
-    assert set(captured.describe()["captured"]) == {
-        Size(r, n, 0, 0, *asked) for r in rows for n in nodes for asked in ASKED
+    sizes = declared(captured.limits, DraftShape(nodes=3))
+    assert set(captured.describe()["captured"]) == set(sizes)
+    assert {size[:2] for size in sizes if not size.masked} == {
+        (rows, nodes) for rows in (1, 2, 4) for nodes in (1, 2, 4)
     }
     assert captured.describe()["capture_seconds"] > seconds
-    assert told == [(done, 48) for done in range(49)]
+    assert told == [(done, len(sizes)) for done in range(len(sizes) + 1)]
+    assert captured.limits.row_nodes == (16, 16, 16, 16)
     before = tape.captures
     with Driver(captured) as driver:
         for slot in range(3):
@@ -308,8 +310,14 @@ def test_nothing_is_captured_once_all_is(pair, plain):
     assert [len(r.top) for r in reports[3]] == [2] * len(reports[3])
 
 
-def test_an_executor_says_what_a_step_is_padded_to(pair):
-    captured, eager, _ = pair
+def test_only_what_was_captured_is_run(pair):
+    """A size that nobody declared is an error of whoever planned it."""
+    captured, eager, tape = pair
     assert isinstance(captured, PreparedExecutor) and not isinstance(eager, PreparedExecutor)
-    assert captured.padded_nodes(3, 10) == 4 * 12
-    assert captured.padded_nodes(3, 200) == 600  # No round: a step as it is.
+    captured.warm_up(DraftShape(nodes=3), lambda *_: None)
+    runner, before = captured.runner, tape.captures
+    assert runner.runs_as(Size(3, 3)) == Size(4, 4) and runner.runs_as(Size(1, 17)) is None
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no such size was captured"):
+            runner.launch(Size(3, 3), runner.staging(Size(3, 3)))()
+    assert tape.captures == before

@@ -20,8 +20,8 @@ from forerun.engine.request import Finish
 from forerun.executors.torch import executor
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
-from forerun.executors.torch.captured.buffers import Size
-from forerun.executors.torch.captured.declared import ASKED
+from forerun.executors.torch.captured.declared import declared
+from forerun.interface.executor import DraftShape
 from forerun.interface.plan import Budget
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
@@ -335,17 +335,16 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     target = open_target(config, lambda *news: told.append(news))
     try:
         ready = set(target.executor.describe()["captured"])
-        plain = {
-            *(Size(rows, nodes) for rows in (1, 2) for nodes in (1, 2, 3)),
-            *(Size(rows, 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
-            *(Size(rows, levels + 1, levels, 1) for rows in (1, 2) for levels in (1, 2)),
+        sizes = declared(target.executor.limits, DraftShape(nodes=2, width=1, levels=2))
+        assert ready == set(sizes)
+        plain = {size[:4] for size in sizes if not (size.shaping or size.masked)}
+        assert plain == {
+            (rows, *rest)
+            for rows in (1, 2)
+            for rest in ((1, 0, 0), (3, 0, 0), (2, 1, 1), (3, 2, 1))
         }
-        assert ready == {
-            size._replace(shaping=shaping, masked=masked, reports=reports)
-            for shaping, masked, reports in ASKED
-            for size in plain
-        }
-        assert [news for news in told if news[0] == "preparing step sizes"][-1][1:] == (56, 56)
+        last = [news for news in told if news[0] == "preparing step sizes"][-1]
+        assert last[1:] == (len(sizes), len(sizes))
         _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), True)
         assert stats.carried > 5
         captured = target.executor.describe()["captured"]

@@ -193,10 +193,6 @@ class JaxExecutor:
 
     # --- steps ---------------------------------------------------------------------------------
 
-    def padded_nodes(self, rows: int, nodes: int) -> int:
-        """Nodes that the round runs whose size holds so many rows of so many nodes."""
-        return self._buckets.padded(rows, nodes)
-
     @property
     def programs(self) -> Programs:
         """The compiled programs. Raises EngineError after `shutdown`."""

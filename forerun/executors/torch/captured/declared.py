@@ -1,56 +1,104 @@
-"""Which sizes are captured before the first step, and what steps of other sizes run as."""
+"""Which sizes of rounds there are: captured before the first request, and what steps run as.
+
+A captured round has fixed shapes. So few sizes are declared, and a step is padded to the cheapest
+that holds it; nothing is captured later. Of few nodes padding costs little, because the weights are
+read once either way; beyond eight rows, rows and nodes are padded to MOST_PADDING times at most.
+"""
 
 from collections.abc import Iterable, Iterator
 
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
-from forerun.executors.torch.captured.sizes import padded_size
 from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.next_draft import draft_sizes
 
-ASKED = ((0, 0, 0), (CUT, 0, 0), (0, 1, REPORTS[-1]), (CUT, 1, REPORTS[-1]))
-"""What rows may ask for in captured rounds (Size.shaping, masked, reports): any of the sampler's
-parameters or none, a grammar and log-probabilities or neither. Whoever asks for less runs along.
-"""
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+"""Rows of rounds; beyond, multiples of FURTHER_ROWS."""
+
+FURTHER_ROWS = 32
+
+NODES = (1, 2, 4, 6, 9, 12, 16, 24, 32, 48, 64)
+"""Nodes of a row where drafts of any length are found on the host, up to the longest."""
+
+FORCED = 16
+"""Nodes of a row for what a grammar forces beyond the longest draft, in rounds of FREE nodes."""
+
+FREE = 64
+MOST_PADDING = 1.5
+
+
+def padded_rows(rows: int) -> int:
+    """The tables' rows for so many."""
+    return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
 
 def declared(limits: ExecutorLimits, draft: DraftShape) -> tuple[Size, ...]:
-    """What is captured before the first step, each size once; those of few rows come first.
+    """What is captured before the first step, each size once; what rows ask for most comes first.
 
-    Every size that rows of up to draft.nodes draft tokens are padded to. Where a head drafts in
-    rounds also, with every number of levels: rounds that verify what the round before has grown,
-    and rounds of rows that were not drafted for yet. Then all of these again, as ASKED.
+    Three kinds, by what rows ask of the sampler: no more than a temperature; any of its
+    parameters; grammars and log-probabilities too. Of the last, in which the host has most of the
+    work, only rounds of one node and of the most.
     """
-    found: dict[Size, None] = {}
-    for rows in range(1, limits.slots + 1):
-        for nodes in range(1, draft.nodes + 2):
-            size = padded_size(rows, nodes, limits.scored_nodes)
-            if size is not None:
-                found.update(dict.fromkeys(_with_levels(size, nodes, draft)))
-    return tuple(
-        size._replace(shaping=shaping, masked=masked, reports=min(reports, limits.vocab))
-        for shaping, masked, reports in ASKED
-        for size in found
-    )
+    most = limits.scored_nodes
+    rows = [count for count in row_counts(limits.slots) if count <= most]
+    plain = [size for count in rows for size in _of_rows(count, most // count, draft)]
+    masked = [size for count in rows for size in _of_masked(count, most // count, draft)]
+    cut = [size._replace(shaping=CUT) for size in plain]
+    reports = min(REPORTS[-1], limits.vocab)
+    masked = [size._replace(shaping=CUT, masked=1, reports=reports) for size in masked]
+    return tuple(dict.fromkeys([*plain, *cut, *masked]))
+
+
+def row_counts(slots: int) -> list[int]:
+    """Rows of the declared rounds of so many sequences at most."""
+    return sorted({min(padded_rows(rows), slots) for rows in range(1, slots + 1)})
+
+
+def row_nodes(limits: ExecutorLimits, draft: DraftShape) -> tuple[int, ...]:
+    """Nodes that a row may have at most in a step of 1, 2, ... rows for it to be a round."""
+    counts, most = row_counts(limits.slots), limits.scored_nodes
+    padded = (next(n for n in counts if n >= rows) for rows in range(1, limits.slots + 1))
+    return tuple(max(1, min(_longest(count, draft), most // count)) for count in padded)
 
 
 def covering(size: Size, captured: Iterable[Size]) -> Size | None:
     """The cheapest of `captured` that does what a round of `size` does; None where none does.
 
-    The trees that are grown are the same; rows, nodes and what else is asked for may be more.
+    Rows, nodes, levels that are grown and what else is asked for may be more.
     """
-    grown = size.levels, size.width
 
     def fits(other: Size) -> bool:
-        asked = zip(size[4:], other[4:], strict=True)
-        larger = other.rows >= size.rows and other.nodes >= size.nodes
-        return (other.levels, other.width) == grown and larger and all(a <= b for a, b in asked)
+        pairs = list(zip(size, other, strict=True))
+        pairs.pop(3)  # The width is the same, where anything is grown.
+        return (not size.levels or other.width == size.width) and all(a <= b for a, b in pairs)
 
     found = filter(fits, captured)
-    return min(found, key=lambda other: (other.total, *other[4:]), default=None)
+    return min(found, key=lambda other: (other.levels, other.total, *other[4:]), default=None)
 
 
-def _with_levels(size: Size, nodes: int, draft: DraftShape) -> Iterator[Size]:
-    yield size
-    for levels in range(1, draft.levels + 1):
-        if nodes == 1 or draft.width > 1 or levels == nodes - 1:
-            yield size._replace(levels=levels, width=draft.width)
+def _of_rows(rows: int, room: int, draft: DraftShape) -> Iterator[Size]:
+    """Rounds of so many rows, of which each has `room` nodes at most."""
+    longest = min(1 + draft.nodes, room)
+    counts = [nodes for nodes in NODES if nodes < longest]
+    if draft.levels:  # Drafts of a head are as long as it grows them; of others there are fewer.
+        counts = [nodes for nodes in counts if nodes in (1, 4)]
+    yield from (Size(rows, nodes) for nodes in [*counts, longest])
+    if draft.levels:
+        for nodes, levels in draft_sizes(draft.nodes, draft.levels):
+            if 1 + nodes < longest:
+                yield Size(rows, 1 + nodes, levels, draft.width)
+        yield Size(rows, longest, draft.levels, draft.width)
+
+
+def _of_masked(rows: int, room: int, draft: DraftShape) -> Iterator[Size]:
+    yield Size(rows, 1)
+    for nodes in (1 + draft.nodes, _longest(rows, draft)):
+        yield Size(rows, min(nodes, room))
+        if draft.levels:
+            yield Size(rows, min(nodes, room), draft.levels, draft.width)
+
+
+def _longest(rows: int, draft: DraftShape) -> int:
+    """Nodes of a row in the largest declared round of so many rows, if all had room."""
+    forced = FORCED if draft.nodes and rows * FORCED <= FREE else 1
+    return max(1 + draft.nodes, forced)

@@ -1,8 +1,9 @@
 """CapturedExecutor: the executor contract in captured rounds, around the eager executor.
 
 A step of which every row begins with exactly one known token and samples runs as one round
-(runner.py), padded to one of a few sizes (sizes.py); nothing waits until its record is wanted
-(in_flight.py). Every other step, which is a prompt's or too large, is an eager one. Sampling
+(runner.py), padded to one of the sizes that were declared and captured before the first request
+(declared.py); nothing waits until its record is wanted (in_flight.py). Every other step, which is a
+prompt's, is an eager one. Sampling
 parameters, masks that are known before a step, and log-probabilities are a round's own work
 (shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits, as
 in an eager step: those under a grammar whose masks come later.
@@ -27,7 +28,7 @@ from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch.block_model import TorchBlockModel
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
-from forerun.executors.torch.captured.declared import declared
+from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.graphs import Recorder, recorder
 from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.prepare_inputs import (
@@ -38,7 +39,6 @@ from forerun.executors.torch.captured.prepare_inputs import (
 )
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.captured.sizes import padded_size
 from forerun.executors.torch.captured.warm_up import warm_up
 from forerun.executors.torch.decoder import Decoder, refusal
 from forerun.executors.torch.executor import Scores, TorchExecutor
@@ -53,6 +53,9 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
+
+MOST_NODES = 64
+"""Nodes of a row, at most, in a round."""
 
 _NOBODY: Ints = np.zeros(0, np.int32)
 
@@ -134,13 +137,9 @@ class CapturedExecutor:
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every kernel and capture what is declared for such drafts; see warm_up.py."""
         warm_up(self.runner, self.eager, declared(self.limits, draft), progress)
+        self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
 
     # --- a step ------------------------------------------------------------------------------
-
-    def padded_nodes(self, rows: int, nodes: int) -> int:
-        """Nodes that a step of `rows` rows runs in all, of which the largest has `nodes`."""
-        size = padded_size(rows, nodes, self._scored)
-        return rows * nodes if size is None else size.total
 
     def size_of(
         self,
@@ -149,7 +148,7 @@ class CapturedExecutor:
         draft_request: DraftRequest | None = None,
         masked: bool = False,
     ) -> Size | None:
-        """The smallest size that holds the step; None where it cannot be run as a round.
+        """The declared size that the step runs as; None where it cannot be run as a round.
 
         What is requested is part of it, where it fits.
         """
@@ -160,10 +159,10 @@ class CapturedExecutor:
     def _size(
         self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
     ) -> Size | None:
-        """The smallest size for rows, in these slots, of so many nodes."""
+        """The declared size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
-        size = padded_size(len(slots), nodes, self._scored)
-        if size is None:
+        size = Size(len(slots), nodes)
+        if nodes > MOST_NODES or size.total > self._scored:
             return None
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
         if more or self._sampler.reports(slots):

@@ -14,6 +14,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from forerun.errors import EngineError
+
 Size = TypeVar("Size", bound=int | tuple[int, ...])
 """What tells programs of one kind apart."""
 
@@ -121,7 +123,7 @@ class Programs(Generic[Size]):
     """`work(size)` for a few sizes, each captured when it is asked for the second time.
 
     The first call of a size runs it as it is, which is also its warm-up: every call does the
-    work exactly once.
+    work exactly once. After `seal` no size is captured any more.
 
     seconds  spent on first calls and captures
     """
@@ -129,7 +131,7 @@ class Programs(Generic[Size]):
     def __init__(self, work: Callable[[Size], None], records: Recorder | None) -> None:
         self._work, self._records = work, records
         self._replays: dict[Size, Callable[[], None] | None] = {}
-        self.seconds = 0.0
+        self.seconds, self._sealed = 0.0, False
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -141,9 +143,18 @@ class Programs(Generic[Size]):
         if self._records is not None:
             self._records.forget()
         self._replays.clear()
+        self._sealed = False
+
+    def seal(self) -> None:
+        """From now on a size that was not captured is an error, until all is forgotten."""
+        self._sealed = True
 
     def run(self, size: Size) -> None:
-        """Do the work of one size, once."""
+        """Do the work of one size, once. Raises EngineError, after `seal`, for one that was not
+        captured: whoever planned it had to choose among those that were.
+        """
+        if self._sealed and not self._replays.get(size):
+            raise EngineError(f"a round of {size} was planned, but no such size was captured")
         if self._records is None:
             self._work(size)
         elif size not in self._replays:

@@ -32,13 +32,12 @@ from forerun.executors.torch.captured.buffers import (
     Sized,
     StagingBuffer,
 )
-from forerun.executors.torch.captured.declared import covering
+from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.captured.sizes import padded_rows
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import Geometry
@@ -134,11 +133,14 @@ class CudaGraphRunner:
         self._runs = None
 
     def only_captured(self) -> None:
-        """Capture no further size, until what was captured is forgotten."""
+        """Run what was captured and nothing else, until that is forgotten."""
         self._runs = {}
+        self._programs.seal()
 
     def runs_as(self, size: Size) -> Size | None:
-        """The size that a round of this size runs at; None where it is no round's."""
+        """The captured size that a round of this size runs at, None where there is none; before
+        `only_captured` the size itself.
+        """
         if self._runs is None:
             return size
         if size not in self._runs:

@@ -1,19 +1,12 @@
 """What captured rounds do before the first request: kernels compiled, programs captured."""
 
-import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from time import perf_counter
 
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.geometry import LINES
-
-log = logging.getLogger("forerun.executors.torch")
-
-CAPTURE_SECONDS = 60.0
-"""No further size is captured before the first request after this long."""
 
 
 def warm_up(
@@ -22,9 +15,8 @@ def warm_up(
     sizes: Iterable[Size],
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile every kernel that rounds of these sizes and prompts need, then capture the rounds,
-    within CAPTURE_SECONDS. Where all were captured, nothing is captured any more. All slots are
-    closed. progress(what, done, total).
+    """Compile every kernel that rounds of these sizes and prompts need, then capture all of them;
+    nothing else is captured afterwards. All slots are closed. progress(what, done, total).
     """
     most, drafting = eager.limits.scored_nodes, runner.drafting
     wanted = [
@@ -37,11 +29,7 @@ def warm_up(
     kernels.ahead(
         partial(_launch_all, runner, eager, wanted), partial(progress, "compiling kernels")
     )
-    begun = perf_counter()
     for done, size in enumerate(wanted):
-        if perf_counter() - begun > CAPTURE_SECONDS:
-            log.warning("captured %d of %d sizes in %.0f s", done, len(wanted), CAPTURE_SECONDS)
-            return
         progress(what, done, len(wanted))
         for _ in range(2):
             runner.launch(size, runner.staging(size))()

@@ -1,0 +1,143 @@
+"""Whatever is asked of an engine with captured rounds, all that it runs was captured before the
+first request: requests of every kind, drafts of every size that a policy may ask for.
+"""
+
+import numpy as np
+import pytest
+
+from forerun.build import engine as build
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.constrain.grammar import Grammar
+from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.interface.next_draft import draft_sizes
+from forerun.interface.plan import Budget
+from tests.parity.tape import Tape
+from tests.parity.test_torch_drafting import KERNELS
+from tests.parity.test_torch_eagle_model import opened_config
+
+DRAFTERS = {
+    "ngrams": ("NGRAM", 8, 8, None),
+    "chain": ("EAGLE", 3, 3, 1),
+    "tree": ("EAGLE", 9, 3, 3),
+    "both": ("EAGLE+NGRAM", 8, 3, 1),
+}
+"""Algorithm, draft tokens, steps, top-k."""
+
+SLOW = pytest.mark.slow
+CELLS = [
+    ("chain", 1, 400),
+    pytest.param("ngrams", 1, 1500, marks=SLOW),
+    pytest.param("tree", 1, 1500, marks=SLOW),
+    *(pytest.param(name, 16, 1500, marks=SLOW) for name in DRAFTERS),
+    *(pytest.param(name, 64, 1000, marks=SLOW) for name in DRAFTERS),
+]
+"""Drafter, sequences at once, steps."""
+
+
+class Whim:
+    """A policy that asks for another size in every few steps, none included."""
+
+    def __init__(self, nodes, depth):
+        self.sizes = [*draft_sizes(nodes, depth), (0, 0), (0, 0)]
+        self.random = np.random.default_rng(0)
+        self.size, self.left = self.sizes[-1], 0
+
+    def budget(self, slots, kv_len, constrained=False):
+        if not self.left:
+            self.size = self.sizes[self.random.integers(len(self.sizes))]
+            self.left = int(self.random.integers(1, 6))
+        self.left -= 1
+        nodes, depth = self.size
+        model = depth * bool(self.random.integers(2))
+        known = tuple(self.random.integers(0, 9, len(slots)).tolist()) if constrained else ()
+        return Budget(nodes, depth, "a whim", model_depth=model, known=known)
+
+    def open(self, slot):
+        pass
+
+    def select(self, plan, drafts):
+        return drafts
+
+    def observe(self, report):
+        pass
+
+    def disable(self, reason):
+        raise AssertionError(reason)
+
+    def describe(self):
+        return {}
+
+
+def requests(target, texts, count):
+    """Of every kind, short and long, for ever."""
+    grammar = target.compile(Grammar.regex(r'(\{"name": "[a-z ]{3,30}"\}){1,9}'))
+    kinds = [
+        {},
+        {"temperature": 0.8},
+        {"temperature": 0.9, "top_p": 0.8, "min_p": 0.01},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {"logprobs": 2, "presence_penalty": 0.5},
+        {"grammar": grammar},
+        {"logprobs": 20, "top_k": 5, "temperature": 1.1},
+        {"grammar": grammar, "temperature": 1.0, "logit_bias": ((5, 2.0),)},
+    ]
+    random = np.random.default_rng(1)
+    for n in range(count):
+        text = np.tile(texts[n % len(texts)], 3)
+        yield make_request(
+            text[: int(random.integers(3, 60))],
+            max_tokens=int(random.integers(1, 50)),
+            ignore_eos=True,
+            seed=n,
+            **{"temperature": 0.0} | kinds[n % len(kinds) if n % 3 else 0],
+        )
+
+
+@pytest.mark.parametrize(("drafter", "slots", "steps"), CELLS)
+def test_nothing_is_captured_after_the_first_request(
+    folder, learned, monkeypatch, drafter, slots, steps
+):
+    tape, rounds = Tape(), []
+    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
+    algorithm, nodes, depth, width = DRAFTERS[drafter]
+    target = open_target(
+        opened_config(
+            folder, learned[0], max_sequences=slots, context=128, kv_tokens=128 * min(slots, 24),
+            chunked_prefill_size=128, overlap=True, speculative_algorithm=algorithm,
+            speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+            speculative_eagle_topk=width,
+        )
+    )  # fmt: skip
+    verify = CapturedExecutor._verify
+
+    def counted(self, plan, trees, *rest):
+        begun = verify(self, plan, trees, *rest)
+        decoding = (trees.known == 1).all() and plan.samples.all()
+        if decoding:
+            rounds.append(isinstance(begun, InFlightStep))
+        return begun
+
+    monkeypatch.setattr(CapturedExecutor, "_verify", counted)
+    captures, ready = tape.captures, target.executor.describe()["captured"]
+    assert captures == len(ready)
+    monkeypatch.setattr(build, "policy_for", lambda *_: Whim(nodes, depth))
+    engine = make_engine(target, target.config)
+    try:
+        waiting = requests(target, learned[1], 100_000)
+        open_, done = 0, []
+        for step in range(steps):
+            while open_ - len(done) < slots + 1 and (step % 3 == 0 or open_ == len(done)):
+                engine.submit(next(waiting), lambda news: done.append(1) if news.finish else None)
+                open_ += 1
+            engine.step_once()
+        stats = engine.stats()
+    finally:
+        engine.shutdown()
+        target.close()
+    assert tape.captures == captures and len(done) > 5
+    assert stats.carried > 0 and len(rounds) > 20
+    assert all(rounds), "a step that only decodes is a round"
