@@ -126,6 +126,12 @@ class Engine:
                 self._news.append(partial(self._core.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
+    def forget_prefixes(self) -> None:
+        """Forget, before the next step, all pages that no running sequence holds."""
+        with self._changed:
+            self._news.append(self._core.scheduler.index.forget)
+            self._changed.notify_all()
+
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others, `timeout` seconds at most. True if all
         ended.

@@ -48,11 +48,16 @@ class Generated(Response):
             GenerationSession(generation, engine, events, settings, receive) as session,
         ):
             scope["state"]["record"].session = session
-            if generation.stream:
-                await EventStream(session, dialect, send).run()
-            else:
-                answer = dialect.whole(await session.whole(), session.tally)
-                await Json(answer)(scope, receive, send)
+            running: set[GenerationSession] = scope["app"].state.running
+            running.add(session)
+            try:
+                if generation.stream:
+                    await EventStream(session, dialect, send).run()
+                else:
+                    answer = dialect.whole(await session.whole(), session.tally)
+                    await Json(answer)(scope, receive, send)
+            finally:
+                running.discard(session)
         _observe(session, served)
 
 

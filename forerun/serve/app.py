@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from forerun.build.engine import Loaded
 from forerun.options.config import ServeSettings
+from forerun.serve.dialects.llama.routes import LLAMA_ROUTES
 from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
 from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore
@@ -26,7 +27,7 @@ from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
 from forerun.serve.static_files import ui_routes
 
-HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES)
+HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *LLAMA_ROUTES)
 _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
 
 
@@ -57,6 +58,7 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.responses = ResponseStore()
+    app.state.running = set()
     return app
 
 
@@ -70,7 +72,7 @@ def _browsers(settings: ServeSettings) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=(
                 "x-request-id",
@@ -91,5 +93,8 @@ async def _refused(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         message, code = f"{path} takes {allowed}, not {request.method}.", "method_not_allowed"
     else:
-        message, code = f"There is nothing at {path}; see /v1/models.", "unknown_url"
+        near = f"/v1{request.url.path}"
+        known = any(getattr(route, "path", None) == near for route in request.app.routes)
+        hint = f"did you mean /v1{path}?" if known else "see /openapi.json."
+        message, code = f"There is nothing at {path}; {hint}", "unknown_url"
     raise ApiError(error.status_code, message, code, headers=error.headers)

@@ -13,6 +13,7 @@ from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.bans import token_rules
 from forerun.serve.closing import closed_grammar, closed_rules
+from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in
 from forerun.serve.output_parser import OutputParser
@@ -122,26 +123,43 @@ class Conversational(Protocol):
 
 def chat_prompt(body: Conversational, loaded: Loaded, offered: tuple[Tool, ...] = ()) -> Ints:
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
-    template = _template(loaded)
+    template, opens = _template(loaded), _opens(body)
     extra, most = dict(body.chat_template_kwargs or {}), None
-    continues, opens = body.continue_final_message, body.add_generation_prompt
-    if continues and opens:
-        raise RequestError(
-            "add_generation_prompt and continue_final_message cannot both be true: the answer "
-            "either begins or goes on with the last message.",
-            "continue_final_message",
-        )
+    continues = body.continue_final_message
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | extra
         most = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),
         [tool.plain for tool in offered] or None,
-        add_generation_prompt=opens is not False,
+        add_generation_prompt=opens,
         extra=extra,
         continues=continues,
         most=most,
     )
+
+
+def rendered_chat(body: TemplateBody, loaded: Loaded) -> str:
+    """A conversation by the model's template, as text for people."""
+    return _template(loaded).render(
+        list(body.messages),
+        [tool.plain for tool in body.tools] or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        extra=body.chat_template_kwargs,
+    )
+
+
+def _opens(body: Conversational) -> bool:
+    """Whether the prompt ends where an answer begins. Raises RequestError where it would have to
+    end in two ways.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message cannot both be true: the answer "
+            "either begins or goes on with the last message.",
+            "continue_final_message",
+        )
+    return body.add_generation_prompt is not False
 
 
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from starlette.routing import Route
 
 from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
+from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.dialects.ollama.models import ShowBody
 from forerun.serve.dialects.ollama.schema import GenerateBody as OllamaGenerateBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
+from forerun.serve.dialects.sglang.routes import AbortBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.fields import body_schema
 from forerun.serve.schema import ChatBody, CompletionBody
@@ -28,7 +30,11 @@ from forerun.version import __version__
 BODIES: dict[str, type[Any]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/chat/completions/input_tokens": ChatBody,
+    "/apply-template": TemplateBody,
+    "/abort_request": AbortBody,
     "/v1/responses": ResponsesBody,
+    "/v1/responses/input_tokens": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
     "/api/chat": OllamaChatBody,

@@ -51,6 +51,7 @@ class Generation:
     parser      makes the reader of one choice's text; None where all of it is content
     lossy       the accept thresholds, where they may change the answer
     ignored     fields that change nothing beside what else was asked
+    given       what the client calls it: by these names and by its id it can be aborted
     """
 
     id: str
@@ -63,6 +64,7 @@ class Generation:
     parser: Callable[[], OutputParser] | None = None
     lossy: dict[str, float] | None = None
     ignored: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
 
     def under(self, grammar: Compiled) -> "Generation":
         """The same with its rules compiled."""
@@ -161,7 +163,8 @@ def _generation(
         )
         for index, prompt in enumerate(prompts)
     )
-    return Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
+    made = Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
+    return made if body.request_id is None else replace(made, given=(body.request_id,))
 
 
 def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Generation:

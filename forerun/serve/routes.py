@@ -1,6 +1,5 @@
 """The routes: read the body, ask, answer. What each may say is in `schema`."""
 
-from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +10,7 @@ from forerun.serve.answering import Json, generated, received, rendered, service
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
-from forerun.serve.dialects.responses.responses import ResponsesDialect
+from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
 from forerun.serve.dialects.responses.store import ResponseStore, Stored
 from forerun.serve.errors import ApiError
 from forerun.serve.service import Served
@@ -32,6 +31,13 @@ async def completions(request: Request) -> Response:
 async def responses(request: Request) -> Response:
     """POST /v1/responses."""
     return await generated(request, ResponsesDialect(request.app.state.responses))
+
+
+async def response_tokens(request: Request) -> Response:
+    """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
+    service, store = service_of(request), request.app.state.responses
+    value, data = await received(request)
+    return Json(await rendered(service, len(data), input_tokens, value, service, store))
 
 
 async def response(request: Request) -> Response:
@@ -100,30 +106,11 @@ async def version(request: Request) -> Response:
     return Json({"version": __version__})
 
 
-async def server_info(request: Request) -> Response:
-    """GET /server_info: what runs here, with which options, and what it has done."""
-    service = service_of(request)
-    served = service.served()
-    settings = asdict(service.settings)
-    settings["api_keys"] = len(service.settings.api_keys)
-    return Json(
-        {
-            "version": __version__,
-            "model": served.name,
-            "context": served.loaded.context,
-            "state": service.state,
-            "settings": settings,
-            **served.loaded.info,
-            **served.loaded.engine.describe(),
-            "stats": asdict(served.loaded.engine.stats()),
-        }
-    )
-
-
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
+    Route("/v1/responses/input_tokens", response_tokens, methods=["POST"]),
     Route("/v1/responses/{id}", response),
     Route("/v1/responses/{id}", forget_response, methods=["DELETE"]),
     Route("/v1/responses/{id}/input_items", input_items),
@@ -134,7 +121,6 @@ ROUTES = [
     *TOKEN_ROUTES,
     Route("/health", health),
     Route("/metrics", metrics),
-    Route("/server_info", server_info),
     Route("/version", version),
 ]
 

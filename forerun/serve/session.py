@@ -68,7 +68,7 @@ class GenerationSession:
         self._settings = settings
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
-        self._gone = False
+        self._gone = self._aborting = False
         # Choices that still run, and the index of the first choice, by request.
         self._open: dict[RequestId, int] = {}
         firsts = enumerate(generation.requests)
@@ -101,6 +101,11 @@ class GenerationSession:
     def ended(self) -> bool:
         """No choice runs any more."""
         return not self._open
+
+    def abort(self) -> None:
+        """End what still runs, on somebody's order. Its client is told so."""
+        self._aborting = True
+        self._abort()
 
     async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
         """(index of the choice, what is new of it), as it comes; an empty list after a silence.
@@ -150,6 +155,8 @@ class GenerationSession:
         """Why the engine ended a request that it could have gone on with."""
         if self._gone:
             return ClientGoneError()
+        if self._aborting:
+            return ApiError(400, "The request was aborted through /abort_request.", "aborted")
         if not self._engine.alive:
             message = "The server is shutting down and cut this answer short."
             return unavailable(message, "shutting_down")

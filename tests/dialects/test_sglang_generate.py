@@ -126,9 +126,48 @@ def test_what_is_beside_it(server):
     info = server.http.get("/get_model_info").json()
     assert (info["model_path"], info["is_generation"]) == ("toy", True)
     assert server.http.get("/health_generate").json() == {"status": "ok"}
-    for path in ("/v1/embeddings", "/api/embed", "/encode"):
+    assert server.http.get("/model_info").json() == info
+    for path in ("/v1/embeddings", "/api/embed", "/encode", "/rerank", "/score", "/classify"):
         answer = server.post(path, {"input": "Hi"})
         assert answer.status_code == 501 and "no embeddings" in answer.text
+
+
+def test_each_text_has_its_own_parameters(server):
+    texts, lengths = ["Hi", "Ho", "Ha"], (3, 9, 5)
+    alone = [
+        ask(server, SAMPLED, text, options={"max_new_tokens": length})["output_ids"]
+        for text, length in zip(texts, lengths, strict=True)
+    ]
+    each = [params(SAMPLED, max_new_tokens=length) for length in lengths]
+    body = {"text": texts, "sampling_params": each, "return_logprob": [True, False, True],
+            "top_logprobs_num": [2, 0, 0], "logprob_start_len": [-1, -1, 0],
+            "rid": ["a", "b", "c"]}  # fmt: skip
+    answer = server.post(GENERATE, body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert [one["output_ids"] for one in found] == alone
+    metas = [one["meta_info"] for one in found]
+    assert [meta["id"] for meta in metas] == ["a", "b", "c"]
+    assert [len(top) for top in metas[0]["output_top_logprobs"]] == [2] * 3
+    assert "output_token_logprobs" not in metas[1] and len(metas[2]["input_token_logprobs"]) == 2
+    streamed = {one["meta_info"]["id"]: one["output_ids"] for one in pieces(server, body)}
+    assert streamed == dict(zip("abc", alone, strict=True))
+
+
+def test_log_probabilities_of_chosen_tokens(server):
+    ids = [70, 71, 257]
+    asked = {"return_logprob": True, "token_ids_logprob": ids, "logprob_start_len": 0}
+    meta = ask(server, options={"max_new_tokens": 2}, **asked)["meta_info"]
+    assert [[id for _, id, _ in place] for place in meta["output_token_ids_logprobs"]] == [ids] * 2
+    assert meta["input_token_ids_logprobs"][0] is None
+    tops = ask(server, options={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=20)
+    known = {id: value for value, id, _ in tops["meta_info"]["output_top_logprobs"][0]}
+    for value, id, _ in meta["output_token_ids_logprobs"][0]:
+        assert known.get(id, value) == value
+    body = {"text": "Hi", "top_logprobs_num": 2, "sampling_params": params()}
+    alone = server.post(GENERATE, body)
+    assert "output_top_logprobs" not in alone.json()["meta_info"]
+    assert alone.headers["x-forerun-ignored"] == "top_logprobs_num"
 
 
 BAD = [
@@ -141,7 +180,12 @@ BAD = [
      "sampling_params.ebnf"),
     ({"text": "a", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
     ({"text": "a", "sampling_params": {"n": 100}}, "n"),
-    ({"text": "a", "top_logprobs_num": 1}, "top_logprobs_num"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params[1]"),
+    ({"text": ["a", "b"], "sampling_params": [{}, {"regex": "a"}]}, "sampling_params[1]"),
+    ({"text": "a", "return_logprob": True, "token_ids_logprob": [300]}, "token_ids_logprob"),
+    ({"text": "a", "return_logprob": True, "token_ids_logprob": [3],
+      "sampling_params": {"max_new_tokens": 4000}}, "token_ids_logprob"),
     ({"text": "a", "lora_path": "b"}, "lora_path"),
     ({"text": "a", "image_data": "b"}, "image_data"),
     ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),

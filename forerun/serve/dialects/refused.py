@@ -12,8 +12,16 @@ EMBEDDINGS = (
     "/api/embed",
     "/api/embeddings",
     "/encode",
+    "/embedding",
     "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/reranking",
+    "/reranking",
     "/v1/score",
+    "/score",
+    "/v1/classify",
+    "/classify",
     "/pooling",
 )
 

@@ -85,6 +85,7 @@ class ChatFormat:
             "logprobs": self._logprobs(news),
             "finish_reason": self._finish(index, news),
             "stop_reason": news.stop_reason,
+            "matched_stop": matched_stop(news, self._unseen),
         }
         if news.trace:
             choice[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
@@ -110,7 +111,8 @@ class ChatFormat:
         found += [_chat_chunk(index, delta) for delta in deltas]
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
-            found.append(ended | {"stop_reason": news.stop_reason})
+            matched = matched_stop(news, self._unseen)
+            found.append(ended | {"stop_reason": news.stop_reason, "matched_stop": matched})
         if news.trace or (self._shown.ids and news.tokens):
             found = found or [_chat_chunk(index, {})]
             found[0] |= _token_ids(news, self._shown.ids)
@@ -206,6 +208,7 @@ class CompletionFormat:
             "logprobs": self._logprobs(news, echo, offsets),
             "finish_reason": news.finish,
             "stop_reason": news.stop_reason,
+            "matched_stop": matched_stop(news, self._unseen),
         }
         if news.trace:
             chunk[trace.FIELD] = trace.traced(news.trace, self._tokenizer)
@@ -244,6 +247,13 @@ class CompletionFormat:
 
     def _named(self, token: int) -> str:
         return f"token_id:{token}" if self._shown.as_ids else text_of(token, self._tokenizer)
+
+
+def matched_stop(news: Delta, unseen: frozenset[int]) -> str | int | None:
+    """What ended an answer, as SGLang tells it: a stop string, or the id of a token."""
+    if news.finish != Finish.STOP or news.stop_reason is not None:
+        return news.stop_reason
+    return news.tokens[-1] if news.tokens and news.tokens[-1] in unseen else None
 
 
 def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:

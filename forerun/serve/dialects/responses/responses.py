@@ -24,7 +24,7 @@ from forerun.serve.dialects.responses.conversation import (
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.responses.store import ResponseStore
-from forerun.serve.dialogue import ignored_fields
+from forerun.serve.dialogue import dialogue, ignored_fields
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
 from forerun.serve.prepare import Generation, chat_generation
@@ -52,7 +52,7 @@ class ResponsesDialect(Dialect):
         """See Dialect."""
         body = read(ResponsesBody, value)
         self.served = service.named(body.model)
-        earlier = self._earlier(body.previous_response_id)
+        earlier = _earlier(body.previous_response_id, self._store)
         chat, loaded = chat_body(body, earlier), self.served.loaded
         made = chat_generation(chat, loaded, service.settings)
         told = ignored_fields(chat, loaded)
@@ -98,17 +98,6 @@ class ResponsesDialect(Dialect):
     def error(error: ApiError) -> dict[str, Any]:
         """See Dialect."""
         return error_body(error)
-
-    def _earlier(self, id: str | None) -> Messages:
-        """The conversation up to an answer. Raises ApiError where that is forgotten."""
-        if id is None:
-            return ()
-        found = self._store.get(id)
-        if found is None:
-            message = f"previous_response_id: {id!r} was not stored, or is forgotten by now."
-            code, field = "previous_response_not_found", "previous_response_id"
-            raise ApiError(400, message, code, field)
-        return found.messages
 
     def _heard(self, news: News) -> list[Event]:
         events: list[Event] = []
@@ -214,6 +203,27 @@ class ResponsesDialect(Dialect):
             "usage": None,
             "user": body.user,
         }
+
+
+def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str, Any]:
+    """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
+    body = read(ResponsesBody, value)
+    loaded = service.named(body.model).loaded
+    chat = chat_body(body, _earlier(body.previous_response_id, store))
+    count = len(dialogue(chat, loaded, service.settings).prompt)
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def _earlier(id: str | None, store: ResponseStore) -> Messages:
+    """The conversation up to an answer. Raises ApiError where that is forgotten."""
+    if id is None:
+        return ()
+    found = store.get(id)
+    if found is None:
+        message = f"previous_response_id: {id!r} was not stored, or is forgotten by now."
+        code, field = "previous_response_not_found", "previous_response_id"
+        raise ApiError(400, message, code, field)
+    return found.messages
 
 
 def _tool(value: dict[str, Any]) -> dict[str, Any]:

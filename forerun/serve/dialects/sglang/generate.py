@@ -1,6 +1,6 @@
 """POST /generate: the text so far and what is known of it, in one piece or as it grows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -11,11 +11,11 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.serve.dialects.contract import Dialect, News
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, token_text
-from forerun.serve.dialects.sglang.schema import GenerateBody, Prompts
+from forerun.serve.dialects.sglang.asked import Asked, asked_of, made, together, unused_reports
+from forerun.serve.dialects.sglang.schema import GenerateBody
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in, read
-from forerun.serve.prepare import Generation, completion_generation
-from forerun.serve.schema import CompletionBody
+from forerun.serve.prepare import Generation
 from forerun.serve.service import Service
 from forerun.serve.session import Tally
 from forerun.serve.wire import event
@@ -48,6 +48,7 @@ class GenerateDialect(Dialect):
     """Every event says the whole text so far, as SGLang's do."""
 
     _body: GenerateBody
+    _asked: tuple[Asked, ...]
     _generation: Generation
     _several: bool
 
@@ -59,13 +60,16 @@ class GenerateDialect(Dialect):
         """See Dialect."""
         body = self._body = read(GenerateBody, value)
         self.served = service.named(body.model)
-        asked = body.text if body.text is not None else body.input_ids
-        if asked is None or (body.text is not None and body.input_ids is not None):
+        prompts = body.text if body.text is not None else body.input_ids
+        if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
-        self.ignored = ignored_in(body)
-        self._several = asked.several or body.sampling_params.n > 1
-        plain = _plain(body, asked)
-        self._generation = completion_generation(plain, self.served.loaded, service.settings)
+        self._asked = asked_of(body, prompts)
+        inner = (name for one in self._asked for name in ignored_in(one.params))
+        self.ignored = (*ignored_in(body), *sorted({f"sampling_params.{name}" for name in inner}))
+        self.ignored += unused_reports(body, self._asked)
+        found = [made(one, body, self.served.loaded, service.settings) for one in self._asked]
+        self._generation = together(found, tuple(one.rid for one in self._asked if one.rid))
+        self._several = prompts.several or self._generation.n > 1
         return self._generation
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
@@ -95,17 +99,19 @@ class GenerateDialect(Dialect):
 
     def _told(self, index: int, tally: Tally) -> dict[str, Any]:
         answer, generation = self._answers[index], self._generation
-        request = generation.requests[index // generation.n]
+        place = index // generation.n
+        request, asked = generation.requests[place], self._asked[place]
+        id = asked.rid or f"{generation.id}-{place}"
         meta: dict[str, Any] = {
-            "id": f"{generation.id}-{index}",
+            "id": id if generation.n == 1 else f"{id}-{index % generation.n}",
             "finish_reason": _finish(answer),
             "prompt_tokens": len(request.prompt),
             "completion_tokens": len(answer.tokens),
             "cached_tokens": answer.cached,
             "e2e_latency": monotonic() - tally.began,
         }
-        if self._body.return_logprob:
-            meta |= self._logprobs(answer, request.prompt.tolist())
+        if asked.logprobs:
+            meta |= self._logprobs(answer, request.prompt.tolist(), asked)
         stats = answer.last.stats if answer.last is not None else None
         if stats is not None and stats.steps:
             meta["spec_verify_ct"] = stats.steps
@@ -114,30 +120,39 @@ class GenerateDialect(Dialect):
             meta["lossy"] = self.lossy
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
-    def _logprobs(self, answer: Answer, prompt: list[int]) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, prompt: list[int], asked: Asked) -> dict[str, Any]:
         """[log-probability, id, text or null], of the answer and of the prompt from where it was
         asked for; the first token of a prompt has none.
         """
+        output, entries = answer.logprobs, answer.prompt_logprobs
         found: dict[str, Any] = {
-            "output_token_logprobs": [self._entry(e.token, e.logprob) for e in answer.logprobs],
+            "output_token_logprobs": [self._entry(e.token, e.logprob) for e in output],
             "input_token_logprobs": [],
         }
-        top = self._body.top_logprobs_num > 0
-        if top:
-            found["output_top_logprobs"] = self._tops(answer.logprobs)
-            found["input_top_logprobs"] = []
-        start = self._body.logprob_start_len
+        kinds: dict[str, Callable[[TokenLogprobs], list[Any]]] = {}
+        if asked.top:
+            kinds["top_logprobs"] = lambda e: self._top(e, asked.top)
+        if asked.ids:
+            kinds["token_ids_logprobs"] = lambda e: self._chosen(e, asked.ids)
+        start = asked.start
+        for name, told in kinds.items():
+            found[f"output_{name}"] = [told(e) for e in output]
+            found[f"input_{name}"] = []
+            if start >= 0:
+                found[f"input_{name}"] = [None, *map(told, entries)][start:]
         if start >= 0:
             first = [self._entry(prompt[0], None)]
-            entries = answer.prompt_logprobs
-            told = first + [self._entry(e.token, e.logprob) for e in entries]
-            found["input_token_logprobs"] = told[start:]
-            if top:
-                found["input_top_logprobs"] = [None, *self._tops(entries)][start:]
+            found["input_token_logprobs"] = [
+                *first, *(self._entry(e.token, e.logprob) for e in entries)
+            ][start:]  # fmt: skip
         return found
 
-    def _tops(self, entries: Sequence[TokenLogprobs]) -> list[Any]:
-        return [[self._entry(token, logprob) for token, logprob in e.top] for e in entries]
+    def _top(self, entry: TokenLogprobs, count: int) -> list[Any]:
+        return [self._entry(token, logprob) for token, logprob in entry.top[:count]]
+
+    def _chosen(self, entry: TokenLogprobs, ids: tuple[int, ...]) -> list[Any]:
+        known = {entry.token: entry.logprob, **dict(entry.top)}
+        return [self._entry(id, known.get(id)) for id in ids]
 
     def _entry(self, token: int, logprob: float | None) -> list[Any]:
         tokenizer = self.served.loaded.tokenizer
@@ -155,36 +170,3 @@ def _finish(answer: Answer) -> dict[str, Any] | None:
         return {"type": "length", "length": len(answer.tokens)}
     matched = last.stop_reason if last.stop_reason is not None else answer.tokens[-1]
     return {"type": "stop", "matched": matched}
-
-
-def _plain(body: GenerateBody, asked: Prompts) -> CompletionBody:
-    """The same request in the server's own words."""
-    given = body.sampling_params
-    if body.top_logprobs_num and not body.return_logprob:
-        message = "top_logprobs_num needs return_logprob to be true."
-        raise RequestError(message, "top_logprobs_num")
-    return CompletionBody(
-        prompt=asked.prompts,
-        n=given.n,
-        stream=body.stream,
-        max_tokens=given.max_new_tokens,
-        min_tokens=given.min_new_tokens,
-        temperature=given.temperature,
-        top_p=given.top_p,
-        top_k=given.top_k,
-        min_p=given.min_p,
-        seed=given.sampling_seed,
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
-        repetition_penalty=given.repetition_penalty,
-        logit_bias=given.logit_bias,
-        stop=given.stop,
-        stop_token_ids=given.stop_token_ids,
-        ignore_eos=given.ignore_eos,
-        include_stop_str_in_output=given.no_stop_trim,
-        skip_special_tokens=given.skip_special_tokens,
-        regex=given.rules,
-        logprobs=body.top_logprobs_num if body.return_logprob else None,
-        echo=body.return_logprob and body.logprob_start_len >= 0,
-        speculative=body.speculative,
-    )

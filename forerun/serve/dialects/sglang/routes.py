@@ -1,14 +1,33 @@
-"""SGLang's routes."""
+"""SGLang's routes, and those of vLLM's that its operators know."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json, generated, service_of
+from forerun.engine.stats import Stats
+from forerun.serve.answering import Json, generated, received, service_of
 from forerun.serve.dialects.sglang.generate import GenerateDialect
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import accept, boolean, ignore, read, text, whatever
 from forerun.serve.prepare import completion_generation
 from forerun.serve.schema import CompletionBody
+from forerun.serve.service import Served
 from forerun.serve.session import GenerationSession
+from forerun.version import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortBody:
+    """POST /abort_request: one request by what its client called it or by its id, or all."""
+
+    rid: str | None = accept(text(2**16))
+    abort_all: bool = accept(boolean, False)
+    abort_reason: str | None = ignore(whatever)
+
+    renamed: ClassVar[dict[str, str]] = {"request_id": "rid"}
 
 
 async def generate(request: Request) -> Response:
@@ -16,8 +35,8 @@ async def generate(request: Request) -> Response:
     return await generated(request, GenerateDialect())
 
 
-async def get_model_info(request: Request) -> Response:
-    """GET /get_model_info."""
+async def model_info(request: Request) -> Response:
+    """GET /model_info."""
     served = service_of(request).enter()
     path = served.loaded.config.model
     return Json(
@@ -28,6 +47,30 @@ async def get_model_info(request: Request) -> Response:
             "preferred_sampling_params": None,
             "served_model_name": served.name,
             "max_context_length": served.loaded.context,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+        }
+    )
+
+
+async def server_info(request: Request) -> Response:
+    """GET /server_info: what runs here, with which options, and what it has done."""
+    service = service_of(request)
+    served = service.served()
+    settings = asdict(service.settings)
+    settings["api_keys"] = len(service.settings.api_keys)
+    stats = served.loaded.engine.stats()
+    return Json(
+        {
+            "version": __version__,
+            "model": served.name,
+            "context": served.loaded.context,
+            "state": service.state,
+            "settings": settings,
+            **_sglang_names(served, stats),
+            **served.loaded.info,
+            **served.loaded.engine.describe(),
+            "stats": asdict(stats),
         }
     )
 
@@ -46,8 +89,83 @@ async def health_generate(request: Request) -> Response:
     return Json({"status": service.state})
 
 
+async def ping(request: Request) -> Response:
+    """GET or POST /ping: 200 only where a request would be let in."""
+    service_of(request).enter()
+    return Response(status_code=200)
+
+
+async def flush_cache(request: Request) -> Response:
+    """GET or POST /flush_cache: forget all prefixes that no running sequence holds."""
+    service_of(request).enter().loaded.engine.forget_prefixes()
+    return PlainTextResponse("Prefixes that nobody holds are forgotten before the next step.\n")
+
+
+async def abort_request(request: Request) -> Response:
+    """POST /abort_request: end running requests; their clients get an error that says so."""
+    value, _ = await received(request)
+    body = read(AbortBody, value)
+    if body.rid is None and not body.abort_all:
+        raise ApiError(400, "Give rid, or abort_all as true.", "invalid_value", "rid")
+    running: set[GenerationSession] = request.app.state.running
+    found = [one for one in running if body.abort_all or _is_called(one, body.rid or "")]
+    for session in found:
+        session.abort()
+    return Json({"aborted": len(found)})
+
+
+async def load(request: Request) -> Response:
+    """GET /load: requests that run or wait (vLLM)."""
+    service_of(request).enter()
+    return Json({"server_load": len(request.app.state.running)})
+
+
+async def get_load(request: Request) -> Response:
+    """GET /get_load: sequences that run and wait, and tokens that they hold."""
+    loaded = service_of(request).enter().loaded
+    now = loaded.engine.stats().load
+    held = now.pages_held * loaded.config.page_size
+    told = {"num_reqs": now.running + now.waiting, "num_waiting_reqs": now.waiting}
+    return Json([{"dp_rank": 0, **told, "num_tokens": held}])
+
+
 SGLANG_ROUTES = [
     Route("/generate", generate, methods=["POST"]),
-    Route("/get_model_info", get_model_info),
+    Route("/get_model_info", model_info, name="get_model_info"),
+    Route("/model_info", model_info),
+    Route("/server_info", server_info),
+    Route("/get_server_info", server_info, name="get_server_info"),
     Route("/health_generate", health_generate),
+    Route("/ping", ping, methods=["GET", "POST"]),
+    Route("/flush_cache", flush_cache, methods=["GET", "POST"]),
+    Route("/abort_request", abort_request, methods=["POST"]),
+    Route("/load", load),
+    Route("/get_load", get_load),
 ]
+
+
+def _is_called(session: GenerationSession, name: str) -> bool:
+    generation = session.generation
+    return name == generation.id or name in generation.given
+
+
+def _sglang_names(served: Served, stats: Stats) -> dict[str, Any]:
+    """What SGLang's clients and benchmarks look for, under its names."""
+    config = served.loaded.config
+    mean = 1 + stats.accepted / stats.drafts if stats.drafts else None
+    now = {"avg_spec_accept_length": mean, "num_running_reqs": stats.load.running}
+    return {
+        "model_path": config.model,
+        "tokenizer_path": config.model,
+        "served_model_name": served.name,
+        "context_length": served.loaded.context,
+        "max_total_num_tokens": config.kv_tokens,
+        "max_running_requests": config.max_sequences,
+        "chunked_prefill_size": config.chunked_prefill_size,
+        "speculative_algorithm": config.speculative_algorithm,
+        "speculative_draft_model_path": config.speculative_draft_model_path,
+        "speculative_num_steps": config.speculative_num_steps,
+        "speculative_eagle_topk": config.speculative_eagle_topk,
+        "speculative_num_draft_tokens": config.speculative_num_draft_tokens,
+        "internal_states": [now],
+    }

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
+    Described,
+    Reader,
     accept,
     boolean,
     ignore,
@@ -16,7 +18,7 @@ from forerun.serve.fields import (
     one_or_more,
     only,
     part,
-    shown,
+    schema_of,
     takes,
     text,
 )
@@ -58,6 +60,7 @@ class SamplingParams:
     ignore_eos: bool = accept(boolean, False)
     no_stop_trim: bool = accept(boolean, False)
     skip_special_tokens: bool = accept(boolean, True)
+    stream_interval: int | None = ignore(integer(1, MAX_TOKENS))
     spaces_between_special_tokens: bool = accept(only(True, why="text is left as it is"), True)
     json_schema: Rules | None = accept(json_rules)
     regex: Rules | None = accept(regex_rules)
@@ -99,29 +102,70 @@ def _ids(value: Any, where: str) -> Prompts:
     return Prompts((token_ids(value, where),), False)
 
 
-def _off(value: Any, where: str) -> Any:
-    if value not in (0, False, []):
-        raise RequestError(f"{where}: {shown(value)} is not supported: ask for logprobs.", where)
-    return value
+def each(reader: Reader) -> Described:
+    """A value for all texts of a request, or a list with one for each, as PerText."""
+    several = items(reader, MAX_PROMPTS, 1)
+
+    @takes({"anyOf": [schema_of(reader), several.schema]})
+    def per_text(value: Any, where: str) -> PerText:
+        listed = isinstance(value, list)
+        return PerText(several(value, where) if listed else (reader(value, where),), listed)
+
+    return per_text
+
+
+@dataclass(frozen=True, slots=True)
+class PerText:
+    """What holds for the texts of a request. several: there is a value for each."""
+
+    values: tuple[Any, ...]
+    several: bool = False
+
+    def of(self, count: int, where: str) -> tuple[Any, ...]:
+        """A value for each of `count` texts. Raises RequestError where there are not as many."""
+        if not self.several:
+            return self.values * count
+        if len(self.values) != count:
+            message = f"{where} has {len(self.values)} entries for {count} texts."
+            raise RequestError(message, where)
+        return self.values
+
+
+def _same(value: Any) -> PerText:
+    return PerText((value,))
+
+
+_name = text(2**16, 1)
+_token_ids = items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS)
+
+
+@takes({"type": "array"})
+def _reported_ids(value: Any, where: str) -> PerText:
+    """`token_ids_logprob`: token ids, or a list of such lists, one for each text."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return PerText(items(_token_ids, MAX_PROMPTS)(value, where), True)
+    return _same(_token_ids(value, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateBody:
-    """POST /generate. speculative is Forerun's own field."""
+    """POST /generate. speculative is Forerun's own field. Fields that are lists where they need not
+    be hold a value for each text.
+    """
 
     model: str | None = accept(text(256, 1))
     text: Prompts | None = accept(_texts)
     input_ids: Prompts | None = accept(_ids)
-    sampling_params: SamplingParams = accept(part(SamplingParams), SamplingParams())
+    sampling_params: PerText = accept(each(part(SamplingParams)), _same(SamplingParams()))
     stream: bool = accept(boolean, False)
-    return_logprob: bool = accept(boolean, False)
-    logprob_start_len: int = accept(integer(-1, MAX_TOKENS), -1)
-    top_logprobs_num: int = accept(integer(0, MAX_TOKENS), 0)
+    return_logprob: PerText = accept(each(boolean), _same(False))
+    logprob_start_len: PerText = accept(each(integer(-1, MAX_TOKENS)), _same(-1))
+    top_logprobs_num: PerText = accept(each(integer(0, MAX_TOKENS)), _same(0))
+    token_ids_logprob: PerText = accept(_reported_ids, _same(()))
     return_text_in_logprobs: bool = accept(boolean, False)
-    return_hidden_states: Any = accept(_off)
-    token_ids_logprob: Any = accept(_off)
+    rid: PerText = accept(each(_name), _same(None))
+    return_hidden_states: bool = accept(only(False, why="ask for logprobs"), False)
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    rid: str | None = ignore(plain_text)
     log_metrics: bool = ignore(boolean, True)
     bootstrap_room: int | None = ignore(integer(0, 2**63 - 1))
     priority: int | None = ignore(integer(-(2**63), 2**63 - 1))

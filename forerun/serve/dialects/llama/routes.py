@@ -1,0 +1,94 @@
+"""llama.cpp's routes: /props, /slots, /apply-template, and counts of a conversation's tokens."""
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forerun.serve.answering import Json, received, rendered, service_of
+from forerun.serve.dialects.llama.schema import TemplateBody
+from forerun.serve.dialects.openai.render import text_of
+from forerun.serve.dialogue import dialogue, rendered_chat
+from forerun.serve.fields import read
+from forerun.serve.schema import ChatBody
+from forerun.serve.service import Served, Service
+from forerun.version import __version__
+
+
+async def props(request: Request) -> Response:
+    """GET /props: the model, its template, and how answers are sampled where nothing is said."""
+    service = service_of(request)
+    return Json(_properties(service.enter(), service))
+
+
+async def slots(request: Request) -> Response:
+    """GET /slots: places for sequences, and how many of them are taken."""
+    loaded = service_of(request).enter().loaded
+    running = loaded.engine.stats().load.running
+    return Json(
+        [
+            {
+                "id": place,
+                "n_ctx": loaded.context,
+                "speculative": loaded.config.speculates,
+                "is_processing": place < running,
+            }
+            for place in range(loaded.config.max_sequences)
+        ]
+    )
+
+
+async def apply_template(request: Request) -> Response:
+    """POST /apply-template: a conversation as the model's template writes it."""
+    value, data = await received(request)
+    service = service_of(request)
+    body = await service.workers.run(len(data), read, TemplateBody, value)
+    loaded = service.named(body.model).loaded
+    return Json({"prompt": await rendered(service, len(data), rendered_chat, body, loaded)})
+
+
+async def input_tokens(request: Request) -> Response:
+    """POST /v1/chat/completions/input_tokens: tokens of the prompt as that route would make it."""
+    value, data = await received(request)
+    service = service_of(request)
+    return Json(await rendered(service, len(data), _counted, value, service))
+
+
+LLAMA_ROUTES = [
+    Route("/props", props),
+    Route("/slots", slots),
+    Route("/apply-template", apply_template, methods=["POST"]),
+    Route("/v1/chat/completions/input_tokens", input_tokens, methods=["POST"]),
+]
+
+
+def _counted(value: Any, service: Service) -> dict[str, Any]:
+    body = read(ChatBody, value)
+    loaded = service.named(body.model).loaded
+    count = len(dialogue(body, loaded, service.settings).prompt)
+    return {"object": "response.input_tokens", "input_tokens": count}
+
+
+def _properties(served: Served, service: Service) -> dict[str, Any]:
+    loaded = served.loaded
+    tokenizer = loaded.tokenizer
+    eos = next(iter(tokenizer.eos_ids), None)
+    texts = {
+        name: "" if id is None else text_of(id, tokenizer)
+        for name, id in (("bos_token", tokenizer.bos_id), ("eos_token", eos))
+    }
+    params = {**(loaded.info.get("sampling_defaults") or {}), "n_predict": -1}
+    params["speculative.n_max"] = max(loaded.config.speculative_num_steps or 0, 0)
+    return {
+        "default_generation_settings": {"params": params, "n_ctx": loaded.context},
+        "total_slots": loaded.config.max_sequences,
+        "model_path": str(loaded.config.model),
+        "model_alias": served.name,
+        "chat_template": loaded.chat.source if loaded.chat is not None else "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"forerun {__version__}",
+        "is_sleeping": False,
+        "webui": service.settings.ui,
+        **texts,
+    }

@@ -1,0 +1,145 @@
+"""What /generate asks for each of its texts, as requests for the engine."""
+
+from dataclasses import dataclass, replace
+
+from forerun.build.engine import Loaded
+from forerun.errors import RequestError
+from forerun.options.config import ServeSettings
+from forerun.serve.dialects.sglang.schema import GenerateBody, Prompts, SamplingParams
+from forerun.serve.prepare import MAX_REPORTED, MAX_SEQUENCES, Generation, completion_generation
+from forerun.serve.schema import CompletionBody, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One text.
+
+    logprobs  log-probabilities are told
+    start     first token of the prompt that they are told of; -1 = of the answer alone
+    top       alternatives of each token
+    ids       tokens whose log-probabilities are told at every place
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    logprobs: bool
+    start: int
+    top: int
+    ids: tuple[int, ...]
+    rid: str | None
+
+
+_LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num",
+          "token_ids_logprob", "rid")  # fmt: skip
+
+
+def asked_of(body: GenerateBody, prompts: Prompts) -> tuple[Asked, ...]:
+    """One for each text. Raises RequestError where lists have other lengths, or texts of one
+    request differ in what they cannot differ in.
+    """
+    count = len(prompts.prompts)
+    columns = [getattr(body, name).of(count, name) for name in _LISTS]
+    found = tuple(Asked(*row) for row in zip(prompts.prompts, *columns, strict=True))
+    first = found[0].params
+    for place, one in enumerate(found):
+        for name, same in (
+            ("n", one.params.n == first.n),
+            ("a constraint", one.params.rules == first.rules),
+        ):
+            if not same:
+                where = f"sampling_params[{place}]"
+                raise RequestError(f"{where}: all texts of a request share {name}.", where)
+    if count * first.n > MAX_SEQUENCES:
+        message = f"{count} texts with n = {first.n} are more than {MAX_SEQUENCES} answers."
+        raise RequestError(message, "sampling_params.n")
+    return found
+
+
+def unused_reports(body: GenerateBody, asked: tuple[Asked, ...]) -> tuple[str, ...]:
+    """Fields about log-probabilities that change nothing, since none are told."""
+    if any(one.logprobs for one in asked):
+        return ()
+    names = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
+    told = tuple(name for name in names if any(value not in (0, -1, ()) for value in
+                                               getattr(body, name).values))  # fmt: skip
+    return (*told, "return_text_in_logprobs") if body.return_text_in_logprobs else told
+
+
+def made(asked: Asked, body: GenerateBody, loaded: Loaded, settings: ServeSettings) -> Generation:
+    """What to ask of the engine for one text. Raises RequestError."""
+    found = completion_generation(_plain(asked, body), loaded, settings)
+    if not (asked.logprobs and asked.ids):
+        return found
+    vocab = loaded.tokenizer.vocab_size
+    wrong = [id for id in asked.ids if id >= vocab]
+    if wrong:
+        message = f"token_ids_logprob has the id {wrong[0]}, but ids are 0 to {vocab - 1}."
+        raise RequestError(message, "token_ids_logprob")
+    # The engine tells the best tokens: to know any, it has to tell all.
+    request = found.requests[0]
+    sampling = replace(
+        request.sampling, logprobs=vocab, prompt_logprobs=None if asked.start < 0 else vocab
+    )
+    echoed = len(request.prompt) if asked.start >= 0 else 0
+    places = asked.params.n * (request.stopping.max_tokens + echoed)
+    if places * vocab > MAX_REPORTED:
+        raise RequestError(
+            f"token_ids_logprob looks at all {vocab} tokens at each of {places} places, more than "
+            f"{MAX_REPORTED} log-probabilities; lower max_new_tokens to "
+            f"{max(MAX_REPORTED // vocab // asked.params.n - echoed, 0)}.",
+            "token_ids_logprob",
+        )
+    return replace(found, requests=(replace(request, sampling=sampling),))
+
+
+def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
+    """One generation of several texts. Raises RequestError where it would tell too much."""
+    entries = sum(
+        part.n
+        * (request.stopping.max_tokens + len(request.prompt))
+        * (request.sampling.logprobs + 1)
+        for part in parts
+        for request in part.requests
+        if request.sampling.logprobs is not None
+    )
+    if len(parts) > 1 and entries > MAX_REPORTED:
+        message = f"{entries} log-probabilities are more than the {MAX_REPORTED} of one answer."
+        raise RequestError(f"{message} Lower max_new_tokens.", "return_logprob")
+    first = parts[0]
+    return replace(
+        first,
+        requests=tuple(request for part in parts for request in part.requests),
+        lossy=next((part.lossy for part in parts if part.lossy), None),
+        ignored=tuple(dict.fromkeys(name for part in parts for name in part.ignored)),
+        given=rids,
+    )
+
+
+def _plain(asked: Asked, body: GenerateBody) -> CompletionBody:
+    """The same request in the server's own words."""
+    given = asked.params
+    return CompletionBody(
+        prompt=(asked.prompt,),
+        n=given.n,
+        stream=body.stream,
+        max_tokens=given.max_new_tokens,
+        min_tokens=given.min_new_tokens,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        seed=given.sampling_seed,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=given.logit_bias,
+        stop=given.stop,
+        stop_token_ids=given.stop_token_ids,
+        ignore_eos=given.ignore_eos,
+        include_stop_str_in_output=given.no_stop_trim,
+        skip_special_tokens=given.skip_special_tokens,
+        regex=given.rules,
+        logprobs=asked.top if asked.logprobs else None,
+        echo=asked.logprobs and asked.start >= 0,
+        speculative=body.speculative,
+    )
