@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig
 from forerun.serve.metrics import LABELS, Meter
+from forerun.serve.service import cache_facts
 
 PATH = Path(__file__).resolve().parents[1] / "metrics.md"
 
@@ -29,7 +30,8 @@ A counter is shown with `_total` at the end of its name, a histogram with `_buck
       - job_name: forerun
         static_configs: [{targets: ["127.0.0.1:8000"]}]
 
-Where the server wants a key, give Prometheus one (`authorization: {credentials: KEY}`).
+Where the server wants a key, give Prometheus one (`authorization: {credentials: KEY}`). The families
+that begin with `sglang:` are there with `--sglang-metrics`, for dashboards of SGLang's.
 
 | family | kind | more labels | what it counts |
 | --- | --- | --- | --- |
@@ -40,7 +42,8 @@ def table() -> str:
     """A line per family, in the order in which they are shown."""
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: None)
+        facts = cache_facts(loaded.config)
+        meter = Meter("toy", loaded.engine.stats, lambda: None, facts, sglang=True)
         page = meter.page().decode()
     finally:
         loaded.close()

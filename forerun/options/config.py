@@ -376,7 +376,10 @@ class ServeSettings:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
     api_keys: tuple[str, ...] = option(
-        (), "require this key (may be repeated); without one the server is open", flag="api-key"
+        (),
+        "require this key (several: parted by commas, or repeated); without one the server is open",
+        flag="api-key",
+        spellings=addresses,
     )
     api_key_file: str | None = option(
         None, "file with one key per line, kept out of the list of processes"
@@ -404,6 +407,7 @@ class ServeSettings:
     decode_log_interval: int = option(
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )
+    sglang_metrics: bool = option(False, "tell /metrics under SGLang's names too")
     served_name: tuple[str, ...] = option(
         (),
         "the model's name in the API (several: parted by commas, or repeated; the first is the one "

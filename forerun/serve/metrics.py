@@ -1,6 +1,6 @@
 """/metrics: the engine's counters for Prometheus, under vLLM's names where vLLM has them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -14,6 +14,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from forerun.engine.metrics import SECONDS
+from forerun.engine.request import Finish
 from forerun.engine.stats import Histogram as Counts
 from forerun.engine.stats import Stats
 
@@ -54,6 +55,32 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.acceptance_length,
     ),
 )
+_SGLANG_COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("sglang:prompt_tokens", "Prompt tokens of ended sequences.", lambda s: s.prompt_tokens),
+    ("sglang:generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
+    ("sglang:cached_tokens", "Prompt tokens found in pages.", lambda s: s.cached_tokens),
+    ("sglang:num_requests", "Ended sequences.", lambda s: sum(s.finished.values())),
+    ("sglang:num_aborted_requests", "Aborted sequences.",
+     lambda s: s.finished.get(Finish.ABORT, 0)),
+)  # fmt: skip
+_SGLANG_GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
+    ("sglang:num_running_reqs", "Sequences in a slot.", lambda s: s.load.running),
+    ("sglang:num_queue_reqs", "Sequences that wait.", lambda s: s.load.waiting),
+    ("sglang:token_usage", "Share of pages that sequences hold, 0 to 1.",
+     lambda s: s.load.pages_held / s.load.pages),
+    ("sglang:cache_hit_rate", "Prompt tokens found in pages, 0 to 1.",
+     lambda s: s.cached_tokens / s.prompt_tokens if s.prompt_tokens else 0.0),
+    ("sglang:spec_accept_length", "Tokens per verified draft.",
+     lambda s: 1 + s.accepted / s.drafts if s.drafts else 0.0),
+    ("sglang:spec_accept_rate", "Accepted draft tokens, 0 to 1.",
+     lambda s: s.accepted / s.draft_tokens if s.draft_tokens else 0.0),
+)  # fmt: skip
+_SGLANG_HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
+    ("sglang:time_to_first_token_seconds", "From submission to the first token.",
+     lambda s: s.first_token),
+    ("sglang:e2e_request_latency_seconds", "From submission to the end.", lambda s: s.duration),
+    ("sglang:queue_time_seconds", "From submission to a free slot.", lambda s: s.queued),
+)  # fmt: skip
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
     (
         "vllm:time_to_first_token_seconds",
@@ -89,13 +116,20 @@ class Meter:
     fault      why nothing is drafted although it should be; None = all is well
     gap        called with the seconds between two pieces of news of one sequence
     per_token  called with the seconds per token of an ended request, after its first news
+    cache      facts about the key/value cache, by name
+    sglang     SGLang's names too
     """
 
     def __init__(
-        self, name: str, stats: Callable[[], Stats], fault: Callable[[], str | None]
+        self,
+        name: str,
+        stats: Callable[[], Stats],
+        fault: Callable[[], str | None],
+        cache: Mapping[str, Any] | None = None,
+        sglang: bool = False,
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(name, stats, fault))
+        self._registry.register(EngineCollector(name, stats, fault, cache or {}, sglang))
         self.gap = self._seconds(
             "vllm:inter_token_latency_seconds",
             "Between two pieces of news of one sequence; a step may bring several tokens.",
@@ -120,8 +154,17 @@ class EngineCollector(Collector):
     """Reads a snapshot of the engine whenever it is asked: nothing is counted twice."""
 
     def __init__(
-        self, name: str, stats: Callable[[], Stats], fault: Callable[[], str | None]
+        self,
+        name: str,
+        stats: Callable[[], Stats],
+        fault: Callable[[], str | None],
+        cache: Mapping[str, Any],
+        sglang: bool,
     ) -> None:
+        self._cache = {key: str(value) for key, value in cache.items()}
+        self._counters = (*_COUNTERS, *(_SGLANG_COUNTERS if sglang else ()))
+        self._gauges = (*_GAUGES, *(_SGLANG_GAUGES if sglang else ()))
+        self._histograms = (*_HISTOGRAMS, *(_SGLANG_HISTOGRAMS if sglang else ()))
         self._labels = [name, ENGINE]
         self._stats = stats
         self._fault = fault
@@ -129,16 +172,17 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """One family per counter."""
         stats, one = self._stats(), self._labels
-        for name, text, value in _COUNTERS:
+        for name, text, value in self._counters:
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(one, value(stats))
             yield counter
-        for name, text, value in _GAUGES:
+        for name, text, value in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(one, value(stats))
             yield gauge
         yield self._state()
-        for name, text, counts in _HISTOGRAMS:
+        yield self._config()
+        for name, text, counts in self._histograms:
             yield self._histogram(name, text, counts(stats))
         yield self._labelled(
             "vllm:request_success", "Ended sequences.", ("finished_reason",), stats.finished.items()
@@ -170,6 +214,14 @@ class EngineCollector(Collector):
         text = "1 where nothing is drafted although it should be, and why."
         family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[*LABELS, "reason"])
         family.add_metric([*self._labels, fault or ""], float(fault is not None))
+        return family
+
+    def _config(self) -> Metric:
+        """VLLM's gauge of 1 whose labels are facts."""
+        text = "The key/value cache, in labels."
+        labels = [*LABELS, *self._cache]
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
+        family.add_metric([*self._labels, *self._cache.values()], 1.0)
         return family
 
     def _histogram(self, name: str, text: str, counts: Counts) -> Metric:

@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from forerun.build.engine import Loaded
 from forerun.constrain.grammar.calls import Rules
 from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import Compiled
-from forerun.options.config import ServeSettings
+from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
@@ -185,7 +186,13 @@ class Service:
         names = self.settings.served_name or model_names(loaded.name, loaded.config.model)
         name = names[0]
         facts = f"{name} {loaded.config} {__version__}".encode()
-        meter = Meter(name, loaded.engine.stats, lambda: loaded.engine.fault)
+        meter = Meter(
+            name,
+            loaded.engine.stats,
+            lambda: loaded.engine.fault,
+            cache_facts(loaded.config),
+            self.settings.sglang_metrics,
+        )
         self._served = Served(
             loaded=loaded,
             name=name,
@@ -199,6 +206,17 @@ class Service:
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)
             self._logging = asyncio.get_running_loop().create_task(decode_log.run())
+
+
+def cache_facts(config: EngineConfig) -> dict[str, Any]:
+    """The key/value cache under vLLM's names: a block is a page."""
+    return {
+        "block_size": config.page_size,
+        "num_gpu_blocks": (config.kv_tokens or 0) // config.page_size,
+        "cache_dtype": config.kv_dtype,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": config.mem_fraction_static,
+    }
 
 
 def model_names(name: str, given: str) -> tuple[str, ...]:

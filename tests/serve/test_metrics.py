@@ -13,6 +13,7 @@ from forerun.build.engine import load
 from forerun.client.completion import complete, make_request
 from forerun.options.config import EngineConfig
 from forerun.serve.metrics import Meter
+from forerun.serve.service import cache_facts
 from tests.shape.tree import ROOT
 
 
@@ -26,6 +27,23 @@ def samples(page):
             assert labels.pop("engine") == "0"
             found[sample.name, *labels.values()] = sample.value
     return found
+
+
+def test_sglangs_names_and_the_cache():
+    loaded = load(EngineConfig(model="toy"))
+    try:
+        stats = loaded.engine.stats
+        meter = Meter("toy", stats, lambda: None, cache_facts(loaded.config), sglang=True)
+        complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
+        found, plain = samples(meter.page()), Meter("toy", stats, lambda: None).page()
+        blocks = loaded.config.kv_tokens // loaded.config.page_size
+    finally:
+        loaded.close()
+    assert found["sglang:generation_tokens_total",] == found["vllm:generation_tokens_total",] == 90
+    assert found["sglang:spec_accept_length",] > 1
+    assert found["sglang:num_requests_total",] == 1
+    (info,) = [key for key in found if key[0] == "vllm:cache_config_info"]
+    assert info[1:3] == ("16", str(blocks)) and b"sglang:" not in plain
 
 
 def test_the_page_shows_the_snapshot():
