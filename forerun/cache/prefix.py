@@ -110,11 +110,6 @@ class PrefixIndex:
             self._evict()
         return self.pool.take(count)
 
-    def forget(self) -> None:
-        """Forget all pages that nobody holds."""
-        while self._idle:
-            self._evict()
-
     def release(self, page: int) -> None:
         """Drop one reference; the last leaves the page kept if its content is known, else free.
 

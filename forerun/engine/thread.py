@@ -75,9 +75,8 @@ class Engine:
     @property
     def alive(self) -> bool:
         """False once the engine gave up or was shut down."""
-        if self._broken is not None or self._stopping:
-            return False
-        return self._thread is None or self._thread.is_alive()
+        ended = self._broken is not None or self._stopping
+        return not ended and (self._thread is None or self._thread.is_alive())
 
     @property
     def fault(self) -> str | None:
@@ -126,11 +125,10 @@ class Engine:
                 self._news.append(partial(self._core.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
-    def forget_prefixes(self) -> None:
-        """Forget, before the next step, all pages that no running sequence holds."""
+    def before_step(self, order: Callable[[EngineCore], None]) -> None:
+        """Have `order` called on the engine's thread before its next step."""
         with self._changed:
-            self._news.append(self._core.scheduler.index.forget)
-            self._changed.notify_all()
+            self._news.append(partial(order, self._core))
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others, `timeout` seconds at most. True if all

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from forerun.engine.maintenance import forget_prefixes
 from forerun.engine.stats import Stats
 from forerun.serve.answering import Json, generated, received, service_of
 from forerun.serve.dialects.sglang.generate import GenerateDialect
@@ -97,7 +98,7 @@ async def ping(request: Request) -> Response:
 
 async def flush_cache(request: Request) -> Response:
     """GET or POST /flush_cache: forget all prefixes that no running sequence holds."""
-    service_of(request).enter().loaded.engine.forget_prefixes()
+    forget_prefixes(service_of(request).enter().loaded.engine)
     return PlainTextResponse("Prefixes that nobody holds are forgotten before the next step.\n")
 
 
