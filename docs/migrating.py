@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from forerun.options.algorithms import ALGORITHMS
-from forerun.options.alias_kinds import FIELDS, LLAMA, SGLANG, VLLM, Alias
+from forerun.options.alias import FIELDS, LLAMA, SGLANG, VLLM, Alias, Verdict
 from forerun.options.aliases import ALIASES, SAME_NAMES
 from forerun.options.flags import own_option
 
@@ -73,8 +73,7 @@ def page() -> str:
         shown = ", ".join(f"`{flag}`" for flag in alike)
         parts += [f"## {title}\n", f"The same name and meaning: {shown}.\n"]
         parts += [names([one for one in ALIASES if source in one.sources])]
-    former = [one for one in ALIASES if not {SGLANG, VLLM, LLAMA} & set(one.sources)]
-    return "\n".join([*parts, "## Forerun 0.1\n", names(former)])
+    return "\n".join(parts)
 
 
 def methods() -> str:
@@ -82,8 +81,7 @@ def methods() -> str:
     rows = ["| name | also | what drafts |", "| --- | --- | --- |"]
     for one in ALGORITHMS:
         also = ", ".join(name.lower() for name in one.aliases)
-        end = f"; **not yet**: {one.instead}" if one.instead else ""
-        rows.append(f"| {one.name} | {also} | {one.meaning}{end} |")
+        rows.append(f"| {one.name} | {also} | {one.meaning} |")
     return "\n".join(rows) + "\n"
 
 
@@ -91,7 +89,8 @@ def names(aliases: list[Alias]) -> str:
     """One row per meaning, names of one meaning together."""
     found: dict[tuple[str, bool], list[str]] = {}
     for one in aliases:
-        found.setdefault((one.meaning, one.refused), []).append(f"`{one.option.flag}`")
+        key = one.meaning, one.verdict is Verdict.REFUSED
+        found.setdefault(key, []).extend(f"`{flag}`" for flag in one.flags.split())
     rows = ["| there | here |", "| --- | --- |"]
     for (meaning, refused), flags in found.items():
         said = meaning.replace("|", "\\|")

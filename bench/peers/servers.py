@@ -65,7 +65,7 @@ def command(server: Server, job: Job, port: int) -> list[str]:
     python = str(environment(server))
     local = ["--host", "127.0.0.1", "--port", str(port)]
     if server.kind in ("forerun", "forerun plain"):
-        method = ["--speculation", "off"] if server.kind == "forerun plain" else []
+        method = ["--speculative-algorithm", "off"] if server.kind == "forerun plain" else []
         size = ["--max-sequences", str(job.streams), "--context", str(job.context)]
         room = ["--kv-tokens", str(job.streams * job.context), "--threads", str(job.threads)]
         return [

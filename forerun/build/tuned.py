@@ -9,7 +9,6 @@ from typing import Any
 from forerun.cache_dir import cache_dir
 from forerun.errors import ConfigError
 from forerun.machine import cpu_name
-from forerun.options.algorithms import algorithm, capacity
 from forerun.options.config import EngineConfig
 from forerun.version import __version__
 
@@ -21,9 +20,6 @@ _TUNED = (
     "policy",
 )
 """Fields of EngineConfig that a profile decides, where the user decided none of them."""
-
-_FORMER_WORDS = {"EAGLE": "head", "EAGLE+NGRAM": "both", "NGRAM": "ngram", "OFF": "off"}
-"""What version 0.1.0 called the algorithms in its profiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +49,6 @@ class Setting:
         return replace(config, **decided)
 
 
-def _read(facts: dict[str, Any], config: EngineConfig) -> Setting:
-    """The setting of a profile, also of one that version 0.1.0 wrote."""
-    if "draft_nodes" not in facts:
-        return Setting(**facts)
-    steps, tokens = int(facts["draft_depth"]), int(facts["draft_nodes"]) + 1
-    method = algorithm(facts["speculation"])
-    if method.model and not method.lookup:
-        tokens = min(tokens, capacity(steps, config.draft_shape.topk))
-    return Setting(method.name, tokens, steps, facts["policy"])
-
-
 def path_of(config: EngineConfig) -> Path:
     """Where the profile is kept that belongs to a resolved configuration.
 
@@ -75,10 +60,10 @@ def path_of(config: EngineConfig) -> Path:
 
 
 def key_of(config: EngineConfig, version: str, processor: str) -> str:
-    """What a profile belongs to, in the words of version 0.1.0: its profiles are still found."""
+    """What a profile belongs to, as text: two configurations with one key have one speed."""
     target = [config.model, config.executor, config.device, config.dtype, config.threads]
-    word = _FORMER_WORDS.get(config.speculative_algorithm, config.speculative_algorithm)
-    drafter = [word, config.speculative_draft_model_path, config.draft_shape.topk]
+    draft = config.speculative_draft_model_path
+    drafter = [config.speculative_algorithm, draft, config.draft_shape.topk]
     return json.dumps([target, drafter, version, processor])
 
 
@@ -117,7 +102,7 @@ def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
     if any(getattr(asked, name) != getattr(usual, name) for name in _TUNED):
         return None
     try:
-        setting = _read(json.loads(path_of(resolved).read_text())["setting"], resolved)
+        setting = Setting(**json.loads(path_of(resolved).read_text())["setting"])
         setting.on(resolved)
     except (OSError, ValueError, TypeError, KeyError, ConfigError):
         return None

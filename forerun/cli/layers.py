@@ -15,7 +15,7 @@ import yaml
 
 from forerun.cli.parser import unknown
 from forerun.errors import ConfigError
-from forerun.options.alias_kinds import FIELDS
+from forerun.options.alias import FIELDS
 from forerun.options.aliases import OPTIONS
 from forerun.options.flags import MANY, Given, Option, gather, own_option
 

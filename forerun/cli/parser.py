@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from forerun.errors import ConfigError
-from forerun.options.alias_kinds import FIELDS
-from forerun.options.aliases import ALIASES, elsewhere
+from forerun.options.alias import FIELDS
+from forerun.options.aliases import OPTIONS, elsewhere
 from forerun.options.flags import Option, gather, own_option
 
 
@@ -50,7 +50,7 @@ def unknown(flag: str, options: dict[str, Option], command: str | None = None) -
     """What to say of a name that a command does not have."""
     of = f" of forerun {command}" if command else ""
     name = flag.lstrip("-")
-    if name in {alias.option.name for alias in ALIASES} | {
+    if name in {option.name for option in OPTIONS} | {
         own_option(item).name for item in FIELDS.values()
     }:
         return f"{flag} is no option{of}; it belongs to another command."

@@ -24,9 +24,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     kv_dtype: str
     disable_cuda_graph: bool
-    cuda_graph_max_bs: int | None
     enable_torch_compile: bool
-    torch_compile_max_bs: int | None
     overlap: bool | None
     threads: int | None
     context: int | None

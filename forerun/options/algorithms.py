@@ -25,7 +25,6 @@ class Algorithm:
     block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
     max_steps longest path; None = any
-    instead   why it cannot be chosen yet, and what to choose; empty = it can
     """
 
     name: str
@@ -37,7 +36,6 @@ class Algorithm:
     block: bool = False
     max_topk: int | None = None
     max_steps: int | None = None
-    instead: str = ""
 
 
 ALGORITHMS = (
@@ -53,14 +51,14 @@ ALGORITHMS = (
         "EAGLE",
         "a draft head of the EAGLE family (1, 2, 3 or 3.1), as its tensors say; with no draft "
         "named, NEXTN where the target has prediction layers",
-        aliases=("HEAD", "EAGLE2"),
+        aliases=("EAGLE2",),
         model=True,
     ),
     Algorithm("EAGLE3", "a draft head that must be of the third kind (3 or 3.1)", model=True),
     Algorithm(
         "EAGLE+NGRAM",
         "n-grams and the draft head in one tree, each node by how often such nodes were right",
-        aliases=("BOTH", "NGRAM+EAGLE", "EAGLE3+NGRAM", "NGRAM+EAGLE3"),
+        aliases=("NGRAM+EAGLE", "EAGLE3+NGRAM", "NGRAM+EAGLE3"),
         model=True,
         lookup=True,
     ),
@@ -103,25 +101,21 @@ ALGORITHMS = (
         max_steps=1,
     ),
 )
-"""All that exist or are known by name."""
+"""All that exist."""
 
-AVAILABLE = tuple(item.name for item in ALGORITHMS if not item.instead)
-"""What speculative-algorithm may be."""
+NAMES = tuple(item.name for item in ALGORITHMS)
+"""What speculative-algorithm may be, aliases aside."""
 
 _BY_NAME = {name: item for item in ALGORITHMS for name in (item.name, *item.aliases)}
 
 
 def algorithm(name: str) -> Algorithm:
-    """The row of a name in any case. Raises ConfigError for one that is unknown or cannot be
-    chosen yet.
-    """
+    """The row of a name in any case. Raises ConfigError for one that is unknown."""
     found = _BY_NAME.get(name.strip().upper().replace("-", "_"))
     if found is None:
         raise ConfigError(
-            f"speculative-algorithm is {name!r}, but must be one of: {', '.join(AVAILABLE)}."
+            f"speculative-algorithm is {name!r}, but must be one of: {', '.join(NAMES)}."
         )
-    if found.instead:
-        raise ConfigError(f"speculative-algorithm {name} cannot be used: {found.instead}.")
     return found
 
 

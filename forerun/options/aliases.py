@@ -1,35 +1,26 @@
 """What other servers call our options: one table, which the command line, the environment, files
-and docs/migrating.md are made of.
+and docs/migrating.md are made of. A row is an Alias (alias.py).
 
-A name is honoured, or taken with a line in the log where it changes no text here, or refused with
-a sentence that names what to do. Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0
-and llama.cpp's server.
+Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0 and llama.cpp's server.
 """
 
-from forerun.options.alias_kinds import (
-    FORMER,
+from forerun.options.alias import (
     LLAMA,
     SGLANG,
     VLLM,
     Alias,
-    choice,
+    Verdict,
+    chain_length,
     draft_model,
-    drafted,
-    former_draft,
-    former_nodes,
     gpu,
+    gpu_layers,
     grammar_backend,
-    layers,
-    length,
-    other,
-    refused,
-    same,
     speculative_config,
-    switch,
-    taken,
-    usual,
 )
 from forerun.options.flags import MANY, MAYBE, NOTHING
+
+_S, _V, _L, _SV = (SGLANG,), (VLLM,), (LLAMA,), (SGLANG, VLLM)
+SETS, ONLY, IGNORED, REFUSED = Verdict
 
 _ONE_DEVICE = (
     "a model is cut over devices by --tp-size alone (jax executor); beyond that start several "
@@ -45,143 +36,11 @@ _GRAMMARS = (
 _PREFIX = "prefixes are always cached; that changes no token"
 _NO_CODE = "no code from a model's folder is ever run, and none is needed"
 _TOKENIZER = "the tokenizer is the model's own, from its folder or file"
+_ALL_BATCHES = "every batch up to --max-sequences is captured, or compiled, at start-up"
+_AS_LEFT_OUT = "0, -1 or auto: as if it were left out"
 
-_DRAFTING = [
-    *same("--speculative-draft-model", "speculative_draft_model_path", SGLANG),
-    *other(
-        "--speculative-config",
-        ("speculative_algorithm", "speculative_draft_model_path",
-         "speculative_draft_model_revision", "speculative_num_steps",
-         "speculative_num_draft_tokens"),
-        speculative_config, VLLM,
-        meaning="a JSON object: method, model, revision, num_speculative_tokens (N means "
-        "`--speculative-num-steps N --speculative-num-draft-tokens N+1`); other keys are refused",
-    ),
-    *taken("--speculative-attention-mode --speculative-draft-attention-backend", SGLANG,
-            why=_KERNEL),
-    *usual("--speculative-draft-model-quantization", ("unquant", "none"), SGLANG,
-            why="a draft is computed in the target's numbers"),
-    *switch("--speculative-adaptive", {"policy": "adaptive"}, SGLANG),
-    *refused("--speculative-adaptive-config", SGLANG,
-              why="the policy measures what steps cost and what is accepted; it has no table"),
-    *refused("--speculative-use-rejection-sampling --speculative-use-block-verification", SGLANG,
-              why="acceptance is exact by a rule of its own", takes=NOTHING),
-    *refused(
-        "--speculative-ngram-min-match-window-size --speculative-ngram-max-match-window-size "
-        "--speculative-ngram-min-bfs-breadth --speculative-ngram-max-bfs-breadth "
-        "--speculative-ngram-match-type --speculative-ngram-branch-length "
-        "--speculative-ngram-max-trie-depth --speculative-ngram-capacity "
-        "--speculative-ngram-external-corpus-path", SGLANG, why=_LOOKUP),
-    *usual("--enable-multi-layer-eagle", (), SGLANG, takes=NOTHING, why="where a checkpoint has a "
-            "prediction layer per depth, each drafts its depth"),
-    *[alias for flag in ("--draft-max", "--draft-n", "--spec-draft-n-max") for alias in other(
-        flag, ("speculative_num_steps", "speculative_num_draft_tokens"), drafted, LLAMA,
-        meaning="N means `--speculative-num-steps N --speculative-num-draft-tokens N+1`")],
-    *refused("--draft-min --draft-n-min --draft-p-min --spec-draft-n-min --spec-draft-p-min",
-              LLAMA, why="--policy adaptive drafts as many tokens as pay, down to none"),
-    *[alias for flag in ("--model-draft", "-md", "--spec-draft-model") for alias in other(
-        flag, ("speculative_algorithm", "speculative_draft_model_path"), draft_model, LLAMA,
-        meaning="`--speculative-algorithm STANDALONE --speculative-draft-model-path`")],
-    *refused("-ctkd -ctvd -ngld --gpu-layers-draft --ctx-size-draft -cd", LLAMA,
-              why="a draft is computed where and how the target is"),
-    *same("--speculation", "speculative_algorithm", FORMER,
-           note="head is EAGLE, both is EAGLE+NGRAM"),
-    *other("--draft", ("speculative_draft_model_path",), former_draft, FORMER,
-            meaning="`--speculative-draft-model-path`; a number (llama.cpp) is refused"),
-    *other("--draft-nodes", ("speculative_num_draft_tokens",), former_nodes, FORMER,
-            meaning="N means `--speculative-num-draft-tokens N+1`"),
-    *same("--draft-depth", "speculative_num_steps", FORMER),
-    *same("--draft-width", "speculative_eagle_topk", FORMER),
-]  # fmt: skip
-
+_LEFT_OUT = dict.fromkeys(("0", "-1", "auto"))
 _DTYPES = {"auto": "same", "f16": "same", "fp8": "float8", "fp8_e4m3": "float8"}
-
-_MODEL = [
-    *same("--model-path", "model", SGLANG),
-    *same("-m -hf --hf-repo", "model", LLAMA),
-    *length("--context-length", "context", SGLANG),
-    *length("--max-model-len", "context", VLLM),
-    *length("--ctx-size -c", "context", LLAMA),
-    *same("--max-running-requests", "max_sequences", SGLANG),
-    *same("--max-num-seqs", "max_sequences", VLLM),
-    *same("--parallel -np", "max_sequences", LLAMA),
-    *same("--max-queued-requests", "max_waiting", SGLANG),
-    *same("--max-total-tokens", "kv_tokens", SGLANG),
-    *same("--mem-fraction", "mem_fraction_static", SGLANG),
-    *same("--gpu-memory-utilization", "mem_fraction_static", VLLM),
-    *same("--max-prefill-tokens", "chunked_prefill_size", SGLANG, note=_ONE_STEP),
-    *same("--max-step-nodes", "chunked_prefill_size", FORMER),
-    *same("--max-num-batched-tokens", "chunked_prefill_size", VLLM, note=_ONE_STEP),
-    *same("--ubatch-size -ub", "chunked_prefill_size", LLAMA, note=_ONE_STEP),
-    *refused("--batch-size -b", LLAMA, why=_ONE_STEP),
-    *usual("--enable-mixed-chunk", (), SGLANG, why=_ONE_STEP, takes=NOTHING),
-    *usual("--enable-chunked-prefill", (), VLLM, why=_ONE_STEP, takes=NOTHING),
-    *same("--block-size", "page_size", VLLM),
-    *same("-t", "threads", LLAMA),
-    *refused("--threads-batch -tb", LLAMA, why="--threads is for prompts and answers alike"),
-    *choice("--kv-cache-dtype", "kv_dtype", _DTYPES, SGLANG, VLLM),
-    *choice("--cache-type-k --cache-type-v -ctk -ctv", "kv_dtype", {"f16": "same"}, LLAMA,
-             note="--kv-dtype float8 halves the cache, on torch"),
-    *choice("--quantization -q", "dtype", {"fp8": "float8", "gguf": "file"}, SGLANG, VLLM,
-             note="weights are read as the model's file has them"),
-    *usual("--load-format", ("auto", "safetensors", "gguf"), SGLANG, VLLM,
-            why="weights are safetensors, GGUF, or tensors of pytorch_model.bin"),
-    *other("--gpu-layers", ("device",), layers, LLAMA, meaning="0: `--device cpu`; all: `cuda`"),
-    *other("--n-gpu-layers", ("device",), layers, LLAMA, meaning="as `--gpu-layers`"),
-    *other("-ngl", ("device",), layers, LLAMA, meaning="as `--gpu-layers`"),
-    *other("--base-gpu-id", ("device",), gpu, SGLANG, meaning="`--device cuda:N`"),
-    *switch("--enforce-eager", {"disable_cuda_graph": True}, VLLM),
-    *switch("--async-scheduling", {"overlap": True}, VLLM),
-    *switch("--disable-overlap-schedule", {"overlap": False}, SGLANG),
-    *switch("--no-async-scheduling", {"overlap": False}, VLLM),
-    *other("--grammar-backend", (), grammar_backend, SGLANG, meaning=_GRAMMARS),
-    *other("--structured-outputs-backend", (), grammar_backend, VLLM, meaning=_GRAMMARS),
-    *other("--guided-decoding-backend", (), grammar_backend, VLLM, meaning=_GRAMMARS),
-    *same("--generation-config", "sampling_defaults", VLLM, note="auto is model, vllm is none"),
-    *same("--chat-template-file", "chat_template", LLAMA),
-    *usual("--jinja", (), LLAMA, why="templates are always Jinja", takes=NOTHING),
-    *usual("--flash-attn -fa", ("true", "on", "auto"), LLAMA, why=_KERNEL, takes=MAYBE),
-    *taken("--sampling-backend --decode-attention-backend --mm-attention-backend", SGLANG, VLLM,
-            why=_KERNEL),
-    *taken("--moe-runner-backend --fp8-gemm-backend", SGLANG, why=_KERNEL),
-    *taken("--disable-shared-experts-fusion --disable-custom-all-reduce --requests-all-greedy "
-            "--disable-cuda-graph-padding --disable-precompile --skip-server-warmup", SGLANG,
-            why="this decides how fast others are; texts are the same", takes=NOTHING),
-    *taken("--schedule-conservativeness", SGLANG,
-            why="a request is let in when its prompt has room, and goes back to the queue when "
-            "pages run out; texts stay the same"),
-    *taken("--precompile-token-paddings --precompile-bs-paddings", SGLANG, takes=MANY,
-            why="sizes of steps are chosen from --max-sequences and --chunked-prefill-size"),
-    *taken("--cuda-graph-bs", SGLANG, takes=MANY,
-            why="rounds of every batch up to --max-sequences are captured at start-up"),
-    *taken("--mamba-scheduler-strategy", SGLANG, why="no model with such states is read yet"),
-    *same("--tp", "tp_size", SGLANG),
-    *same("-tp", "tp_size", VLLM),
-    *same("--tensor-parallel-size", "tp_size", SGLANG, VLLM),
-    *usual("--pp-size --dp-size --ep-size --nnodes", ("1",), SGLANG, why=_ONE_DEVICE),
-    *usual("--node-rank", ("0",), SGLANG, why=_ONE_DEVICE),
-    *taken("--dist-init-addr", SGLANG, why=_ONE_DEVICE),
-    *usual("-pp -dp --pipeline-parallel-size --data-parallel-size", ("1",), VLLM,
-            why=_ONE_DEVICE),
-    *taken("--disable-radix-cache", SGLANG, why=_PREFIX, takes=NOTHING),
-    *taken("--no-enable-prefix-caching", VLLM, why=_PREFIX, takes=NOTHING),
-    *usual("--enable-prefix-caching", (), VLLM, why=_PREFIX, takes=NOTHING),
-    *taken("--trust-remote-code", SGLANG, VLLM, why=_NO_CODE, takes=NOTHING),
-    *refused("--tokenizer-path", SGLANG, why=_TOKENIZER),
-    *refused("--tokenizer", VLLM, why=_TOKENIZER),
-    *usual("--tokenizer-mode", ("auto",), SGLANG, VLLM, why=_TOKENIZER),
-    *usual("--schedule-policy", ("fcfs", "lpm"), SGLANG, why="requests run as they come, and "
-            "shared prefixes are reused"),
-    *taken("--download-dir", SGLANG, VLLM,
-            why="models are kept where huggingface_hub keeps them; HF_HOME names another place"),
-    *taken("--random-seed", SGLANG,
-            why="a request brings its own seed, or gets a fresh one"),
-    *refused("--enable-lora --lora-paths", SGLANG, VLLM, why="adapters are not loaded; merge them "
-              "into the weights"),
-    *refused("--compilation-config", VLLM, why="use --enable-torch-compile or "
-              "--disable-cuda-graph"),
-]  # fmt: skip
-
 _HERMES = dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), "hermes")
 _LLAMA3 = dict.fromkeys(("llama3", "llama3_json"), "llama3")
 _GLM = dict.fromkeys(("glm", "glm45", "glm47"), "glm")
@@ -189,42 +48,164 @@ _TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | {"mistral": "mistral"} | _GLM
 _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45")
 _REASONING = {"auto": "auto", "off": "off"} | dict.fromkeys(_THINKERS, "</think>")
 
-_SERVER = [
-    *same("--served-model-name", "served_name", SGLANG, VLLM, takes=MANY),
-    *same("--alias -a", "served_name", LLAMA),
-    *choice("--tool-call-parser", "tool_parser", _TOOLS, SGLANG, VLLM,
-             note="--tool-parser auto looks at the model's template"),
-    *usual("--enable-auto-tool-choice", (), VLLM, why="tool calls are always parsed",
-            takes=NOTHING),
-    *choice("--reasoning-parser", "reasoning_end", _REASONING, SGLANG, VLLM,
-             note="--reasoning-end names the text that ends the reasoning"),
-    *choice("--reasoning-format", "reasoning_end",
-             {"auto": "auto", "deepseek": "auto", "none": "off"}, LLAMA),
-    *usual("--enable-metrics", (), SGLANG, why="/metrics is always there", takes=NOTHING),
-    *usual("--metrics", (), LLAMA, why="/metrics is always there", takes=NOTHING),
-    *same("--uvicorn-log-level --log-level-http", "log_level", SGLANG, VLLM),
-    *same("--ssl-key-file", "ssl_keyfile", LLAMA),
-    *same("--ssl-cert-file", "ssl_certfile", LLAMA),
-    *same("--cors-origins", "allowed_origins", LLAMA),
-    *same("--timeout -to", "request_seconds", LLAMA),
-    *usual("--cont-batching -cb", (), LLAMA, why="requests always share steps", takes=NOTHING),
-    *refused("--root-path", VLLM, why="let the proxy take the prefix off"),
-    *refused("--stream-interval", SGLANG, VLLM, why="news is sent as it comes"),
-    *refused("--enable-log-requests --log-requests", SGLANG, VLLM, takes=NOTHING,
-              why="prompts and answers are never logged; each request has its line of numbers"),
-    *usual("--disable-log-requests --no-enable-log-requests", (), VLLM, takes=NOTHING,
-            why="prompts and answers are never logged"),
-]  # fmt: skip
-
-_ASKING = [
-    *same("--predict --n-predict -n", "max_tokens", LLAMA),
-    *same("--max-new-tokens", "max_tokens", SGLANG),
-    *same("--temp", "temperature", LLAMA),
-    *same("-s", "seed", LLAMA),
-    *same("--repeat-penalty", "repetition_penalty", LLAMA),
-]
-
-ALIASES: tuple[Alias, ...] = (*_DRAFTING, *_MODEL, *_SERVER, *_ASKING)
+ALIASES: tuple[Alias, ...] = (
+    # Speculation.
+    Alias("--speculative-draft-model", _S, SETS, "speculative_draft_model_path"),
+    Alias("--speculative-config", _V, SETS,
+          "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision "
+          "speculative_num_steps speculative_num_draft_tokens",
+          why="a JSON object: method, model, revision, num_speculative_tokens (N means "
+          "`--speculative-num-steps N --speculative-num-draft-tokens N+1`); other keys are "
+          "refused", read=speculative_config),
+    Alias("--speculative-attention-mode --speculative-draft-attention-backend", _S, IGNORED,
+          why=_KERNEL),
+    Alias("--speculative-draft-model-quantization", _S, ONLY, allowed=("unquant", "none"),
+          why="a draft is computed in the target's numbers"),
+    Alias("--speculative-adaptive", _S, SETS, "policy", values={"true": "adaptive"},
+          takes=NOTHING),
+    Alias("--speculative-adaptive-config", _S, REFUSED,
+          why="the policy measures what steps cost and what is accepted; it has no table"),
+    Alias("--speculative-use-rejection-sampling --speculative-use-block-verification", _S, REFUSED,
+          why="acceptance is exact by a rule of its own", takes=NOTHING),
+    Alias(
+          "--speculative-ngram-min-match-window-size --speculative-ngram-max-match-window-size "
+          "--speculative-ngram-min-bfs-breadth --speculative-ngram-max-bfs-breadth "
+          "--speculative-ngram-match-type --speculative-ngram-branch-length "
+          "--speculative-ngram-max-trie-depth --speculative-ngram-capacity "
+          "--speculative-ngram-external-corpus-path", _S, REFUSED, why=_LOOKUP),
+    Alias("--enable-multi-layer-eagle", _S, ONLY,
+          why="where a checkpoint has a prediction layer per depth, each drafts its depth",
+          takes=NOTHING),
+    Alias("--draft --draft-max --draft-n --spec-draft-n-max", _L, SETS,
+          "speculative_num_steps speculative_num_draft_tokens",
+          why="N means `--speculative-num-steps N --speculative-num-draft-tokens N+1`",
+          read=chain_length),
+    Alias("--draft-min --draft-n-min --draft-p-min --spec-draft-n-min --spec-draft-p-min", _L,
+          REFUSED, why="--policy adaptive drafts as many tokens as pay, down to none"),
+    Alias("--model-draft -md --spec-draft-model", _L, SETS,
+          "speculative_algorithm speculative_draft_model_path",
+          why="`--speculative-algorithm STANDALONE --speculative-draft-model-path`",
+          read=draft_model),
+    Alias("-ctkd -ctvd -ngld --gpu-layers-draft --ctx-size-draft -cd", _L, REFUSED,
+          why="a draft is computed where and how the target is"),
+    # The model and how it runs.
+    Alias("--model-path", _S, SETS, "model"),
+    Alias("-m -hf --hf-repo", _L, SETS, "model"),
+    Alias("--context-length", _S, SETS, "context", why=_AS_LEFT_OUT, values=_LEFT_OUT,
+          others=True),
+    Alias("--max-model-len", _V, SETS, "context", why=_AS_LEFT_OUT, values=_LEFT_OUT, others=True),
+    Alias("--ctx-size -c", _L, SETS, "context", why=_AS_LEFT_OUT, values=_LEFT_OUT, others=True),
+    Alias("--max-running-requests", _S, SETS, "max_sequences"),
+    Alias("--max-num-seqs", _V, SETS, "max_sequences"),
+    Alias("--parallel -np", _L, SETS, "max_sequences"),
+    Alias("--max-queued-requests", _S, SETS, "max_waiting"),
+    Alias("--max-total-tokens", _S, SETS, "kv_tokens"),
+    Alias("--mem-fraction", _S, SETS, "mem_fraction_static"),
+    Alias("--gpu-memory-utilization", _V, SETS, "mem_fraction_static"),
+    Alias("--max-prefill-tokens", _S, SETS, "chunked_prefill_size", why=_ONE_STEP),
+    Alias("--max-num-batched-tokens", _V, SETS, "chunked_prefill_size", why=_ONE_STEP),
+    Alias("--ubatch-size -ub", _L, SETS, "chunked_prefill_size", why=_ONE_STEP),
+    Alias("--batch-size -b", _L, REFUSED, why=_ONE_STEP),
+    Alias("--enable-mixed-chunk", _S, ONLY, why=_ONE_STEP, takes=NOTHING),
+    Alias("--enable-chunked-prefill", _V, ONLY, why=_ONE_STEP, takes=NOTHING),
+    Alias("--block-size", _V, SETS, "page_size"),
+    Alias("-t", _L, SETS, "threads"),
+    Alias("--threads-batch -tb", _L, REFUSED, why="--threads is for prompts and answers alike"),
+    Alias("--kv-cache-dtype", _SV, SETS, "kv_dtype", values=_DTYPES),
+    Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype", values={"f16": "same"},
+          why="--kv-dtype float8 halves the cache, on torch"),
+    Alias("--quantization -q", _SV, SETS, "dtype", values={"fp8": "float8", "gguf": "file"},
+          why="weights are read as the model's file has them"),
+    Alias("--load-format", _SV, ONLY, allowed=("auto", "safetensors", "gguf"),
+          why="weights are safetensors, GGUF, or tensors of pytorch_model.bin"),
+    Alias("--gpu-layers --n-gpu-layers -ngl", _L, SETS, "device",
+          why="0: `--device cpu`; all: `cuda`", read=gpu_layers),
+    Alias("--base-gpu-id", _S, SETS, "device", why="`--device cuda:N`", read=gpu),
+    Alias("--enforce-eager", _V, SETS, "disable_cuda_graph", values={"true": True}, takes=NOTHING),
+    Alias("--async-scheduling", _V, SETS, "overlap", values={"true": True}, takes=NOTHING),
+    Alias("--disable-overlap-schedule", _S, SETS, "overlap", values={"true": False},
+          takes=NOTHING),
+    Alias("--no-async-scheduling", _V, SETS, "overlap", values={"true": False}, takes=NOTHING),
+    Alias("--grammar-backend", _S, SETS, "", why=_GRAMMARS, read=grammar_backend),
+    Alias("--structured-outputs-backend", _V, SETS, "", why=_GRAMMARS, read=grammar_backend),
+    Alias("--guided-decoding-backend", _V, SETS, "", why=_GRAMMARS, read=grammar_backend),
+    Alias("--generation-config", _V, SETS, "sampling_defaults", why="auto is model, vllm is none"),
+    Alias("--chat-template-file", _L, SETS, "chat_template"),
+    Alias("--jinja", _L, ONLY, why="templates are always Jinja", takes=NOTHING),
+    Alias("--flash-attn -fa", _L, ONLY, allowed=("true", "on", "auto"), why=_KERNEL, takes=MAYBE),
+    Alias("--sampling-backend --decode-attention-backend --mm-attention-backend", _SV, IGNORED,
+          why=_KERNEL),
+    Alias("--moe-runner-backend --fp8-gemm-backend", _S, IGNORED, why=_KERNEL),
+    Alias(
+          "--disable-shared-experts-fusion --disable-custom-all-reduce --requests-all-greedy "
+          "--disable-cuda-graph-padding --disable-precompile --skip-server-warmup", _S, IGNORED,
+          why="this decides how fast others are; texts are the same", takes=NOTHING),
+    Alias("--schedule-conservativeness", _S, IGNORED,
+          why="a request is let in when its prompt has room, and goes back to the queue when "
+          "pages run out; texts stay the same"),
+    Alias("--precompile-token-paddings --precompile-bs-paddings", _S, IGNORED,
+          why="sizes of steps are chosen from --max-sequences and --chunked-prefill-size",
+          takes=MANY),
+    Alias("--cuda-graph-bs", _S, IGNORED, why=_ALL_BATCHES, takes=MANY),
+    Alias("--cuda-graph-max-bs --torch-compile-max-bs", _S, IGNORED, why=_ALL_BATCHES),
+    Alias("--mamba-scheduler-strategy", _S, IGNORED, why="no model with such states is read yet"),
+    Alias("--tp", _S, SETS, "tp_size"),
+    Alias("-tp", _V, SETS, "tp_size"),
+    Alias("--tensor-parallel-size", _SV, SETS, "tp_size"),
+    Alias("--pp-size --dp-size --ep-size --nnodes", _S, ONLY, allowed=("1",), why=_ONE_DEVICE),
+    Alias("--node-rank", _S, ONLY, allowed=("0",), why=_ONE_DEVICE),
+    Alias("--dist-init-addr", _S, IGNORED, why=_ONE_DEVICE),
+    Alias("-pp -dp --pipeline-parallel-size --data-parallel-size", _V, ONLY, allowed=("1",),
+          why=_ONE_DEVICE),
+    Alias("--disable-radix-cache", _S, IGNORED, why=_PREFIX, takes=NOTHING),
+    Alias("--no-enable-prefix-caching", _V, IGNORED, why=_PREFIX, takes=NOTHING),
+    Alias("--enable-prefix-caching", _V, ONLY, why=_PREFIX, takes=NOTHING),
+    Alias("--trust-remote-code", _SV, IGNORED, why=_NO_CODE, takes=NOTHING),
+    Alias("--tokenizer-path", _S, REFUSED, why=_TOKENIZER),
+    Alias("--tokenizer", _V, REFUSED, why=_TOKENIZER),
+    Alias("--tokenizer-mode", _SV, ONLY, allowed=("auto",), why=_TOKENIZER),
+    Alias("--schedule-policy", _S, ONLY, allowed=("fcfs", "lpm"),
+          why="requests run as they come, and shared prefixes are reused"),
+    Alias("--download-dir", _SV, IGNORED,
+          why="models are kept where huggingface_hub keeps them; HF_HOME names another place"),
+    Alias("--random-seed", _S, IGNORED, why="a request brings its own seed, or gets a fresh one"),
+    Alias("--enable-lora --lora-paths", _SV, REFUSED,
+          why="adapters are not loaded; merge them into the weights"),
+    Alias("--compilation-config", _V, REFUSED,
+          why="use --enable-torch-compile or --disable-cuda-graph"),
+    # The server.
+    Alias("--served-model-name", _SV, SETS, "served_name", takes=MANY),
+    Alias("--alias -a", _L, SETS, "served_name"),
+    Alias("--tool-call-parser", _SV, SETS, "tool_parser", values=_TOOLS,
+          why="--tool-parser auto looks at the model's template"),
+    Alias("--enable-auto-tool-choice", _V, ONLY, why="tool calls are always parsed",
+          takes=NOTHING),
+    Alias("--reasoning-parser", _SV, SETS, "reasoning_end", values=_REASONING,
+          why="--reasoning-end names the text that ends the reasoning"),
+    Alias("--reasoning-format", _L, SETS, "reasoning_end",
+          values={"auto": "auto", "deepseek": "auto", "none": "off"}),
+    Alias("--enable-metrics", _S, ONLY, why="/metrics is always there", takes=NOTHING),
+    Alias("--metrics", _L, ONLY, why="/metrics is always there", takes=NOTHING),
+    Alias("--uvicorn-log-level --log-level-http", _SV, SETS, "log_level"),
+    Alias("--ssl-key-file", _L, SETS, "ssl_keyfile"),
+    Alias("--ssl-cert-file", _L, SETS, "ssl_certfile"),
+    Alias("--cors-origins", _L, SETS, "allowed_origins"),
+    Alias("--timeout -to", _L, SETS, "request_seconds"),
+    Alias("--cont-batching -cb", _L, ONLY, why="requests always share steps", takes=NOTHING),
+    Alias("--root-path", _V, REFUSED, why="let the proxy take the prefix off"),
+    Alias("--stream-interval", _SV, REFUSED, why="news is sent as it comes"),
+    Alias("--enable-log-requests --log-requests", _SV, REFUSED,
+          why="prompts and answers are never logged; each request has its line of numbers",
+          takes=NOTHING),
+    Alias("--disable-log-requests --no-enable-log-requests", _V, ONLY,
+          why="prompts and answers are never logged", takes=NOTHING),
+    # Asking.
+    Alias("--predict --n-predict -n", _L, SETS, "max_tokens"),
+    Alias("--max-new-tokens", _S, SETS, "max_tokens"),
+    Alias("--temp", _L, SETS, "temperature"),
+    Alias("-s", _L, SETS, "seed"),
+    Alias("--repeat-penalty", _L, SETS, "repetition_penalty"),
+)  # fmt: skip
 """Every name. One that is refused by some value or always stands here too."""
 
 _DRAFT_NAMES = (
@@ -237,11 +218,11 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("model", "host", "port", "api_keys"), (SGLANG, VLLM, LLAMA)),
     **dict.fromkeys(("dtype", "device", "revision", "ssl_keyfile", "ssl_certfile"), (SGLANG, VLLM)),
     **dict.fromkeys(("page_size", "mem_fraction_static", "disable_cuda_graph"), (SGLANG,)),
-    **dict.fromkeys(("cuda_graph_max_bs", "enable_torch_compile"), (SGLANG,)),
+    **dict.fromkeys(("enable_torch_compile",), (SGLANG,)),
     **dict.fromkeys(("chunked_prefill_size",), (SGLANG,)),
     **dict.fromkeys(("attention_backend",), (SGLANG, VLLM)),
     **dict.fromkeys(("prefill_attention_backend",), (SGLANG,)),
-    **dict.fromkeys(("torch_compile_max_bs", "sampling_defaults"), (SGLANG,)),
+    **dict.fromkeys(("sampling_defaults",), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),
     **dict.fromkeys(("chat_template",), (SGLANG, VLLM)),
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),
@@ -249,13 +230,14 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Fields whose own names are others' names for the same."""
 
-OPTIONS = tuple(alias.option for alias in ALIASES)
+OPTIONS = tuple(option for alias in ALIASES for option in alias.options)
 
 
 def elsewhere(field: str) -> list[str]:
     """What a field's option is called by others: "--max-model-len (vLLM)"."""
     return [
-        f"{alias.option.flag} ({', '.join(alias.sources)})"
+        f"{flag} ({', '.join(alias.sources)})"
         for alias in ALIASES
-        if alias.option.fields == (field,) and alias.option.flag.startswith("--")
+        for flag in alias.flags.split()
+        if alias.fields == field and flag.startswith("--")
     ]

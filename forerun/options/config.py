@@ -12,8 +12,8 @@ from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.options.algorithms import (
-    AVAILABLE,
     MOST_STEPS,
+    NAMES,
     Algorithm,
     DraftShape,
     algorithm,
@@ -128,14 +128,8 @@ class EngineConfig:
     disable_cuda_graph: bool = option(
         False, "launch every kernel by itself instead of replaying captured rounds (cuda)"
     )
-    cuda_graph_max_bs: int | None = option(
-        None, "sequences at once up to which rounds are captured (cuda)", low=1
-    )
     enable_torch_compile: bool = option(
         False, "let torch.compile write the kernels between the matrix products (torch executor)"
-    )
-    torch_compile_max_bs: int | None = option(
-        None, "sequences at once up to which kernels are compiled", low=1
     )
     overlap: bool | None = option(
         None,
@@ -175,7 +169,7 @@ class EngineConfig:
         "what drafts: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
         "lookup in the text so far, and the draft's table of what the model usually says), or "
         "nothing; AUTO is what a named draft holds, a head together with n-grams, else NGRAM",
-        choices=AVAILABLE,
+        choices=NAMES,
         spellings=lambda name: algorithm(name).name,
     )
     speculative_draft_model_path: str | None = option(
@@ -271,7 +265,6 @@ class EngineConfig:
                 f"prefill-attention-backend {self.prefill_attention_backend} needs the torch "
                 "executor on cuda; elsewhere the device decides: leave it out."
             )
-        self._check_batches()
         if self.kv_dtype != "same" and (self.toy or self.executor in ("cpu", "jax", "toy")):
             raise ConfigError(
                 f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
@@ -292,23 +285,6 @@ class EngineConfig:
                 f"device {self.device} needs the {needed} executor, but executor is "
                 f"{self.executor}."
             )
-
-    def _check_batches(self) -> None:
-        """What is captured or compiled serves every batch: a smaller limit is taken with a line."""
-        # "auto" is checked when it was resolved.
-        captured = self.device.startswith("cuda") and not self.disable_cuda_graph
-        for name, limit, used in (
-            ("cuda-graph-max-bs", self.cuda_graph_max_bs, captured),
-            ("torch-compile-max-bs", self.torch_compile_max_bs, self.enable_torch_compile),
-        ):
-            if used and limit is not None and limit < self.max_sequences:
-                log.warning(
-                    "%s %d changes nothing here: every batch up to --max-sequences %d is served "
-                    "alike.",
-                    name,
-                    limit,
-                    self.max_sequences,
-                )
 
     def _check_speculation(self) -> None:
         asked = (self.speculative_num_steps, self.speculative_eagle_topk)

@@ -26,7 +26,15 @@ def test_the_smoke_preset_trains_a_draft(tmp_path, capsys):
     assert losses[0] <= np.log(metrics["config"]["draft_vocab"])
     assert losses[-1] < losses[0] - 0.1
     capsys.readouterr()
-    line = ["run", "Hello", "--draft", str(tmp_path / "draft"), "--kv-tokens", "2048", "--json"]
+    line = [
+        "run",
+        "Hello",
+        "--speculative-draft-model-path",
+        str(tmp_path / "draft"),
+        "--kv-tokens",
+        "2048",
+        "--json",
+    ]
     assert main([*line, "--max-tokens", "16", "--policy", "fixed", "--compare"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["same_text"] and report["speculation"]["draft_tokens"] > 0
@@ -34,7 +42,15 @@ def test_the_smoke_preset_trains_a_draft(tmp_path, capsys):
 
 def test_served_is_what_was_simulated(capsys):
     """The shipped draft, on prompts it was not trained on."""
-    line = ["eval", "--speculation", "head", "--simulate", "--json", "--temperatures", "0"]
+    line = [
+        "eval",
+        "--speculative-algorithm",
+        "eagle",
+        "--simulate",
+        "--json",
+        "--temperatures",
+        "0",
+    ]
     assert main([*line, "--count", "24", "--tokens", "96", "--kv-tokens", "8192"]) == 0
     chain = json.loads(capsys.readouterr().out)["findings"][0]
     print(f"simulated {chain['simulated']:.3f}, served {chain['length']:.3f}")

@@ -34,7 +34,7 @@ def test_a_probed_run_tells_what_it_tried_and_uses_the_best(tmp_path, lies, caps
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | lies))
     line = ["run", "Name the planets.", "--max-tokens", "16", "--kv-tokens", "4096", "--json"]
-    assert main([*line, "--draft", str(draft), "--probe"]) == 0
+    assert main([*line, "--speculative-draft-model-path", str(draft), "--probe"]) == 0
     out, err = capsys.readouterr()
     print(err)
     assert json.loads(out)["info"]["config"]["draft_reading"] == TRUE

@@ -126,7 +126,11 @@ def test_a_pipe_that_is_no_text_is_a_sentence():
 
 def test_seeds_and_stops_reach_the_sampler(capsys):
     texts = []
-    for flags in (["--seed", "1"], ["--seed", "2"], ["--seed", "1", "--speculation", "off"]):
+    for flags in (
+        ["--seed", "1"],
+        ["--seed", "2"],
+        ["--seed", "1", "--speculative-algorithm", "off"],
+    ):
         main(["run", "Hi", *TOY, "--temperature", "1", "--max-tokens", "20", *flags])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[2] != texts[1]
@@ -154,12 +158,12 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
         (["fetch", "no-such-model"], 3, "no-such-model"),
         (["bench", "--url", "u", "--threads", "2"], 2, "--threads is for --launch"),
         (["bench", "--launch", "--api-key", "k"], 2, "--api-key is for --url"),
-        (["run", "Hi", *TOY, "--compare", "--speculation", "off"], 2, "--compare"),
+        (["run", "Hi", *TOY, "--compare", "--speculative-algorithm", "off"], 2, "--compare"),
         (["run", "Hi", *TOY, "--raw", "--system", "Rhyme."], 2, "--system"),
-        (["tune", *TOY, "--speculation", "off"], 2, "nothing to tune"),
+        (["tune", *TOY, "--speculative-algorithm", "off"], 2, "nothing to tune"),
         (["tune", *TOY, "--out", "/nowhere/a.png"], 2, "no folder /nowhere"),
         (["tune", *TOY, "--out", "a.jpg"], 2, "end in .png"),
-        (["eval", *TOY, "--speculation", "off"], 2, "nothing to measure"),
+        (["eval", *TOY, "--speculative-algorithm", "off"], 2, "nothing to measure"),
         (["eval", *TOY, "--set", "a=/nowhere.jsonl"], 2, "/nowhere.jsonl"),
         (["eval", *TOY, "--count", "999"], 2, "999 prompts were asked for"),
         (
@@ -200,8 +204,11 @@ def test_forerun_alone_prints_help(capsys):
 @pytest.mark.parametrize(
     ("command", "flags"),
     [
-        (["tune"], ["--policy", "--draft-nodes", "--draft-depth", "--max-sequences"]),
-        (["eval"], ["--policy", "--draft-nodes", "--draft-depth", "--draft-width"]),
+        (["tune"], ["--policy", "--speculative-num-steps", "--draft-max", "--max-sequences"]),
+        (
+            ["eval"],
+            ["--policy", "--speculative-num-steps", "--draft-max", "--speculative-eagle-topk"],
+        ),
         (["eval"], ["--max-sequences"]),
         (["prove"], ["--max-sequences"]),
         (["train", "--out", "x"], ["--max-sequences"]),
@@ -229,7 +236,7 @@ def test_a_reader_that_goes_away_is_not_an_error():
 def test_control_c_ends_with_130_and_without_a_traceback():
     process = subprocess.Popen(
         [*FORERUN, "run", "Hi", *TOY, "--context", "4000",
-         "--max-tokens", "3900", "--ignore-eos", "--speculation", "off"],
+         "--max-tokens", "3900", "--ignore-eos", "--speculative-algorithm", "off"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         # Tests may run in the background of a shell, where SIGINT is ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509

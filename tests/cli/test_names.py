@@ -18,8 +18,8 @@ from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.options import algorithms
 from forerun.options.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
-from forerun.options.alias_kinds import FIELDS
-from forerun.options.aliases import ALIASES, SAME_NAMES
+from forerun.options.alias import FIELDS, Verdict
+from forerun.options.aliases import ALIASES, OPTIONS, SAME_NAMES
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import NOTHING, configured, own_option
 from forerun.train.export import export_head
@@ -42,23 +42,26 @@ def server(*line, **environment):
 
 
 def test_a_name_means_one_thing():
-    flags = [alias.option.flag for alias in ALIASES]
+    flags = [option.flag for option in OPTIONS]
     own = {own_option(item).flag for item in FIELDS.values()}
     assert len(flags) == len(set(flags)) and not own & set(flags)
     kinds = (EngineConfig, ServeSettings, AskConfig)
     assert len(FIELDS) == sum(len(fields(kind)) for kind in kinds)
     for alias in ALIASES:
-        assert set(alias.option.fields) <= set(FIELDS) and alias.meaning and alias.sources
+        assert set(alias.fields.split()) <= set(FIELDS) and alias.meaning and alias.sources
+        assert (alias.verdict is Verdict.SETS) or not (alias.fields or alias.values or alias.read)
     assert SAME_NAMES.keys() <= FIELDS.keys()
 
 
 @pytest.mark.parametrize(
-    "alias", [alias for alias in ALIASES if alias.refused], ids=lambda a: a.option.flag
+    "option",
+    [o for alias in ALIASES if alias.verdict is Verdict.REFUSED for o in alias.options],
+    ids=lambda option: option.flag,
 )
-def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
-    value = [] if alias.option.takes == NOTHING else ["x"]
-    assert main(["serve", alias.option.flag, *value]) == 2
-    assert f"{alias.option.flag} cannot be honoured: " in capsys.readouterr().err
+def test_what_is_refused_says_so_on_the_command_line(option, capsys):
+    value = [] if option.takes == NOTHING else ["x"]
+    assert main(["serve", option.flag, *value]) == 2
+    assert f"{option.flag} cannot be honoured: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
          "--speculative-num-draft-tokens 64 --mem-fraction 0.6 --cuda-graph-max-bs 2",
          {"speculative_algorithm": "EAGLE", "speculative_num_steps": 5,
           "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64,
-          "mem_fraction_static": 0.6, "cuda_graph_max_bs": 2}),
+          "mem_fraction_static": 0.6}),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 16",
          {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}),
         ("--speculative-accept-threshold-single 0.4 --speculative-algorithm none",
@@ -102,12 +105,9 @@ def test_what_is_refused_says_so_on_the_command_line(alias, capsys):
           "speculative_draft_model_path": "small.gguf", "speculative_num_steps": 3,
           "speculative_num_draft_tokens": 4}),
         ("--draft-max 3", {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}),
-        ("--speculation both --draft d --draft-nodes 16 --draft-depth 5 --draft-width 4",
-         {"speculative_algorithm": "EAGLE+NGRAM", "speculative_draft_model_path": "d",
-          "speculative_num_steps": 5, "speculative_eagle_topk": 4,
-          "speculative_num_draft_tokens": 17}),
-        ("--speculation head --draft-on-error stop",
-         {"speculative_algorithm": "EAGLE", "draft_on_error": "stop"}),
+        ("--draft 16", {"speculative_num_steps": 16, "speculative_num_draft_tokens": 17}),
+        ("--speculative-algorithm eagle3+ngram --draft-on-error stop",
+         {"speculative_algorithm": "EAGLE+NGRAM", "draft_on_error": "stop"}),
     ],
 )  # fmt: skip
 def test_others_names_set_our_fields(line, values):
@@ -213,7 +213,8 @@ def test_vllms_speculative_config():
     [
         ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is cut"),
         ("-ngl 12", "not parted between two devices"),
-        ("--draft 16", "--draft-max 16"),
+        ("--draft folder", "--draft takes a whole number, not 'folder'"),
+        ("--speculation off", "There is no option --speculation of forerun serve"),
         ("--speculative-accept-threshold-acc 1.5", "must be between 0.0 and 1.0"),
         ("--speculative-algorithm naive_eagle --speculative-num-steps 3", "NAIVE drafts at most 1"),
         ("--speculative-algorithm naive --speculative-num-draft-tokens 3", "at most 1 + 1 = 2"),
@@ -236,7 +237,7 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
 
 
 def test_all_that_is_refused_is_said_at_once(capsys):
-    assert main(["serve", "--dp-size", "2", "--lora-paths", "x", "--speculation", "off"]) == 2
+    assert main(["serve", "--dp-size", "2", "--lora-paths", "x", "--policy", "fixed"]) == 2
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == [
         "--dp-size", "--lora-paths",
     ]  # fmt: skip
@@ -247,7 +248,10 @@ def test_a_tree_that_cannot_be_is_explained_with_numbers():
         4, 5, 37, 265, 1,
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"16, but 3 steps with top-k 1 make at most 1 \+ 3 = 4"):
-        engine(*["--speculative-algorithm", "EAGLE", "--draft-depth", "3", "--draft-nodes", "15"])
+        engine(
+            *["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"],
+            *["--speculative-num-draft-tokens", "16"],
+        )
     with pytest.raises(ConfigError, match=r"64, but 3 steps .* at most 1 \+ 3 \+ 2 x 3 x 3 = 22"):
         EngineConfig(
             speculative_algorithm="EAGLE3",

@@ -78,18 +78,10 @@ def test_a_broken_profile_is_no_profile():
     assert tuned.find(config, config) is None
 
 
-def test_a_profile_of_version_0_1_0_is_used():
+def test_a_profile_belongs_to_what_decides_speed():
     config = EngineConfig(model="toy", device="cpu", speculative_algorithm="NGRAM")
-    path = tuned.path_of(config)
-    path.parent.mkdir(parents=True)
-    old = {"speculation": "ngram", "draft_nodes": 4, "draft_depth": 4, "policy": "fixed"}
-    path.write_text(json.dumps({"setting": old}))
-    assert tuned.find(EngineConfig(model="toy"), config) == FOUR
-    key = '[["toy", "auto", "cpu", "auto", null], ["ngram", null, 1], "0.1.0", "some processor"]'
+    key = '[["toy", "auto", "cpu", "auto", null], ["NGRAM", null, 1], "0.1.0", "some processor"]'
     assert tuned.key_of(config, "0.1.0", "some processor") == key
-    wide = {"speculation": "head", "draft_nodes": 16, "draft_depth": 8, "policy": "fixed"}
-    path.write_text(json.dumps({"setting": wide}))
-    assert tuned.find(EngineConfig(model="toy"), config).speculative_num_draft_tokens == 9
 
 
 def test_profiles_are_forgotten(capsys):
@@ -103,5 +95,5 @@ def test_profiles_are_forgotten(capsys):
 
 
 def test_there_is_nothing_to_tune_without_a_drafter(capsys):
-    assert main(["tune", "--model", "toy", "--speculation", "off"]) == 2
+    assert main(["tune", "--model", "toy", "--speculative-algorithm", "off"]) == 2
     assert "nothing to tune" in capsys.readouterr().err

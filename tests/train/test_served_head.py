@@ -98,7 +98,14 @@ def test_what_breaks_a_draft_is_seen_in_acceptance(small, monkeypatch, mistake):
 def test_eval_shows_what_the_trainer_simulates(small, capsys):
     """Chain and tree, three temperatures; the two numbers are one within 2 %."""
     prompts = f"known={small.prompts}"
-    where = ["--model", str(small.model), "--draft", str(small.draft), "--kv-tokens", "4096"]
+    where = [
+        "--model",
+        str(small.model),
+        "--speculative-draft-model-path",
+        str(small.draft),
+        "--kv-tokens",
+        "4096",
+    ]
     how = ["--count", "8", "--tokens", str(TOKENS), "--group", "4", "--simulate", "--json"]
     assert main(["eval", *where, "--set", prompts, *how]) == 0
     report = json.loads(capsys.readouterr().out)

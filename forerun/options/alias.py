@@ -1,0 +1,214 @@
+"""One name of another server: what becomes of it here, and what is said about it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from forerun.errors import ConfigError
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.flags import NOTHING, VALUE, YES, Option, own_option, parsed, truth
+
+log = logging.getLogger(__name__)
+
+SGLANG, VLLM, LLAMA = "SGLang", "vLLM", "llama.cpp"
+
+FIELDS: dict[str, "Field[Any]"] = {
+    item.name: item for kind in (EngineConfig, ServeSettings, AskConfig) for item in fields(kind)
+}
+
+
+class Verdict(Enum):
+    """What becomes of a name.
+
+    SETS     it sets fields of ours
+    ONLY     it may only ask for what happens anyway; another value is refused
+    IGNORED  it changes nothing here, and a line in the log says so
+    REFUSED  it cannot be honoured
+    """
+
+    SETS = "sets"
+    ONLY = "only"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Names of other servers that mean one thing: a row of the table in aliases.py.
+
+    flags    the names, parted by blanks, dashes included
+    sources  who has them
+    verdict  what becomes of them
+    fields   of our configurations that they set, parted by blanks
+    why      for people: what happens here, and what to do instead
+    values   SETS: what may be written, and the field's value for it
+    others   SETS: the field's own values may be written too
+    allowed  ONLY: what may be written
+    takes    what follows a name: VALUE, NOTHING, MAYBE or MANY (flags.py)
+    read     SETS: (how it was named, what was written) -> values of fields, where neither the
+             field's own values nor `values` say it; raises ConfigError
+    """
+
+    flags: str
+    sources: tuple[str, ...]
+    verdict: Verdict
+    fields: str = ""
+    why: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    others: bool = False
+    allowed: tuple[str, ...] = ()
+    takes: str = VALUE
+    read: Callable[[str, str], dict[str, Any]] | None = None
+
+    @property
+    def options(self) -> list[Option]:
+        """One per name."""
+        names = tuple(self.fields.split())
+        return [Option(flag, names, self.assign, self.takes) for flag in self.flags.split()]
+
+    def assign(self, where: str, text: str) -> dict[str, Any]:
+        """Values of fields that `text` means. Raises ConfigError, which names `where`."""
+        off = self.takes == NOTHING and not truth(where, text)
+        if self.verdict is Verdict.SETS:
+            return {} if off else self._set(where, text)
+        if self.verdict is Verdict.ONLY:
+            if text.lower() not in (YES if self.takes == NOTHING else self.allowed):
+                raise ConfigError(f"{where} {text} cannot be honoured: {self.why}.")
+        elif not off:
+            if self.verdict is Verdict.REFUSED:
+                raise ConfigError(f"{where} cannot be honoured: {self.why}.")
+            log.warning("%s changes nothing here: %s.", where, self.why)
+        return {}
+
+    def _set(self, where: str, text: str) -> dict[str, Any]:
+        if self.read:
+            return self.read(where, text)
+        if text.lower() in self.values:
+            return {self.fields: self.values[text.lower()]}
+        if self.values and not self.others:
+            why = f" ({self.why})" if self.why else ""
+            raise ConfigError(f"{where} may be {', '.join(self.values)}, not {text!r}{why}.")
+        return {self.fields: parsed(FIELDS[self.fields], where, text)}
+
+    @property
+    def meaning(self) -> str:
+        """What it does here, for docs/migrating.md."""
+        if self.verdict is Verdict.IGNORED:
+            return f"taken, changes nothing: {self.why}"
+        if self.verdict is Verdict.ONLY and self.takes != NOTHING:
+            return f"only {' or '.join(self.allowed)}: {self.why}"
+        if self.verdict is not Verdict.SETS or self.read:
+            return self.why
+        own = own_option(FIELDS[self.fields]).flag
+        if self.takes == NOTHING:
+            value = self.values["true"]
+            shown = (
+                own if value is True else f"--no-{own[2:]}" if value is False else f"{own} {value}"
+            )
+            return f"`{shown}`"
+        if self.values and not self.others:
+            return f"`{own}`; takes {', '.join(self.values)}"
+        return f"`{own}`" + (f"; {self.why}" if self.why else "")
+
+
+def chain_length(where: str, text: str) -> dict[str, Any]:
+    """A number of draft tokens without the root, of a chain."""
+    steps = parsed(FIELDS["speculative_num_steps"], where, text)
+    return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
+
+
+def draft_model(where: str, text: str) -> dict[str, Any]:
+    """A whole model that drafts."""
+    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": text}
+
+
+def grammar_backend(where: str, text: str) -> dict[str, Any]:
+    """A library that matches grammars: llguidance does, whichever is named."""
+    name = text.lower()
+    if name in ("xgrammar", "outlines", "lm-format-enforcer"):
+        log.warning("%s %s: llguidance matches all grammars here.", where, text)
+    elif name not in ("auto", "llguidance", "guidance"):
+        raise ConfigError(f"{where} {text} cannot be honoured: llguidance matches all grammars.")
+    return {}
+
+
+def gpu_layers(where: str, text: str) -> dict[str, Any]:
+    """llama.cpp's number of layers on the GPU."""
+    if text in ("all", "auto") or (text.isdecimal() and int(text) >= 99):
+        return {"device": "cuda"}
+    if text == "0":
+        return {"device": "cpu"}
+    raise ConfigError(
+        f"{where} {text} cannot be honoured: a model is not parted between two devices; give 0 "
+        "(--device cpu) or all (--device cuda)."
+    )
+
+
+def gpu(where: str, text: str) -> dict[str, Any]:
+    """A CUDA device by its number."""
+    if not text.isdecimal():
+        raise ConfigError(f"{where} takes a whole number, not {text!r}.")
+    return {"device": f"cuda:{text}"}
+
+
+METHODS = {
+    "ngram": "NGRAM",
+    "ngram_gpu": "NGRAM",
+    "suffix": "SUFFIX",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "mtp": "NEXTN",
+    "draft_model": "STANDALONE",
+    "dflash": "DFLASH",
+}
+"""vLLM's methods of speculation."""
+
+_LOOKUP = "lookup weighs runs of 1 to 16 tokens by what they proved to be worth"
+_KEYS_REFUSED = {
+    "draft_tensor_parallel_size": "one device runs a model",
+    "quantization": "a draft is computed in the target's numbers",
+    "max_model_len": "speculation has no length of its own",
+    "disable_by_batch_size": "the policy measures when draft tokens pay, at every batch size",
+    "prompt_lookup_min": _LOOKUP,
+    "prompt_lookup_max": _LOOKUP,
+    "draft_sample_method": "draft tokens are the likeliest ones; acceptance stays exact",
+    "rejection_sample_method": "acceptance is exact by a rule of its own",
+    "parallel_drafting": "the method dflash is for drafters of whole blocks",
+    "num_speculative_tokens_per_batch_size": "the policy measures how many pay",
+    "enable_adaptive_verification": "--policy adaptive is the default",
+}
+"""Keys of vLLM's speculative_config, and why they are refused."""
+
+
+def speculative_config(where: str, text: str) -> dict[str, Any]:
+    """VLLM's JSON object."""
+    try:
+        keys = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} takes a JSON object, but this is none: {error}.") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{where} takes a JSON object, not {text!r}.")
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        place = f"{where}: {key}"
+        if value is None or (key == "draft_tensor_parallel_size" and value == 1):
+            continue
+        if key == "method":
+            if value not in METHODS:
+                known = ", ".join(METHODS)
+                raise ConfigError(f"{place} is {value!r}; methods known here are {known}.")
+            values["speculative_algorithm"] = METHODS[value]
+        elif key == "model":
+            values["speculative_draft_model_path"] = str(value)
+        elif key == "revision":
+            values["speculative_draft_model_revision"] = str(value)
+        elif key == "num_speculative_tokens":
+            values |= chain_length(place, str(value))
+        else:
+            why = _KEYS_REFUSED.get(key)
+            said = f"cannot be honoured: {why}" if why else "is no key that is known here"
+            raise ConfigError(f"{place} {said}; leave the key out.")
+    return values
