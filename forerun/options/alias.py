@@ -209,6 +209,6 @@ def speculative_config(where: str, text: str) -> dict[str, Any]:
             values |= chain_length(place, str(value))
         else:
             why = _KEYS_REFUSED.get(key)
-            said = f"cannot be honoured: {why}" if why else "is no key that is known here"
-            raise ConfigError(f"{place} {said}; leave the key out.")
+            problem = f"cannot be honoured: {why}" if why else "is no key that is known here"
+            raise ConfigError(f"{place} {problem}; leave the key out.")
     return values
