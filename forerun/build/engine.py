@@ -5,6 +5,7 @@ Target + config -> make_engine -> Engine
 load = both
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.executor_entry import DraftSource
-from forerun.build.memory import MemoryPlan, Needs, plan_memory
+from forerun.build.memory import MemoryPlan, Needs, plan_memory, widened
 from forerun.build.prepare import overlaps, prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
@@ -259,6 +260,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config)
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.path)
+    for method in getattr(model.checkpoint, "methods", ()):
+        warnings.warn(widened(model.path, method, needs.weights), stacklevel=3)
     parts, fault = excused(config, lambda: _drafts(config, model))
     draft, table = (parts.model, parts.table) if parts else (None, None)
     if draft is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
+from forerun.models.quantised.method import Method
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
@@ -162,6 +163,14 @@ def dense_needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
     twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
     count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
     return needs_of(arch, count * width, 2 * arch.layers * arch.kv_heads * head)
+
+
+def widened(path: Path, method: Method, weights: int) -> str:
+    """The sentence that a checkpoint stored in few bits takes `weights` bytes here."""
+    return (
+        f"{path.name} stores its matrices in few bits ({method.title}); they are widened when they "
+        f"are read: {human(weights)} of weights, {human(bytes_on_disk(path))} on disk."
+    )
 
 
 def bytes_on_disk(path: Path) -> int:

@@ -20,6 +20,7 @@ from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.opened_draft import OpenedDraft
 from forerun.models.rope_config import rope_from
+from forerun.models.shard import MAPS
 from forerun.types import Ints
 
 _DFLASH, _DSPARK = ("DFlashDraftModel", "DFlashSpeculator"), ("Qwen3DSparkModel",)
@@ -67,7 +68,7 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
     target, or of a kind that is not built.
     """
     config = read_json(folder / "config.json")
-    files = canonical(files_by_tensor(folder, maps=True), folder)
+    files = canonical(files_by_tensor(folder, MAPS), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head = _describe(config, shapes, target)

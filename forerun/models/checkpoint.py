@@ -1,33 +1,16 @@
 """What a checkpoint on disk offers, whatever its format, and the check that it is whole."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, expected_tensors
+from forerun.models.mapped import Packed
 from forerun.types import Floats
 
 _NAMED = 12
 """Culprits named in one message; the rest are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A matrix as its file stores it, rows in canonical order.
-
-    kind     ggml's name of the storage: "F32", "F16", "BF16", "Q8_0", "Q4_1", ...
-    rows     uint8[rows, bytes of a row], read-only; a view of the file where possible
-    columns  numbers in a row
-    """
-
-    kind: str
-    rows: NDArray[np.uint8]
-    columns: int
 
 
 class Checkpoint(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 from forerun.cache_dir import cache_dir, locked, make_room, unwritable
 from forerun.errors import ModelError
 from forerun.models.mapped import TensorFile
-from forerun.models.shard import read_shard
+from forerun.models.shard import MAPS, read_shard
 from forerun.sandbox import SandboxProcess
 
 _MODULE = "forerun.models.unpickle_worker"
@@ -44,7 +44,7 @@ def read_pickled(path: Path) -> TensorFile:
                 _convert(path, about.st_size, target)
             for old in set(folder.glob(f"{place}-*.safetensors")) - {target}:
                 old.unlink(missing_ok=True)
-    return read_shard(target, maps=True)
+    return read_shard(target, MAPS)
 
 
 def _convert(path: Path, size: int, target: Path) -> None:

@@ -30,6 +30,7 @@ from forerun.models.keys import Keys
 from forerun.models.mapped import TensorFile
 from forerun.models.opened_draft import OpenedDraft
 from forerun.models.rope_config import rope_from
+from forerun.models.shard import MAPS
 from forerun.types import AnyArray, Ints
 
 _RENAMED = (
@@ -69,7 +70,7 @@ def open_draft(folder: Path, target: Architecture, variant: str | None = None) -
     Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
     """
     config = read_json(folder / "config.json")
-    files = canonical(files_by_tensor(folder, maps=True), folder)
+    files = canonical(files_by_tensor(folder, MAPS), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head, keys = _describe(config, shapes, target)

@@ -8,13 +8,15 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Packed, check_whole, shortened
+from forerun.models.checkpoint import check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
-from forerun.models.mapped import TensorFile
+from forerun.models.mapped import Packed, TensorFile
 from forerun.models.prediction_layers import divided
-from forerun.models.shard import read_shard
+from forerun.models.quantised.files import with_matrices
+from forerun.models.quantised.method import Method, read_method
+from forerun.models.shard import FLOATS, QUANTISED, read_shard
 from forerun.types import Floats
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,6 +29,7 @@ _MOST_SHARDS = 1024
 class FolderCheckpoint:
     """A folder as a Checkpoint.
 
+    methods           how its matrices are stored in few bits; () = all are floats
     prediction_files  by stored name, the tensors of prediction layers: no part of the model itself,
                       and looked into by who drafts with them
     """
@@ -36,7 +39,10 @@ class FolderCheckpoint:
         self._folder = folder
         self.config: dict[str, Any] = _config(folder)
         self.architecture: Architecture = architecture_from(self.config, folder)
-        own, self.prediction_files = divided(files_by_tensor(folder), self.architecture)
+        self.methods: tuple[Method, ...] = read_method(self.config)
+        stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
+        files = with_matrices(stored, self.methods)
+        own, self.prediction_files = divided(files, self.architecture)
         self._files = _needed(own, self.architecture)
         shapes = {name: file.tensors[name].shape for name, file in self._files.items()}
         check_whole(self.architecture, shapes, folder)
@@ -59,12 +65,8 @@ class FolderCheckpoint:
         return self._files[name].floats(name)
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored; None for a vector."""
-        file = self._files[name]
-        stored = file.tensors[name]
-        if len(stored.shape) != 2:
-            return None
-        return Packed(stored.kind, file.rows(name), stored.shape[-1])
+        """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
+        return self._files[name].packed(name)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -78,17 +80,17 @@ def _config(folder: Path) -> dict[str, Any]:
     raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
 
 
-def files_by_tensor(folder: Path, maps: bool = False) -> dict[str, TensorFile]:
+def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str, TensorFile]:
     """Tensor name -> the file that holds it; a single file goes before an index, safetensors go
     before pickles, whose tensors are kept as safetensors in the cache.
 
-    maps  as in read_shard. Raises ModelError.
+    kinds  as in read_shard. Raises ModelError.
     """
     if (folder / _SINGLE).is_file():
-        file = read_shard(folder / _SINGLE, maps)
+        file = read_shard(folder / _SINGLE, kinds)
         return dict.fromkeys(file.tensors, file)
     if (folder / _INDEX).is_file():
-        return _sharded(folder / _INDEX, ".safetensors", read_shard)
+        return _sharded(folder / _INDEX, ".safetensors", lambda path: read_shard(path, kinds))
     if (folder / _PICKLED).is_file():
         file = read_pickled(folder / _PICKLED)
         return dict.fromkeys(file.tensors, file)

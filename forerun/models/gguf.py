@@ -5,10 +5,11 @@ from pathlib import Path
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Packed, check_whole, shortened
+from forerun.models.checkpoint import check_whole, shortened
 from forerun.models.gguf_config import architecture_of
 from forerun.models.gguf_header import GgufFile, Value, read_header
 from forerun.models.layer_spec import NORM_NAMES
+from forerun.models.mapped import Packed
 from forerun.types import AnyArray, Floats
 
 _TOP = {

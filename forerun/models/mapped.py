@@ -30,6 +30,20 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix as its file stores it, rows in canonical order.
+
+    kind     ggml's name of the storage: "F32", "F16", "BF16", "Q8_0", "Q4_1", ...
+    rows     uint8[rows, bytes of a row], read-only; a view of the file where possible
+    columns  numbers in a row
+    """
+
+    kind: str
+    rows: NDArray[np.uint8]
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFile:
     """A mapped file whose table of tensors has been checked against its size."""
 
@@ -43,6 +57,13 @@ class TensorFile:
         flat = self.data[stored.start : stored.start + stored.size]
         count = math.prod(stored.shape[:-1])
         return flat.reshape(count, stored.size // count)
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as stored; None for a vector."""
+        stored = self.tensors[name]
+        if len(stored.shape) != 2:
+            return None
+        return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
     def floats(self, name: str) -> Floats:
         """The tensor as float32; a read-only view where that is how it is stored."""

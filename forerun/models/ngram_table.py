@@ -17,7 +17,7 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.checkpoint import shortened
 from forerun.models.mapped import TensorFile
-from forerun.models.shard import read_shard
+from forerun.models.shard import MAPS, read_shard
 from forerun.types import AnyArray, Floats, Ints
 
 FILE = "ngrams.safetensors"
@@ -81,7 +81,7 @@ def read_ngram_table(path: Path, vocab: int) -> NgramTable:
 
     Raises ModelError: damaged, incomplete, or of another target.
     """
-    file = read_shard(path, maps=True)
+    file = read_shard(path, MAPS)
     wrong = set(file.tensors) ^ {*_COUNTS, *_CHANCES}
     if wrong:
         raise ModelError(f"{path}: missing or unexpected tensors: {shortened(sorted(wrong))}")

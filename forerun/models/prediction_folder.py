@@ -19,6 +19,7 @@ from forerun.models.draft_folder import mapped_ids
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
+from forerun.models.shard import MAPS
 
 SUFFIX = "ForCausalLMNextN"
 """How the name of such a draft's architecture ends."""
@@ -57,7 +58,7 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
     declared = keys.integer("num_nextn_predict_layers")
     vocab = keys.integer("draft_vocab_size", arch.vocab)
     keys.refuse_the_rest(harmless)
-    files = files_by_tensor(folder, maps=True)
+    files = files_by_tensor(folder, MAPS)
     named = {name: (files.pop(name), name) for name in ("d2t",) if name in files}
     if vocab != arch.vocab and not named:
         raise ModelError(

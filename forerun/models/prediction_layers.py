@@ -28,8 +28,8 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.cache_layer import CacheLayer
-from forerun.models.checkpoint import Checkpoint, Packed, shortened
-from forerun.models.mapped import TensorFile
+from forerun.models.checkpoint import Checkpoint, shortened
+from forerun.models.mapped import Packed, TensorFile
 from forerun.types import Floats, Ints
 
 EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
@@ -194,10 +194,7 @@ class PredictionLayers:
         if name not in self.files:
             return self.target.packed(name)
         file, stored = self.files[name]
-        info = file.tensors[stored]
-        if len(info.shape) != 2:
-            return None
-        return Packed(info.kind, file.rows(stored), info.shape[-1])
+        return file.packed(stored)
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
         """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where

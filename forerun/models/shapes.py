@@ -11,9 +11,9 @@ import numpy as np
 
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, Rope, expected_tensors, plain_layers
-from forerun.models.checkpoint import Packed
 from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import DraftFile
+from forerun.models.mapped import Packed
 from forerun.types import Floats
 
 _LLAMA, _QWEN = Rope(5e5), Rope(1e6)

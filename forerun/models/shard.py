@@ -6,6 +6,7 @@ tensors, without holes. Untrusted like any file: see `gguf_header`.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from forerun.models.mapped import Stored, TensorFile, check_disjoint, mapped
 _MOST_HEADER = 2 << 20
 _MOST_TENSORS = 65536
 _DIMENSIONS = 8
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_BYTES_OF_MAPS = _BYTES | {"I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
+FLOATS: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
+"""Types of numbers, and bytes of one."""
+MAPS: Mapping[str, int] = {**FLOATS, "I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
 """Drafts also store vocabulary maps and n-gram tables."""
+QUANTISED: Mapping[str, int] = {**MAPS, "F8_E4M3": 1, "I8": 1, "U8": 1}
+"""What quantised matrices are stored as."""
 
 
-def read_shard(path: Path, maps: bool = False) -> TensorFile:
+def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
     """Map one .safetensors file and check its header. ModelError for anything out of order.
 
-    maps  tensors of integers and booleans are allowed too
+    kinds  which types of numbers its tensors may have
     """
     data = mapped(path)
     try:
@@ -35,7 +39,7 @@ def read_shard(path: Path, maps: bool = False) -> TensorFile:
             raise ModelError(f"a header of {length} bytes; {_MOST_HEADER} at most are read")
         text = data[8 : 8 + length].tobytes().decode("utf-8")
         table = json.loads(text, object_pairs_hook=_no_twins)
-        tensors = _tensors(table, 8 + length, _BYTES_OF_MAPS if maps else _BYTES)
+        tensors = _tensors(table, 8 + length, kinds)
         check_disjoint(tensors)
         covered = sum(stored.size for stored in tensors.values())
         if 8 + length + covered != len(data):
@@ -54,14 +58,14 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _tensors(table: Any, begin: int, kinds: dict[str, int]) -> dict[str, Stored]:
+def _tensors(table: Any, begin: int, kinds: Mapping[str, int]) -> dict[str, Stored]:
     if not isinstance(table, dict) or len(table) > _MOST_TENSORS:
         raise ModelError("the header is not an object of tensors")
     table.pop("__metadata__", None)
     return {name: _tensor(name, entry, begin, kinds) for name, entry in table.items()}
 
 
-def _tensor(name: str, entry: Any, begin: int, kinds: dict[str, int]) -> Stored:
+def _tensor(name: str, entry: Any, begin: int, kinds: Mapping[str, int]) -> Stored:
     """Check one entry of the table; `begin` is where the data begins."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"tensor {shown(name)} is not dtype, shape and data_offsets")

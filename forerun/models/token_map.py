@@ -12,7 +12,7 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.models.pickled import read_pickled_ids
-from forerun.models.shard import read_shard
+from forerun.models.shard import MAPS, read_shard
 from forerun.types import AnyArray, Ints
 
 _KINDS = {"I64": "<i8", "I32": "<i4"}
@@ -60,7 +60,7 @@ def _json(path: Path) -> AnyArray:
 
 
 def _safetensors(path: Path) -> AnyArray:
-    file = read_shard(path, maps=True)
+    file = read_shard(path, MAPS)
     (name, *more) = file.tensors or [""]
     stored = file.tensors.get(name)
     if more or stored is None or stored.kind not in _KINDS or len(stored.shape) != 1:

@@ -16,7 +16,7 @@ from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.executors.host_sampler import HostAccepted
 from forerun.interface.plan import SlotInit
-from forerun.models.checkpoint import Packed
+from forerun.models.mapped import Packed
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for

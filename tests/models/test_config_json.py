@@ -83,7 +83,7 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
         ("llama", {"model_type": "gemma3"}, "gemma3"),
         ("llama", {"model_type": ["llama"]}, "llama"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"quantisation_config": {"bits": 4}}, "quantisation_config"),
         ("llama", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ("llama", {"sliding_window": 128}, "sliding_window"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),

@@ -19,6 +19,7 @@ from forerun.errors import ModelError
 from forerun.models import pickled
 from forerun.models.folder import FolderCheckpoint, files_by_tensor
 from forerun.models.pickle_program import View, run
+from forerun.models.shard import MAPS
 from tests.models import tiny
 
 
@@ -36,7 +37,7 @@ def saved(folder, value, **how):
 
 def held(folder):
     """All tensors of a folder as torch reads them from where they were put."""
-    (file,) = {file.path for file in files_by_tensor(folder, maps=True).values()}
+    (file,) = {file.path for file in files_by_tensor(folder, MAPS).values()}
     return load_file(file)
 
 

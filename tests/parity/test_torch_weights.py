@@ -13,9 +13,9 @@ from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.layers import Linear
 from forerun.executors.torch.weights import Weights, some_rows
 from forerun.models.arch import expected_tensors
-from forerun.models.checkpoint import Packed
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint
+from forerun.models.mapped import Packed
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.models import tiny
 from tests.parity.test_prefill_chunks import Held

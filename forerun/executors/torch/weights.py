@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from forerun.errors import ModelError
 from forerun.executors.torch.float8 import Float8Linear
 from forerun.executors.torch.layers import Linear, Product
-from forerun.models.checkpoint import Checkpoint, Packed, Repeated
+from forerun.models.checkpoint import Checkpoint, Repeated
+from forerun.models.mapped import Packed
 from forerun.types import AnyArray, Ints
 
 PIECE = 1 << 24

@@ -1,0 +1,101 @@
+"""A folder's tensors with every matrix that is stored in few bits as one tensor `NAME.weight`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.models.mapped import Packed, Stored, TensorFile
+from forerun.models.quantised.matrices import PARTS, StoredMatrix, stored_matrix
+from forerun.models.quantised.method import Method
+from forerun.types import Floats
+
+QUANTISED = "quantised"
+"""`Stored.kind` of such a matrix."""
+
+_OF_ACTIVATIONS = re.compile(
+    r".*\.(input_scale|input_global_scale|output_scale|[kv]_scale|kv_scale)"
+)
+"""Scales of what is not quantised here: activations, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFile(TensorFile):
+    """A file's matrices that are stored in few bits. `floats` widens one; `rows` is its bytes as
+    float32.
+
+    matrices  by the names in `tensors`
+    """
+
+    matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
+
+    def floats(self, name: str) -> Floats:
+        """float32[N,K]. Raises ModelError as StoredMatrix.floats."""
+        return self.matrices[name].floats()
+
+    def packed(self, name: str) -> Packed | None:
+        """None: nobody else knows these storages."""
+        return None
+
+    def rows(self, name: str) -> NDArray[np.uint8]:
+        """uint8[N,4K]: the float32 numbers' bytes."""
+        return self.floats(name).view(np.uint8)
+
+
+def with_matrices(
+    files: Mapping[str, TensorFile], methods: tuple[Method, ...]
+) -> dict[str, TensorFile]:
+    """Stored name -> the file that has it, each quantised matrix under the name `MODULE.weight`.
+
+    files  likewise, of a folder whose matrices are stored by `methods`; () changes nothing
+
+    A matrix of plain floats stays one, whichever modules the configuration leaves out.
+    Raises ModelError naming the tensor that is missing, left over or does not fit.
+    """
+    if not methods:
+        return dict(files)
+    known = {part for method in methods for group in PARTS[method.layout] for part in group}
+    plain: dict[str, TensorFile] = {}
+    modules: dict[str, dict[str, tuple[TensorFile, str]]] = {}
+    for name, file in files.items():
+        module, _, part = name.rpartition(".")
+        if _OF_ACTIVATIONS.fullmatch(name):
+            continue
+        if part not in known or _plain(files, module, part):
+            plain[name] = file
+        else:
+            modules.setdefault(module, {})[part] = (file, name)
+    if not modules:
+        raise ModelError(
+            "config.json says that weights are quantised "
+            f"({methods[0].title}), and no tensor is: remove quantization_config if that is so"
+        )
+    return plain | _collected(modules, methods)
+
+
+def _plain(files: Mapping[str, TensorFile], module: str, part: str) -> bool:
+    """Whether `MODULE.weight` is no quantised matrix: of floats."""
+    name = f"{module}.weight"
+    return part == "weight" and files[name].tensors[name].kind in ("F32", "F16", "BF16")
+
+
+def _collected(
+    modules: Mapping[str, Mapping[str, tuple[TensorFile, str]]], methods: tuple[Method, ...]
+) -> dict[str, TensorFile]:
+    by_file: dict[int, tuple[TensorFile, dict[str, StoredMatrix]]] = {}
+    for module, parts in modules.items():
+        matrix = stored_matrix(module, methods, parts)
+        file, _ = next(iter(parts.values()))
+        by_file.setdefault(id(file), (file, {}))[1][f"{module}.weight"] = matrix
+    found: dict[str, TensorFile] = {}
+    for file, matrices in by_file.values():
+        tensors = {
+            name: Stored(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
+            for name, matrix in matrices.items()
+        }
+        one = QuantisedFile(file.path, tensors, file.data[:0], matrices)
+        found |= dict.fromkeys(tensors, one)
+    return found

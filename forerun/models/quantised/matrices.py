@@ -1,0 +1,350 @@
+"""Matrices stored in few bits, as float32. w [N,K] is the matrix, y = w x; s are scales, z zeros.
+
+float8  weight float8[N,K]; weight_scale_inv or weight_scale s, one for each block of rows and
+columns:                                          w = s q
+int8    weight int8[N,K]; weight_scale s; weight_zero_point z int8, as s:    w = s (q - z)
+packed  weight_packed int32[N,K/n], n = 32 / bits numbers in a word along K, the lowest bits
+first, each more by 2^(bits-1); weight_scale s [N,K/group]; weight_zero_point, packed
+likewise along N, int32[N/n,K/group]; weight_shape; weight_g_idx:    w = s (q - z)
+gptq    qweight int32[K/n,N] along K; qzeros int32[K/group,N/n] along N; scales s [K/group,N];
+g_idx int32[K] the group of every column:         w[:,k] = s[g_k] (q - z[g_k])
+awq     as gptq, but qweight int32[K,N/8] along N, and the eight numbers of a word are columns
+0, 2, 4, 6, 1, 3, 5, 7 of eight, in qzeros too; no g_idx
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.models.mapped import TensorFile
+from forerun.models.quantised.method import Layout, Method
+from forerun.types import AnyArray, Floats
+
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word the number of each of eight columns lies."""
+
+PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "float8": (("weight",), ("weight_scale_inv", "weight_scale")),
+    "int8": (("weight", "weight_scale"), ("weight_zero_point",)),
+    "packed": (
+        ("weight_packed", "weight_scale"),
+        ("weight_zero_point", "weight_shape", "weight_g_idx"),
+    ),
+    "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
+    "awq": (("qweight", "qzeros", "scales"), ()),
+}
+"""The tensors of a matrix that must be there, by which the first it is known, and that may be."""
+
+_INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """One matrix in its file.
+
+    name   of its module, for messages
+    parts  its tensors by their last names: the file that has each, and its name there
+    shape  (N, K)
+    """
+
+    name: str
+    method: Method
+    parts: Mapping[str, tuple[TensorFile, str]]
+    shape: tuple[int, int]
+
+    def floats(self) -> Floats:
+        """float32[N,K]. Raises ModelError where a column's group is none."""
+        return _WIDEN[self.method.layout](self)
+
+    def integers(self, part: str) -> AnyArray:
+        """A tensor of integers as it is stored."""
+        file, stored = self.parts[part]
+        there = file.tensors[stored]
+        flat = file.data[there.start : there.start + there.size]
+        return flat.view(_INTEGERS[there.kind]).reshape(there.shape)
+
+    def scales(self, part: str) -> Floats:
+        """A tensor of floats as float32[rows,columns]; a vector is a column, a scalar [1,1]."""
+        file, stored = self.parts[part]
+        there = file.tensors[stored]
+        if there.shape and there.kind != "F32":
+            return file.floats(stored).reshape(_two(there.shape))
+        flat = file.data[there.start : there.start + there.size]
+        return widened(flat, there.kind).reshape(_two(there.shape))
+
+
+def stored_matrix(
+    name: str, methods: tuple[Method, ...], parts: Mapping[str, tuple[TensorFile, str]]
+) -> StoredMatrix:
+    """A module's tensors as a matrix by the method that fits them, checked.
+
+    Raises ModelError naming what is missing, left over, of another type or of another shape.
+    """
+    fitting = [method for method in methods if parts.keys() >= set(PARTS[method.layout][0])]
+    if not fitting:
+        wanted = " or ".join(sorted({", ".join(PARTS[method.layout][0]) for method in methods}))
+        raise ModelError(f"{name} has {', '.join(sorted(parts))}; it needs {wanted}")
+    # Groups of modules differ in size at most: the shape of the scales tells them apart.
+    faults = []
+    for method in fitting:
+        try:
+            return _checked(name, method, parts)
+        except ModelError as error:
+            faults.append(error)
+    raise faults[0]
+
+
+def _checked(
+    name: str, method: Method, parts: Mapping[str, tuple[TensorFile, str]]
+) -> StoredMatrix:
+    required, optional = PARTS[method.layout]
+    rest = sorted(parts.keys() - set(required) - set(optional))
+    if rest:
+        raise ModelError(f"{name} has {', '.join(rest)}, which {method.title} has not")
+    shapes = {part: file.tensors[stored].shape for part, (file, stored) in parts.items()}
+    kinds = {part: file.tensors[stored].kind for part, (file, stored) in parts.items()}
+    shape = _shape(name, method, shapes, parts)
+    for part, (wanted, types) in _expected(method, shape, shapes).items():
+        if part not in shapes:
+            raise ModelError(f"{name}.{part} is missing; {method.title} needs it")
+        if kinds[part] not in types:
+            raise ModelError(f"{name}.{part} is stored as {kinds[part]}, not {' or '.join(types)}")
+        if shapes[part] not in wanted:
+            least = " or ".join(str(list(each)) for each in wanted)
+            raise ModelError(
+                f"{name}.{part} is {list(shapes[part])}, not {least}: {method.title}, a matrix of "
+                f"{shape[0]} x {shape[1]}"
+            )
+    return StoredMatrix(name, method, parts, shape)
+
+
+def _shape(
+    name: str,
+    method: Method,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, tuple[TensorFile, str]],
+) -> tuple[int, int]:
+    """(N, K), by the tensor that has all numbers."""
+    known = shapes[PARTS[method.layout][0][0]]
+    if len(known) != 2:
+        raise ModelError(f"{name} is stored as {list(known)}; it must have two dimensions")
+    words = 32 // method.bits
+    match method.layout:
+        case "gptq":
+            return known[1], known[0] * words
+        case "awq":
+            return known[1] * words, known[0]
+        case "packed":
+            return known[0], _declared_columns(name, shapes, parts, known[1] * words, known[0])
+    return known[0], known[1]
+
+
+def _declared_columns(
+    name: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    parts: Mapping[str, tuple[TensorFile, str]],
+    most: int,
+    rows: int,
+) -> int:
+    """K as weight_shape says it: the last word of a row may not be full."""
+    if "weight_shape" not in parts:
+        return most
+    file, stored = parts["weight_shape"]
+    there = file.tensors[stored]
+    if there.shape != (2,) or there.kind not in ("I32", "I64"):
+        raise ModelError(f"{name}.weight_shape is not two whole numbers")
+    flat = file.data[there.start : there.start + there.size].view(_INTEGERS[there.kind])
+    declared_rows, declared = flat.tolist()
+    if declared_rows != rows or not most - 32 < declared <= most:
+        raise ModelError(
+            f"{name}.weight_shape says {declared_rows} x {declared}, its tensors otherwise"
+        )
+    return int(declared)
+
+
+_Expected = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def _expected(
+    method: Method, shape: tuple[int, int], shapes: Mapping[str, tuple[int, ...]]
+) -> _Expected:
+    """Per tensor the shapes and types that it may have."""
+    rows, columns = shape
+    words = 32 // method.bits
+    groups = _count(columns, method.group)
+    if method.layout in ("gptq", "awq"):
+        expected: _Expected = {
+            "qzeros": (((groups, rows // words),), ("I32",)),
+            "scales": (((groups, rows),), _FLOATS),
+            PARTS[method.layout][0][0]: ((shapes["qweight"],), ("I32",)),
+        }
+        if "g_idx" in shapes:
+            expected["g_idx"] = (((columns,),), ("I32",))
+        return expected
+    blocks = (_count(rows, method.rows), groups)
+    scales: list[tuple[int, ...]] = [blocks]
+    if blocks == (1, 1):
+        scales += [(1,), ()]
+    elif blocks[1] == 1:
+        scales.append((blocks[0],))
+    scale = "weight_scale_inv" if "weight_scale_inv" in shapes else "weight_scale"
+    expected = {scale: (tuple(scales), _FLOATS)}
+    if method.layout == "packed":
+        expected["weight_packed"] = (((rows, -(-columns // words)),), ("I32",))
+        if method.zeros:
+            expected["weight_zero_point"] = (((-(-rows // words), groups),), ("I32",))
+        if "weight_g_idx" in shapes:
+            expected["weight_g_idx"] = (((columns,),), ("I32",))
+        return expected
+    if method.layout == "int8":
+        expected["weight"] = ((shape,), ("I8",))
+        if method.zeros:
+            expected["weight_zero_point"] = (tuple(scales), ("I8",))
+    else:
+        expected["weight"] = ((shape,), ("F8_E4M3",))
+    return expected
+
+
+def _count(whole: int, part: int) -> int:
+    """Blocks of `part`, of which the last may be smaller; 0 = one block."""
+    return -(-whole // part) if part else 1
+
+
+def _two(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0] if shape else 1, math.prod(shape[1:]))
+
+
+def _float8_numbers() -> Floats:
+    """float32[256] what each byte of float8 E4M3 stands for (arXiv 2209.05433, table 1)."""
+    code = np.arange(256)
+    exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float32)
+    small = np.float32(2.0**-9) * mantissa
+    large = (1 + mantissa / 8) * np.exp2(exponent.astype(np.float32) - 7)
+    numbers = np.where(exponent == 0, small, large)
+    numbers[code & 127 == 127] = np.nan
+    return np.where(code & 128, -numbers, numbers).astype(np.float32)
+
+
+_FLOAT8 = _float8_numbers()
+
+
+def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
+    """Bytes of a float type as float32."""
+    if kind == "BF16":
+        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if kind == "F8_E4M3":
+        return _FLOAT8[flat]
+    return flat.view({"F32": "<f4", "F16": "<f2"}[kind]).astype(np.float32)
+
+
+def unpacked(words: AnyArray, bits: int) -> NDArray[np.uint8]:
+    """uint8[...,n] the n = 32 / bits numbers of each word, the lowest bits first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    numbers = words.astype("<i4", copy=False).view("<u4")[..., None] >> shifts
+    return (numbers & np.uint32((1 << bits) - 1)).astype(np.uint8)
+
+
+def _spread(blocks: AnyArray, method: Method, shape: tuple[int, int]) -> AnyArray:
+    """[N,K] of a number for each block of rows and columns; axes of one block stay as they are."""
+    rows, columns = shape
+    if method.rows > 1:
+        blocks = np.repeat(blocks, method.rows, 0)[:rows]
+    if method.group:
+        blocks = np.repeat(blocks, method.group, 1)[:, :columns]
+    return blocks
+
+
+def _of_float8(matrix: StoredMatrix) -> Floats:
+    scale = next(name for name in ("weight_scale_inv", "weight_scale") if name in matrix.parts)
+    file, stored = matrix.parts["weight"]
+    there = file.tensors[stored]
+    flat = file.data[there.start : there.start + there.size]
+    numbers = widened(flat, "F8_E4M3").reshape(matrix.shape)
+    numbers *= _spread(matrix.scales(scale), matrix.method, matrix.shape)
+    return numbers
+
+
+def _of_int8(matrix: StoredMatrix) -> Floats:
+    numbers = matrix.integers("weight").astype(np.float32)
+    if "weight_zero_point" in matrix.parts:
+        zeros = matrix.integers("weight_zero_point").astype(np.float32)
+        numbers -= _spread(zeros.reshape(_two(zeros.shape)), matrix.method, matrix.shape)
+    numbers *= _spread(matrix.scales("weight_scale"), matrix.method, matrix.shape)
+    return numbers
+
+
+def _of_packed(matrix: StoredMatrix) -> Floats:
+    (rows, columns), method = matrix.shape, matrix.method
+    numbers = unpacked(matrix.integers("weight_packed"), method.bits)
+    wide = numbers.reshape(rows, -1)[:, :columns].astype(np.float32)
+    middle = np.float32(1 << (method.bits - 1))
+    scales = matrix.scales("weight_scale")
+    zeros = np.full_like(scales, middle)
+    if method.zeros:
+        packed = unpacked(matrix.integers("weight_zero_point"), method.bits)
+        zeros = packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[:rows].astype(np.float32)
+    if "weight_g_idx" in matrix.parts and method.group:
+        groups = _groups(matrix, "weight_g_idx", scales.shape[1])
+        wide -= zeros[:, groups]
+        wide *= scales[:, groups]
+        return wide
+    wide -= _spread(zeros, method, matrix.shape)
+    wide *= _spread(scales, method, matrix.shape)
+    return wide
+
+
+def _of_gptq(matrix: StoredMatrix) -> Floats:
+    (rows, columns), method = matrix.shape, matrix.method
+    numbers = unpacked(matrix.integers("qweight"), method.bits)
+    wide = numbers.transpose(1, 0, 2).reshape(rows, columns).astype(np.float32)
+    zeros = unpacked(matrix.integers("qzeros"), method.bits).reshape(-1, rows)
+    if method.minus_one:
+        zeros = zeros + np.uint8(1) & np.uint8((1 << method.bits) - 1)
+    return _grouped(matrix, wide, zeros)
+
+
+def _of_awq(matrix: StoredMatrix) -> Floats:
+    rows, columns = matrix.shape
+    places = list(_AWQ_PLACES)
+    numbers = unpacked(matrix.integers("qweight"), 4)[..., places].reshape(columns, rows)
+    zeros = unpacked(matrix.integers("qzeros"), 4)[..., places].reshape(-1, rows)
+    return _grouped(matrix, np.ascontiguousarray(numbers.T).astype(np.float32), zeros)
+
+
+def _grouped(matrix: StoredMatrix, numbers: Floats, zeros: NDArray[np.uint8]) -> Floats:
+    """float32[N,K] of numbers q [N,K] and the zeros [groups,N], by GPTQ's and AWQ's rule."""
+    scales = matrix.scales("scales")
+    if "g_idx" in matrix.parts:
+        groups = _groups(matrix, "g_idx", len(scales))
+    elif matrix.method.group:
+        groups = np.arange(matrix.shape[1]) // matrix.method.group
+    else:
+        groups = np.zeros(matrix.shape[1], np.intp)
+    numbers -= zeros.T[:, groups]
+    numbers *= scales.T[:, groups]
+    return numbers
+
+
+def _groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
+    """int[K] the group of every column."""
+    groups = matrix.integers(part)
+    if groups.min() < 0 or groups.max() >= count:
+        raise ModelError(
+            f"{matrix.name}.{part} names groups {int(groups.min())} to {int(groups.max())}; there "
+            f"are {count}"
+        )
+    return groups
+
+
+_WIDEN: dict[Layout, Callable[[StoredMatrix], Floats]] = {
+    "float8": _of_float8,
+    "int8": _of_int8,
+    "packed": _of_packed,
+    "gptq": _of_gptq,
+    "awq": _of_awq,
+}

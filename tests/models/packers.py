@@ -1,0 +1,161 @@
+"""Matrices in the formats of quantised checkpoints, written one number at a time from the formats'
+definitions, and what they stand for. The slow twin of forerun/models/quantised/matrices.py.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def words(numbers, bits):
+    """int32 words of 32 / bits numbers each, the lowest bits first; the last is filled with 0."""
+    each = 32 // bits
+    packed = []
+    for start in range(0, len(numbers), each):
+        word = 0
+        for place, number in enumerate(numbers[start : start + each]):
+            word |= int(number) << (bits * place)
+        packed.append(word - (1 << 32) if word >> 31 else word)
+    return packed
+
+
+def integers(weight, bits, group, signed=False):
+    """q [N,K], scale and zero [N,groups] of a matrix, and what it stands for."""
+    rows, columns = weight.shape
+    group = group or columns
+    q = np.zeros((rows, columns), np.int64)
+    count = -(-columns // group)
+    scale, zero = np.zeros((rows, count), np.float32), np.zeros((rows, count), np.int64)
+    meant = np.zeros((rows, columns), np.float32)
+    for row in range(rows):
+        for part in range(count):
+            where = slice(part * group, (part + 1) * group)
+            values = weight[row, where]
+            if signed:
+                s = max(abs(values).max() / ((1 << bits - 1) - 1), 1e-6)
+                z, low, high = 0, -(1 << bits - 1), (1 << bits - 1) - 1
+            else:
+                s = max((values.max() - values.min()) / ((1 << bits) - 1), 1e-6)
+                low, high = 0, (1 << bits) - 1
+                z = int(np.clip(round(-values.min() / s), 1, high))
+            s = np.float32(np.float16(s))
+            q[row, where] = np.clip(np.rint(values / s) + z, low, high)
+            scale[row, part], zero[row, part] = s, z
+            meant[row, where] = (q[row, where] - z).astype(np.float32) * s
+    return q, scale, zero, meant
+
+
+def gptq(weight, bits=4, group=16, version="gptq", order=None):
+    """GPTQ's tensors; `order` int[K]: columns are quantised in this order, and say their groups."""
+    rows, columns = weight.shape
+    group = group or columns
+    turned = weight if order is None else weight[:, order]
+    q, scale, zero, meant = integers(turned, bits, group)
+    groups = np.arange(columns) // group
+    if order is not None:
+        back = np.argsort(order)
+        q, meant, groups = q[:, back], meant[:, back], groups[back]
+    stored = zero - 1 if version == "gptq" else zero
+    return {
+        "qweight": np.array([words(q[row], bits) for row in range(rows)], np.int32).T.copy(),
+        "qzeros": np.array([words(each, bits) for each in stored.T], np.int32),
+        "scales": scale.T.astype(np.float16),
+        "g_idx": groups.astype(np.int32),
+    }, meant
+
+
+def awq(weight, group=16):
+    """AWQ's tensors ("gemm"): of eight neighbouring columns, number i is column ORDER[i]."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    q, scale, zero, meant = integers(weight, 4, group)
+
+    def shuffled(numbers):
+        mixed = []
+        for start in range(0, len(numbers), 8):
+            mixed += [numbers[start + column] for column in order]
+        return words(mixed, 4)
+
+    return {
+        "qweight": np.array([shuffled(column) for column in q.T], np.int32),
+        "qzeros": np.array([shuffled(each) for each in zero.T], np.int32),
+        "scales": scale.T.astype(np.float16),
+    }, meant
+
+
+def packed(weight, bits=4, group=16, symmetric=True, order=None):
+    """compressed-tensors' pack-quantized."""
+    rows, columns = weight.shape
+    middle = 1 << (bits - 1)
+    turned = weight if order is None else weight[:, order]
+    q, scale, zero, meant = integers(turned, bits, group, signed=symmetric)
+    groups = np.arange(columns) // (group or columns)
+    if order is not None:
+        back = np.argsort(order)
+        q, meant, groups = q[:, back], meant[:, back], groups[back]
+    tensors = {
+        "weight_packed": np.array(
+            [words(q[row] + (middle if symmetric else 0), bits) for row in range(rows)], np.int32
+        ),
+        "weight_scale": scale.astype(np.float16),
+        "weight_shape": np.array([rows, columns], np.int64),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = np.array(
+            [words(column, bits) for column in zero.T], np.int32
+        ).T.copy()
+    if order is not None:
+        tensors["weight_g_idx"] = groups.astype(np.int32)
+    return tensors, meant
+
+
+def int8(weight):
+    """compressed-tensors' int-quantized, a scale per channel."""
+    q, scale, _, meant = integers(weight, 8, 0, signed=True)
+    return {"weight": q.astype(np.int8), "weight_scale": scale}, meant
+
+
+def float8(weight, rows, columns, name="weight_scale_inv"):
+    """float8 E4M3 in blocks; rows or columns 0 = all of them. Rounded by torch."""
+    high, wide = weight.shape
+    tall, broad = rows or high, columns or wide
+    scale = np.zeros((-(-high // tall), -(-wide // broad)), np.float32)
+    q = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+    meant = np.zeros_like(weight)
+    for i in range(len(scale)):
+        for j in range(scale.shape[1]):
+            at = slice(i * tall, (i + 1) * tall), slice(j * broad, (j + 1) * broad)
+            block = weight[at]
+            scale[i, j] = abs(block).max() / 448
+            numbers = torch.from_numpy(np.ascontiguousarray(block / scale[i, j]))
+            q[at] = numbers.to(torch.float8_e4m3fn)
+            meant[at] = q[at].float().numpy() * scale[i, j]
+    if not rows and not columns:
+        scale = scale.reshape(())
+    return {"weight": q, name: scale}, meant
+
+
+def quantise(folder: Path, settings: dict, pack, shards: int = 1) -> dict[str, np.ndarray]:
+    """Rewrite a folder's linear layers as `pack` stores them: what they stand for, by name."""
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    meant, stored = {}, {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part != "weight" or not module.endswith(LINEAR):
+            stored[name] = tensor
+            continue
+        parts, meant[name] = pack(tensor.float().numpy())
+        for key, value in parts.items():
+            whole = value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value))
+            stored[f"{module}.{key}"] = whole.contiguous()
+    path = folder / "model.safetensors"
+    save_file(stored, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return meant

@@ -1,0 +1,230 @@
+"""Quantised checkpoints: every format against its definition, and damaged ones."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.errors import ModelError
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.quantised.matrices import widened
+from tests.models import packers, tiny
+
+
+def compressed(form, **weights):
+    plain = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": plain | {"dynamic": False} | weights}
+        },
+        "ignore": ["lm_head"],
+    }
+
+
+def shuffled(weight):
+    return np.random.default_rng(1).permutation(weight.shape[1])
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
+
+FORMATS = {
+    "fp8-block": (FP8 | {"weight_block_size": [32, 24]}, lambda w: packers.float8(w, 32, 24)),
+    "fp8-tensor": (FP8, lambda w: packers.float8(w, 0, 0, "weight_scale")),
+    "gptq": (GPTQ, packers.gptq),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: packers.gptq(w, version="2")),
+    "gptq-8": (GPTQ | {"bits": 8}, lambda w: packers.gptq(w, bits=8)),
+    "gptq-2": (GPTQ | {"bits": 2}, lambda w: packers.gptq(w, bits=2)),
+    "gptq-channel": (GPTQ | {"group_size": -1}, lambda w: packers.gptq(w, group=0)),
+    "gptq-order": (GPTQ | {"desc_act": True}, lambda w: packers.gptq(w, order=shuffled(w))),
+    "awq": (AWQ, packers.awq),
+    "packed": (compressed("pack-quantized", **GROUP), packers.packed),
+    "packed-8": (
+        compressed("pack-quantized", num_bits=8),
+        lambda w: packers.packed(w, bits=8, group=0),
+    ),
+    "packed-zeros": (
+        compressed("pack-quantized", **GROUP, **{"symmetric": False}),
+        lambda w: packers.packed(w, symmetric=False),
+    ),
+    "packed-order": (
+        compressed("pack-quantized", **GROUP, actorder="group"),
+        lambda w: packers.packed(w, order=shuffled(w)),
+    ),
+    "int8": (compressed("int-quantized"), packers.int8),
+    "float8-channel": (
+        compressed("float-quantized", type="float"),
+        lambda w: packers.float8(w, 1, 0, "weight_scale"),
+    ),
+    "float8-blocks": (
+        compressed("float-quantized", type="float", strategy="block", block_structure=[32, 32]),
+        lambda w: packers.float8(w, 32, 32, "weight_scale"),
+    ),
+}
+
+
+def made(path, name, family="llama"):
+    """A folder in the format called `name`, and what its matrices stand for."""
+    settings, pack = FORMATS[name]
+    folder = tiny.save_folder(tiny.model(family), path / "tiny")
+    return folder, packers.quantise(folder, settings, pack)
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_matrices_are_what_their_format_says(name, tmp_path):
+    folder, meant = made(tmp_path, name)
+    checkpoint = FolderCheckpoint(folder)
+    assert len(meant) == 14
+    for weight, numbers in meant.items():
+        assert checkpoint.shape(weight) == numbers.shape
+        np.testing.assert_array_equal(checkpoint.tensor(weight), numbers)
+        assert checkpoint.packed(weight) is None
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "packed-order"])
+def test_logits_are_transformers_with_the_same_numbers(name, tmp_path):
+    folder, meant = made(tmp_path, name, "qwen3")
+    checkpoint = FolderCheckpoint(folder)
+    plain = tiny.model("qwen3")
+    with torch.no_grad():
+        for weight, parameter in plain.named_parameters():
+            if weight in meant:
+                parameter.copy_(torch.from_numpy(meant[weight]))
+    ids = torch.arange(100)[None]
+    assert torch.equal(tiny.reference(checkpoint)(ids).logits, plain(ids).logits)
+
+
+def test_every_byte_of_float8_is_torchs():
+    every = np.arange(256, dtype=np.uint8)
+    torchs = torch.from_numpy(every.copy()).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(widened(every, "F8_E4M3"), torchs)
+
+
+def test_parts_of_a_matrix_may_lie_in_different_shards(tmp_path):
+    folder, meant = made(tmp_path, "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    halves = {"model-00001.safetensors": names[::2], "model-00002.safetensors": names[1::2]}
+    for file, some in halves.items():
+        save_file({name: tensors[name] for name in some}, folder / file)
+    index = {name: file for file, some in halves.items() for name in some}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    checkpoint = FolderCheckpoint(folder)
+    for weight, numbers in meant.items():
+        np.testing.assert_array_equal(checkpoint.tensor(weight), numbers)
+
+
+def test_scales_of_activations_and_of_the_cache_are_left_alone(tmp_path):
+    folder, _ = made(tmp_path, "fp8-tensor")
+
+    def change(tensors):
+        for part in ("self_attn.q_proj.input_scale", "self_attn.k_scale", "self_attn.v_scale"):
+            tensors[f"model.layers.0.{part}"] = torch.ones(())
+
+    rewrite(folder, change)
+    assert len(FolderCheckpoint(folder).names()) == 21
+
+
+Q = "model.layers.1.self_attn.q_proj"
+DAMAGES = {
+    "no scales": ("gptq", lambda t: t.pop(f"{Q}.scales"), f"{Q} has g_idx, qweight, qzeros; it"),
+    "no zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), f"{Q} has qweight, scales; it needs"),
+    "no zero points": (
+        "packed-zeros",
+        lambda t: t.pop(f"{Q}.weight_zero_point"),
+        f"{Q}.weight_zero_point is missing",
+    ),
+    "no float8 scale": (
+        "fp8-block",
+        lambda t: t.pop(f"{Q}.weight_scale_inv"),
+        f"{Q}.weight_scale is missing",
+    ),
+    "turned": (
+        "awq",
+        lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].T.contiguous()}),
+        r"scales is \[64, 4\], not \[4, 64\]",
+    ),
+    "another group": (
+        "gptq",
+        lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].repeat(2, 1)}),
+        r"scales is \[8, 64\], not \[4, 64\]",
+    ),
+    "another type": (
+        "gptq",
+        lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
+        "qweight is stored as F32, not I32",
+    ),
+    "a stranger": (
+        "awq",
+        lambda t: t.update({f"{Q}.g_idx": torch.zeros(64, dtype=torch.int32)}),
+        "g_idx",
+    ),
+    "another shape said": (
+        "packed",
+        lambda t: t.update({f"{Q}.weight_shape": torch.tensor([64, 999])}),
+        "weight_shape says 64 x 999",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_fit_is_named(damage, tmp_path):
+    name, change, message = DAMAGES[damage]
+    folder, _ = made(tmp_path, name)
+    rewrite(folder, change)
+    with pytest.raises(ModelError, match=message):
+        FolderCheckpoint(folder)
+
+
+def test_groups_that_are_none_are_refused_when_they_are_read(tmp_path):
+    folder, _ = made(tmp_path, "gptq-order")
+    rewrite(folder, lambda t: t[f"{Q}.g_idx"].add_(1))
+    with pytest.raises(ModelError, match="names groups 1 to 4; there are 4"):
+        FolderCheckpoint(folder).tensor(f"{Q}.weight")
+
+
+REFUSED = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "are: fp8 .* GGUF"),
+    "three bits": (GPTQ | {"bits": 3}, "bits is 3; it must be 2, 4 or 8"),
+    "gemv": (AWQ | {"version": "gemv"}, "gemm; gemv and marlin pack"),
+    "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
+    "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be 'e4m3'"),
+    "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
+    "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),
+    "six bits": (compressed("pack-quantized", num_bits=6), "num_bits is 6; it must be 8, or 4"),
+    "no object": ("fp8", "quantization_config is 'fp8', not an object"),
+    "a block of one": (FP8 | {"weight_block_size": [128]}, "two sizes, rows and columns"),
+    "no group size": (compressed("int-quantized", strategy="group"), "strategy is 'group'"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_not_read_is_refused_with_what_to_do(what, tmp_path):
+    settings, message = REFUSED[what]
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ModelError, match=message):
+        FolderCheckpoint(folder)
+
+
+def test_a_plain_checkpoint_that_says_it_is_quantised_is_refused(tmp_path):
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    with pytest.raises(ModelError, match="no tensor is: remove quantization_config"):
+        FolderCheckpoint(folder)
