@@ -68,8 +68,7 @@ def fill(executor: CpuExecutor, tokens: np.ndarray) -> None:
     """Open slot 0 and put `tokens` into pages."""
     executor.open(SlotInit(0, tokens.astype(np.int32), len(tokens), Sampling(temperature=0.0)))
     plan, trees = chain(tokens, 0, 0)
-    scores = executor.verify(plan, trees)
-    executor.commit(plan, trees, scores, executor.accept(plan, trees, scores, None))
+    executor.finish(executor.begin(plan, trees))
 
 
 Times = dict[int, list[float]]
@@ -194,7 +193,7 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(0, vocab, size)
     fill(executor, tokens[: options.context])
     steps = {k: chain(tokens[:k], options.context, k - 1) for k in ROWS}
-    whole = {k: lambda step=step: executor.verify(*step) for k, step in steps.items()}
+    whole = {k: lambda step=step: executor.begin(*step) for k, step in steps.items()}
     scratch = np.empty((max(ROWS), vocab), np.float32)
     products = {k: lambda k=k: multiply(executor, k, scratch) for k in ROWS}
     report: dict[str, Any] = {

@@ -87,9 +87,7 @@ class Side:
             constrained=np.zeros(len(slots), np.bool_),
         )
         trees = batch(known, [draft] * len(slots))
-        scores = self.executor.verify(plan, trees)
-        accepted = self.executor.accept(plan, trees, scores, None)
-        outcome = self.executor.commit(plan, trees, scores, accepted)
+        outcome = self.executor.finish(self.executor.begin(plan, trees))
         for row, slot in enumerate(slots):
             self._kv_len[slot] += len(known[row]) + int(outcome.n_tokens[row]) - 1
             self._tokens[slot] += outcome.tokens[row, : outcome.n_tokens[row]].tolist()

@@ -42,9 +42,7 @@ def surprise(executor: TorchExecutor, tokens: Ints) -> float:
             constrained=np.zeros(1, np.bool_),
         )
         trees = batch([tokens], [Draft()])
-        scores = executor.verify(plan, trees)
-        accepted = executor.accept(plan, trees, scores, None)
-        (reports,) = executor.commit(plan, trees, scores, accepted).prompt_logprobs
+        (reports,) = executor.finish(executor.begin(plan, trees)).prompt_logprobs
         return -sum(report.logprob for report in reports)
     finally:
         executor.close(0)

@@ -16,7 +16,7 @@ speed-up   SYNTHETIC: random weights accept nothing. The measured times are comb
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,15 +25,14 @@ import torch
 
 from forerun.errors import MemoryPlanError
 from forerun.executors.torch import (
-    CapturedExecutor,
     TorchEagleModel,
     TorchExecutor,
     with_captures,
 )
 from forerun.interface.draft_model import DraftLevel
-from forerun.interface.executor import Executor, ExecutorLimits, Scores
+from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.plan import Plan, Round, SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
@@ -129,7 +128,8 @@ class Steps:
             vocab=arch.vocab,
             max_scored=rows * most,
         )
-        made = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
+        eager = TorchExecutor(checkpoint, limits, device, dtype, **how)
+        made, self._sampler = with_captures(eager), eager.sampler
         self.executor: Executor = made
         self._head: TorchEagleModel | None = None
         if draft is not None:
@@ -141,7 +141,7 @@ class Steps:
         self._rows = rows
         self._open(GREEDY)
         for row in range(rows):
-            self.run(*self._plan([row], 0, cached, 0), commit=True)
+            self.run(*self._plan([row], 0, cached, 0))
 
     def sample(self, sampling: Sampling) -> None:
         """Choose so from now on, in all sequences."""
@@ -154,17 +154,17 @@ class Steps:
         for row in range(self._rows):
             self.executor.open(SlotInit(row, tokens, self._context, sampling))
 
-    def step(self, rows: int, nodes: int) -> Callable[[], None]:
-        """`rows` sequences with chains of `nodes` nodes: verify and accept. It may be repeated:
-        what it writes lies behind the cached tokens.
+    def step(self, rows: int, nodes: int) -> Callable[[], object]:
+        """One step of `rows` sequences with chains of `nodes` nodes. It may be repeated: what it
+        writes lies behind the cached tokens.
         """
         plan, trees = self._decoding(rows, nodes)
         return lambda: self.run(plan, trees)
 
-    def prompt(self, tokens: int) -> Callable[[], None]:
+    def prompt(self, tokens: int) -> Callable[[], object]:
         """A chunk of so many prompt tokens, at most the context, of the first sequence."""
         plan, trees = self._plan([0], 0, self._tokens[:tokens], 0)
-        return lambda: self.run(plan, trees, commit=True)
+        return lambda: self.run(plan, trees)
 
     def drafted(
         self, rows: int, nodes: int, levels: int | None = None
@@ -176,15 +176,8 @@ class Steps:
             return None
         plan, trees = self._decoding(rows, nodes)
         request = DraftRequest(plan.slots, 1, nodes - 1 if levels is None else levels)
-
-        def run() -> Scores:
-            scores = self.executor.verify(plan, trees, request)
-            self.executor.accept(plan, trees, scores, None)
-            return scores
-
-        scores, executor = run(), self.executor
-        drafts = isinstance(executor, CapturedExecutor) and len(executor.drafting(scores))
-        return run if drafts else None
+        work = partial(self.run, replace(plan, request=request), trees)
+        return work if len(work().drafting) else None
 
     def draft_pass(self, rows: int) -> Callable[[], object]:
         """A pass of the head for one draft token in each of `rows` sequences."""
@@ -202,12 +195,13 @@ class Steps:
         )
         return partial(self._head.expand, level)
 
-    def run(self, plan: Plan, trees: TreeBatch, commit: bool = False) -> None:
-        """One step."""
-        scores = self.executor.verify(plan, trees)
-        accepted = self.executor.accept(plan, trees, scores, None)
-        if commit:
-            self.executor.commit(plan, trees, scores, accepted)
+    def run(self, plan: Plan, trees: TreeBatch) -> Round:
+        """One step, of which nothing is remembered."""
+        round = self.executor.begin(plan, trees)
+        self.executor.finish(round)
+        for slot in plan.slots.tolist():
+            self._sampler.rewind(slot, self._context + 1)
+        return round
 
     def _decoding(self, rows: int, nodes: int) -> tuple[Plan, TreeBatch]:
         known = self._tokens[self._context : self._context + 1]
@@ -280,7 +274,7 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
         steps = Steps(RandomCheckpoint(arch), device, dtype, max(sweep.batches), sweep, draft)
     except MemoryPlanError as error:
         return report | {"error": str(error)}
-    facts = steps.executor.describe()
+    facts: dict[str, Any] = steps.executor.describe()
     report["floor_ms"] = facts["weight_bytes"] / bandwidth * 1e3
     report["weight_bytes"] = facts["weight_bytes"]
     for rows in sweep.batches:
@@ -315,10 +309,12 @@ def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[
 
 def host_share(executor: Executor, work: Callable[[], object], times: int = 1) -> float | None:
     """Share of the time of `work` that passes outside of captured rounds; None without any."""
-    before, begun = executor.describe(), time.perf_counter()
+    before: dict[str, Any] = executor.describe()
+    begun = time.perf_counter()
     for _ in range(times):
         work()
-    taken, after = time.perf_counter() - begun, executor.describe()
+    taken = time.perf_counter() - begun
+    after: dict[str, Any] = executor.describe()
     if after.get("rounds") == before.get("rounds"):
         return None
     return 1.0 - float(after["round_seconds"] - before["round_seconds"]) / taken

@@ -28,7 +28,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import DraftSource
 from forerun.build.memory import MemoryPlan, Needs, plan_memory, widened
-from forerun.build.prepare import overlaps, prepare
+from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
 from forerun.constrain.grammar import Grammar
@@ -269,7 +269,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits)
     if config.overlap is None:
-        config = replace(config, overlap=overlaps(config, executor))
+        config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy
     config = _resolved(config, memory, executor, policy=policy)
     drafts: DraftModel | None = None
@@ -319,13 +319,13 @@ def _resolved(
     config: EngineConfig, memory: MemoryPlan, executor: Executor, policy: str
 ) -> EngineConfig:
     """The configuration with what was chosen in the place of None and "auto"."""
-    limits = memory.limits
+    limits, threads = memory.limits, executor.describe().get("threads")
     return replace(
         config,
         context=limits.context,
         kv_tokens=limits.pages * limits.page_size,
         chunked_prefill_size=limits.max_nodes,
-        threads=config.threads or executor.describe().get("threads"),
+        threads=config.threads or (threads if isinstance(threads, int) else None),
         policy=policy,
     )
 

@@ -72,7 +72,7 @@ class ExecutorEntry:
     free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
     build         raises what the executor raises, and ConfigError where what it needs is missing
     draft_models  by the kind of draft
-    within        the kinds whose trees steps grow by themselves (PreparedExecutor.warm_up)
+    within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
     shards        whether it cuts a model over devices
     prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked

@@ -42,7 +42,7 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         raise ConfigError(
             "XLA chooses its threads itself: leave --threads out on the jax executor."
         )
-    from forerun.executors.jax import JaxOptions, JaxOverlapExecutor
+    from forerun.executors.jax import JaxExecutor, JaxOptions
 
     options = JaxOptions(
         dtype=config.dtype,
@@ -51,8 +51,9 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         platform=config.device,
         cache_dir=str(cache_dir() / "jax"),
         attention=config.attention_backend,
+        overlap=bool(config.overlap),
     )
-    return JaxOverlapExecutor(checkpoint, limits, options)
+    return JaxExecutor(checkpoint, limits, options)
 
 
 def _free_memory(config: EngineConfig) -> int:

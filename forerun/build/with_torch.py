@@ -76,7 +76,11 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    return eager if config.disable_cuda_graph else with_captures(eager)
+    if config.disable_cuda_graph:
+        return eager
+    # With captured rounds steps overlap where nobody says (docs/decisions/0022).
+    cuda = config.device.startswith("cuda")
+    return with_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

@@ -192,16 +192,14 @@ def _run_step(
     executor: Executor, step: _Step, request: DraftRequest | None
 ) -> tuple[float, Outcome]:
     """Seconds of one step, opening and closing its slots not counted, and what came of it."""
-    plan = step.plan
+    plan = replace(step.plan, request=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
         tokens = np.zeros(int(cached) + len(known), np.int32)
         executor.open(SlotInit(int(slot), tokens, len(tokens), Sampling(temperature=0.0)))
     try:
         started = perf_counter()
         trees = batch(plan.known, step.drafts)
-        scores = executor.verify(plan, trees, request)
-        accepted = executor.accept(plan, trees, scores, None)
-        outcome = executor.commit(plan, trees, scores, accepted)
+        outcome = executor.finish(executor.begin(plan, trees))
         return perf_counter() - started, outcome
     finally:
         for slot in plan.slots:

@@ -5,7 +5,7 @@ from operator import mul
 
 from forerun.interface.plan import Outcome, Plan
 
-STAGES = ("draft", "verify", "mask", "accept", "commit")
+STAGES = ("draft", "verify", "mask", "accept")
 """Stages whose time is measured; what is left of a step is the host's."""
 
 

@@ -17,10 +17,9 @@ import numpy as np
 
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
-from forerun.types import Ints
 
 BINS, DEPTHS = 8, 4
 """Claims and depths that are told apart: claims in so many equal steps, the last depth being all
@@ -206,11 +205,11 @@ class CombinedDrafter:
             drafts.append(draft)
         return drafts
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+    def draft_request(self, plan: Plan) -> DraftRequest | None:
         """The head's."""
-        return self._head.draft_request(_for_model(plan) if isinstance(plan, Plan) else plan)
+        return self._head.draft_request(_for_model(plan))
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Lookup needs the text, and a head that is not asked the features of every step."""
         return False
 

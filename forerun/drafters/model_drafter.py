@@ -30,7 +30,7 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import Features, KeptFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import AnyArray, Ints
@@ -103,7 +103,7 @@ class ModelDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Extend the draft model by every permanent position, or keep what that takes for later."""
-        drafts, paths = outcome.drafts, outcome.paths()
+        drafts, paths = outcome.drafts, outcome.paths
         chains: dict[int, _Chain] = {}
         rows: list[int] = []
         lazy: list[int] = []
@@ -250,7 +250,7 @@ class ModelDrafter:
             drafts[row] = draft
         return drafts
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
+    def draft_request(self, plan: Plan) -> DraftRequest | None:
         """Let the step do what would come after it, of rows that the model is not behind with.
 
         As deep as draft tokens are wanted now, which mostly is what will be wanted then, or one
@@ -262,24 +262,21 @@ class ModelDrafter:
         levels = next(levels for levels in self._levels if levels >= depth)
         states = [self._state(plan, row) for row in range(plan.rows)]
         # Of a step without draft tokens prompts are followed, and nothing else.
-        prompts = [
-            isinstance(plan, Plan) and (len(plan.known[row]) > 1 or not plan.samples[row])
-            for row in range(plan.rows)
-        ]
+        prompts = [len(plan.known[row]) > 1 or not plan.samples[row] for row in range(plan.rows)]
         # What begins behind pages that another filled has no root before it was extended once.
         first = self._about.runs_roots
         current = [state.current and (state.ready > 0 or not first) for state in states]
         slots = plan.slots[current & (np.array(prompts) | (depth > 0))]
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
-        """Where the running step drafts for every row that is not lost, or the coming one is plain:
-        nothing of it is needed on the host.
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
+        """Where the running round drafts for every row that is not lost, or the coming one is
+        plain: nothing of it is needed on the host.
         """
         if self._within and not plan.max_nodes.any():
             return True
         lost = [self._state(plan, row).begin == LOST for row in range(plan.rows)]
-        return bool((np.isin(plan.slots, drafting) | np.array(lost)).all())
+        return bool((np.isin(plan.slots, running.drafting) | np.array(lost)).all())
 
     def _blocks(self, plan: Plan, rows: list[int]) -> list[Draft]:
         """Drafts of these rows, in one pass."""
@@ -378,7 +375,7 @@ class ModelDrafter:
         width = self._shape.width
         return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width
 
-    def _state(self, plan: Plan | CarriedPlan, row: int) -> DraftState:
+    def _state(self, plan: Plan, row: int) -> DraftState:
         state = self._states[int(plan.slots[row])]
         assert state is not None, "a planned slot was begun"
         return state

@@ -13,10 +13,9 @@ from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
-from forerun.types import Ints
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
@@ -124,10 +123,10 @@ class CpuNgramDrafter:
                 )
                 begin = end
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+    def draft_request(self, plan: Plan) -> None:
         """There is no draft model."""
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
@@ -231,10 +231,10 @@ class NgramDrafter:
                 drafts.append(NO_DRAFT)
         return drafts
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+    def draft_request(self, plan: Plan) -> None:
         """There is no draft model."""
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Draft tokens need the text."""
         return not plan.max_nodes.any()
 

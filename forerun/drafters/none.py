@@ -3,9 +3,8 @@
 from typing import Any
 
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
-from forerun.types import Ints
 
 
 class NoDrafter:
@@ -20,10 +19,10 @@ class NoDrafter:
         """An empty draft per row."""
         return [Draft()] * plan.rows
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+    def draft_request(self, plan: Plan) -> None:
         """There is no draft model."""
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Nothing to propose, nothing to observe."""
         return True
 

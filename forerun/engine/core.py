@@ -1,25 +1,45 @@
-"""What one turn does: plan, step, look at the outcome, tell what is new. One thread, no locks."""
+"""What one turn does: begin a round, finish a round, make its outcome known. One thread, no locks.
+
+Rounds stand in a queue, which is one deep, or two where a device can go on by itself:
+
+    device     | round n           | round n+1         | round n+2
+    host        plan n+1 | finish n  plan n+2 | finish n+1
+
+What round n+1 needs of round n stays on the device (Plan.after). The host plans it from bounds: as
+if every draft token of round n were right, so that each position that can come has its page.
+Nothing else about an outcome changes but that it is known one round later. So a row that ended in
+round n runs in round n+1 too: what comes of that is dropped, and slot and pages are given back when
+it is over.
+
+Where the host has a say - a prompt, a grammar, draft tokens from the text, somebody waiting for a
+free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
+news of round n told: stop conditions, text, sinks. Whoever is ended by a string, as the text says,
+runs once more here too.
+
+    device     | round n           |                   | round n+1
+    host        news n-1             finish n | plan n+1 | news n
+"""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import failed, grammar_ended, step_trace
-from forerun.engine.output import Ending, Kept, delta, ended, keep
-from forerun.engine.overlap import Overlap, carrying, parted
+from forerun.engine.output import Ending, Kept, News, delta, ended, keep, parted
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import Decided, Parts, Running, StepOver, begin, finish
+from forerun.engine.step import Parts, Step, begin, finish
 from forerun.engine.timing import StageTimer
-from forerun.engine.trace import MAX_STEPS
+from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, draft_row
 from forerun.errors import EngineError
+from forerun.interface.executor import NotYetError
 from forerun.interface.grammars import Committed
-from forerun.interface.plan import TokenLogprobs
-from forerun.speculative.tree import NO_DRAFT_ROW, draft_row
+from forerun.interface.plan import Outcome, Plan, Round, TokenLogprobs
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
@@ -33,7 +53,7 @@ class EngineCore:
 
     max_failures  steps in a row that may fail; one more and `step` raises EngineError
     ended         called when the last choice of a request has ended
-    overlap       let the next step begin before this one is looked at, where the executor can
+    overlap       let rounds go on from each other, where the executor can
     """
 
     def __init__(
@@ -57,21 +77,21 @@ class EngineCore:
         self._finished = 0.0
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
-        carrier = carrying(parts.executor) if overlap else None
-        if overlap and carrier is None:
+        able = parts.executor.capabilities.overlap
+        if overlap and not able:
             log.warning(
-                "overlap is left out: it needs captured rounds (cuda) or jax; this executor is %s",
+                "overlap is left out: it needs captured rounds (cuda) or jax, opened with it; this "
+                "executor is %s",
                 parts.executor.name,
             )
-        # None: every step is looked at when it has begun.
-        self._overlap: Overlap | None = None
-        if carrier is not None:
-            self._overlap = Overlap(carrier, parts, self.scheduler)
+        self._overlap = overlap and able
+        # Begun and not finished, oldest first: two at most, and one between turns.
+        self._steps: deque[Step] = deque()
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is to be advanced, or a step runs that was not looked at."""
-        return bool(self.live) or self._running_on
+        """Whether somebody is to be advanced, or a round runs."""
+        return bool(self.live or self._steps)
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
@@ -87,16 +107,28 @@ class EngineCore:
 
         What fails for one request ends that request. Raises where the engine itself is broken.
         """
-        if self._overlap is not None and self._running_on:
-            self._finish(self._overlap.advance())
-            return True
-        schedule, running = self._begin_next()
-        if schedule is None:
-            if self.live:  # All wait for what may follow.
+        if not self._steps:
+            schedule = self._begin_next()
+            if schedule is None and self.live:  # All wait for what may follow.
                 self._grammars.wait(STALL_SECONDS)
-            return bool(self.live)
-        if running and not (self._overlap and self._overlap.keeps(running)):
-            self._finish(running)
+            if not self._steps:
+                return schedule is not None or bool(self.live)
+        if self._overlap:
+            self._begin_after(self._steps[-1])
+        step = self._steps.popleft()
+        outcome = self._finish(step)
+        if outcome is None:
+            return True
+        news, later = self._commit_outputs(step, outcome), list[News]()
+        # Where nothing runs, the device shall wait for its next round and not for the news.
+        waits = self._overlap and not self._steps
+        if waits:
+            news, later = parted(step.rows, outcome, news)
+        self._tell_news(step, outcome, news)
+        self._observe(step, outcome)
+        if waits:
+            self._begin_next()
+            self._tell_news(step, outcome, later)
         return True
 
     def check(self) -> None:
@@ -123,25 +155,19 @@ class EngineCore:
         """End every request. Nothing runs any more afterwards."""
         for request in tuple(self.live):
             self.end(request, ending)
-        if self._overlap is not None:
-            self._overlap.drop()
+        self._drop()
         self._release()
 
     def abandon(self, ending: Ending) -> None:
         """End everything without speaking to executor and drafter: they cannot be trusted."""
         self._registry.abandon()
-        if self._overlap is not None:
-            self._overlap.forget()
+        self._steps.clear()
         self.end_all(ending)
 
-    @property
-    def _running_on(self) -> bool:
-        """Whether a step runs that was not looked at."""
-        return self._overlap is not None and self._overlap.running is not None
-
     def _growing(self, sequence: Sequence) -> int:
-        """Positions that such a step may make permanent for a sequence; 0: it has no part."""
-        return self._overlap.growing(sequence) if self._overlap is not None else 0
+        """Positions that a running round may make permanent for a sequence; 0: it has no part."""
+        slot = sequence.slot
+        return 0 if slot is None else sum(step.grows.get(slot, 0) for step in self._steps)
 
     def _ready(self, sequence: Sequence) -> bool:
         """Whether a running sequence can take part in the next step."""
@@ -166,60 +192,71 @@ class EngineCore:
                 sound = False
         return sound
 
-    def _begin_next(self) -> tuple[Schedule | None, Running | None]:
-        """Plan the next step, and begin it where somebody has a row in it."""
+    def _begin_next(self) -> Schedule | None:
+        """Plan the next step, and begin it where somebody has a row in it. Where that fails, end
+        the requests it was for, and no others.
+        """
         timer, schedule = StageTimer(), self.scheduler.plan()
         if schedule is None or not self._open_slots(schedule) or not schedule.rows:
-            return schedule, None
-        return schedule, self._begin(schedule, timer)
-
-    def _begin(self, schedule: Schedule, timer: StageTimer) -> Running | None:
-        """Begin the planned step; where that fails, end the requests it was for, and no others."""
+            return schedule
         try:
-            trees, scores = begin(schedule.plan, self._parts, timer)
+            self._steps.append(begin(schedule.plan, schedule.rows, self._parts, timer))
         except Exception as error:
             log.exception("a step could not be begun")
             self._fail(schedule.rows, error)
-            return None
-        return Running(schedule.rows, schedule.plan, trees, scores, timer)
+        return schedule
 
-    def _finish(self, running: Running) -> None:
-        """Wait for a step and look at what came of it."""
-        overlap, trees = self._overlap, running.trees
-        carried = trees is None
+    def _begin_after(self, running: Step) -> None:
+        """Begin the step that goes on from the running round, where nothing needs to be known of
+        that first.
+        """
+        round = running.round
+        # Mostly the next step has draft tokens if this one does, and a policy should be asked once.
+        if not round.continues or not self._can_overlap(round.plan, round):
+            return
+        timer, schedule = StageTimer(), self.scheduler.plan_after(round, running.rows)
+        if schedule is None or not self._can_overlap(schedule.plan, round):
+            return
         try:
-            if trees is None:
-                assert overlap is not None, "no other step is carried"
-                trees = overlap.trees(running)
-            outcome = finish(running.plan, trees, running.scores, self._parts, running.timer)
+            self._steps.append(begin(schedule.plan, schedule.rows, self._parts, timer))
+        except NotYetError:
+            pass
+        except Exception:
+            # Nothing has changed: it will be begun when everything is known.
+            log.exception("a step could not be begun before the one before it was finished")
+
+    def _can_overlap(self, plan: Plan, running: Round) -> bool:
+        return self._parts.ask_drafter(lambda drafter: drafter.can_overlap(plan, running), False)
+
+    def _finish(self, step: Step) -> Outcome | None:
+        """Wait for a round. None where it failed, which ends the requests it was for."""
+        try:
+            outcome = finish(step, self._parts)
         except Exception as error:
             log.exception("a step failed")
-            if overlap is not None:
-                overlap.drop()  # It carried on from what is not there.
-            self._fail(running.rows, error)
+            self._drop()  # It went on from what is not there.
+            self._fail(step.rows, error)
             self._release()
-            return
+            return None
         self._failures = 0
-        if overlap is not None:
-            overlap.complete(running, outcome)
-        # A step that went on from the one before has what is left of the time since that ended.
-        begun = max(running.timer.since, self._finished)
-        ms = 1000.0 * (perf_counter() - begun)
-        over = StepOver(running.rows, running.plan, trees, outcome, ms)
-        # Where nothing runs, the device shall wait for its next step and not for the news.
-        late = overlap is not None and overlap.running is None
-        decided, later = self._commit_outputs(over), list[Decided]()
-        if late:
-            decided, later = parted(over, decided)
-        self._tell_news(over, decided)
+        step.timer.known(self._finished)
+        return outcome
+
+    def _drop(self) -> None:
+        """Wait for what runs, and forget it, whatever comes of it."""
+        while self._steps:
+            try:
+                self._parts.executor.finish(self._steps.popleft().round)
+            except Exception:
+                log.exception("a round failed that nobody waits for any more")
+
+    def _observe(self, step: Step, outcome: Outcome) -> None:
+        """A step is over: let policy and metrics know what it was and what it took."""
         self._finished = perf_counter()
-        total = 1000.0 * (self._finished - begun)
-        report = step_report(running.plan, outcome, carried, running.timer.ms, total)
+        total = 1000.0 * (self._finished - step.timer.since)
+        report = step_report(step.round.plan, outcome, step.carried, step.timer.ms, total)
         self._parts.policy.observe(report)
         self.metrics.step(report)
-        if overlap is not None and late:
-            overlap.runs(self._begin_next()[1])
-            self._tell_news(over, later)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
@@ -237,11 +274,11 @@ class EngineCore:
             if not self._growing(sequence):
                 self._registry.close(self.scheduler.release(sequence))
 
-    def _commit_outputs(self, over: StepOver) -> list[Decided]:
+    def _commit_outputs(self, step: Step, outcome: Outcome) -> list[News]:
         """Make the outcome of every row permanent. The rows that have news."""
-        plan, outcome, decided = over.plan, over.outcome, list[Decided]()
+        plan, news = step.round.plan, list[News]()
         output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
-        for row, sequence in enumerate(over.rows):
+        for row, sequence in enumerate(step.rows):
             if sequence.over:
                 continue  # Ended by an earlier row of the same request, or before this step was.
             if not outcome.finite[row]:
@@ -254,26 +291,25 @@ class EngineCore:
             sequence.table.commit(committed[row], sequence.tokens)
             if plan.samples[row]:
                 sequence.table.rollback(self._growing(sequence))
-                decided.append((row, self._through_grammar(sequence, output_tokens[row])))
-        return decided
+                news.append((row, self._through_grammar(sequence, output_tokens[row])))
+        return news
 
-    def _tell_news(self, over: StepOver, decided: list[Decided]) -> None:
+    def _tell_news(self, step: Step, outcome: Outcome, news: list[News]) -> None:
         """Tell the news of these rows, and give back what those had that are over."""
-        for each in decided:
-            self._settle(over, each)
+        for row, committed in news:
+            self._settle(step, outcome, row, committed)
         self._release()
 
-    def _settle(self, over: StepOver, decided: Decided) -> None:
+    def _settle(self, step: Step, outcome: Outcome, row: int, committed: Committed | None) -> None:
         """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
-        row, committed = decided
-        sequence, outcome = over.rows[row], over.outcome
+        sequence = step.rows[row]
         if sequence.over:
             return  # Ended with another row of the same request.
         tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
         drafted = NO_DRAFT_ROW
         if draft_tokens:
-            drafted = draft_row(over.trees, row, tokens[:-1])
+            drafted = draft_row(step.round.trees, row, outcome.paths[row])
         self.metrics.row(draft_tokens, accepted, drafted)
         sequence.tally.add(draft_tokens, accepted)
         try:
@@ -283,7 +319,7 @@ class EngineCore:
             self.end(sequence.request.id, failed(error))
             return
         if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
-            sequence.unsent_trace.append(step_trace(sequence, kept, drafted, over, row))
+            sequence.unsent_trace.append(step_trace(sequence, kept, drafted, step, row))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
         if again and not sequence.over:
             self._registry.close(self.scheduler.preempt(sequence))

@@ -10,7 +10,8 @@ from forerun.control.report import STAGES, StepReport
 from forerun.engine.request import Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Histogram, Load, SourceCount, Stats
-from forerun.speculative.tree import NO_DRAFT_ROW, DraftRow, DraftSource
+from forerun.engine.trace import NO_DRAFT_ROW, DraftRow
+from forerun.speculative.tree import DraftSource
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))

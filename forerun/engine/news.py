@@ -3,10 +3,9 @@
 from forerun.engine.output import Ending, Kept
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import StepOver
-from forerun.engine.trace import StepTrace, bounded
+from forerun.engine.step import Step
+from forerun.engine.trace import DraftRow, StepTrace, bounded
 from forerun.interface.grammars import Committed
-from forerun.speculative.tree import DraftRow
 
 
 def failed(error: Exception) -> Ending:
@@ -30,7 +29,7 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
 
 
 def step_trace(
-    sequence: Sequence, kept: Kept, drafted: DraftRow, over: StepOver, row: int
+    sequence: Sequence, kept: Kept, drafted: DraftRow, step: Step, row: int
 ) -> StepTrace:
     """What the step that was just counted did for a sequence."""
     nodes = bounded(drafted)
@@ -40,7 +39,7 @@ def step_trace(
         tokens=kept.tokens,
         nodes=nodes,
         left_out=len(drafted.tokens) - len(nodes.tokens),
-        allowed=int(over.plan.max_nodes[row]),
+        allowed=int(step.round.plan.max_nodes[row]),
         reason=sequence.tally.reason,
-        ms=over.ms,
+        ms=step.timer.known_ms,
     )

@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 from forerun.engine.request import Delta, Finish
 from forerun.engine.sequence import Sequence
-from forerun.interface.plan import TokenLogprobs
+from forerun.interface.grammars import Committed
+from forerun.interface.plan import Outcome, TokenLogprobs
+
+News = tuple[int, Committed | None]
+"""A row whose tokens are permanent and not told yet, and what its grammar says of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,21 @@ def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) 
 def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None) -> Kept:
     sequence.reported += len(kept)
     return Kept(tuple(kept), text, ending)
+
+
+def parted(
+    rows: tuple[Sequence, ...], outcome: Outcome, news: list[News]
+) -> tuple[list[News], list[News]]:
+    """The rows that end whatever their text says, or are decided again, and need not run on; and
+    the others.
+    """
+    parts: tuple[list[News], list[News]] = [], []
+    for row, committed in news:
+        stops, tokens = rows[row].request.stopping.stop_tokens, outcome.output_tokens[row]
+        runs_on = rows[row].remaining > 0 and not any(token in stops for token in tokens)
+        runs_on = runs_on and (committed is None or not committed.ends)
+        parts[runs_on].append((row, committed))
+    return parts
 
 
 def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:

@@ -12,7 +12,7 @@ from forerun.control.policy import Policy
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Budget, CarriedPlan, Plan
+from forerun.interface.plan import Budget, Plan, Round
 from forerun.types import Ints
 
 UNWANTED = Budget(0, 0, "off: the request wants no speculation")
@@ -146,18 +146,16 @@ class Scheduler:
         sequences = tuple(row.sequence for row in rows)
         return Schedule(self._plan(rows), sequences, opened=opened, closed=closed)
 
-    def plan_next(
-        self, running: tuple[Sequence, ...], before: Plan
-    ) -> tuple[CarriedPlan, tuple[Sequence, ...]] | None:
-        """Plan the step after one that runs and was not looked at, `before` with these rows: they
-        once more, but those that end there whatever comes. None where that must be known first.
+    def plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
+        """Plan the step that goes on from a running round of these sequences: they once more, but
+        those that end there whatever comes. None where that must be known first.
 
         Pages are reserved for the longest that the running step can become; where they run out,
         nobody is preempted for that.
         """
         rows = [
             _Row(sequence, 1, in_flight=1 + depth)
-            for sequence, depth in zip(running, before.max_depth.tolist(), strict=True)
+            for sequence, depth in zip(sequences, round.plan.max_depth.tolist(), strict=True)
             if not sequence.over
         ]
         waits = self.waiting and (self._slots or self.leaving)
@@ -167,10 +165,9 @@ class Scheduler:
         if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
             return None
         self._grant(rows, self._scored - len(rows))
-        plan = self._plan(rows)
         ends = np.array([row.sequence.end for row in rows], np.int32)
-        facts = plan.slots, plan.kv_len, ends, plan.max_nodes, plan.max_depth, plan.page_table
-        return CarriedPlan(*facts), tuple(row.sequence for row in rows)
+        plan = replace(self._plan(rows), after=round, ends=ends)
+        return Schedule(plan, tuple(row.sequence for row in rows), (), ())
 
     # --- pages and slots ---------------------------------------------------------------
 

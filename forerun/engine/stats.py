@@ -48,11 +48,11 @@ class Stats:
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
     output_tokens      tokens reported to clients
     steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
-                       steps were begun before the one before was looked at (overlap.py)
+                       steps were begun before the one before was finished (core.py)
     drafts             rows that carried draft tokens; draft tokens and accepted count theirs
     accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
-    seconds            where the time of steps went: draft, verify, mask, accept, commit, host
+    seconds            where the time of steps went: draft, verify, mask, accept, host
     first_token        from submission to the first decided token
     duration           from submission to the end
     queued, prefill, decode   of ended sequences: until a slot was free, from then to the first

@@ -2,26 +2,28 @@
 
 draft    propose a small tree of continuations for each sequence, and keep what pays
 verify   let the target score every node of every tree in one forward pass
-accept   keep one root-to-node path per tree, plus one token of the target's own
-commit   make the kept keys and values permanent, forget the rest
+accept   keep one root-to-node path per tree, plus one token of the target's own, and make its keys
+         and values permanent
 
 So every planned sequence advances by at least one token. The step has two halves because a device
-may be at work between them, with the host free for something else (see engine/overlap.py).
+may be at work between them, with the host free for something else: `begin` ends when the forward
+pass has been handed over, `finish` begins by waiting for it (see engine/core.py).
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
 from forerun.engine.timing import StageTimer
 from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor, MaskingExecutor, Scores
-from forerun.interface.grammars import Committed, Grammars
-from forerun.interface.plan import Outcome, Plan
-from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, batch
+from forerun.interface.executor import Executor
+from forerun.interface.grammars import Grammars
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.speculative.tree import NO_DRAFT, NO_TREES, Draft, batch
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun.engine")
@@ -29,35 +31,27 @@ log = logging.getLogger("forerun.engine")
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A step that has begun, and of which the host knows the plan.
+@dataclass(frozen=True)
+class Step:
+    """A step that has begun.
 
-    rows   its sequences, in row order
-    trees  None: of what was a carried step (engine/overlap.py), only the device knows them
-    timer  of its stages
+    rows     its sequences, in row order
+    round    what the executor runs, and what it finds
+    timer    of its stages
+    carried  it was begun before the step before it was finished
     """
 
     rows: tuple[Sequence, ...]
-    plan: Plan
-    trees: TreeBatch | None
-    scores: Scores
+    round: Round
     timer: StageTimer
+    carried: bool
 
-
-@dataclass(frozen=True, slots=True)
-class StepOver:
-    """A step whose outcome is known: its sequences in row order, what it ran, milliseconds."""
-
-    rows: tuple[Sequence, ...]
-    plan: Plan
-    trees: TreeBatch
-    outcome: Outcome
-    ms: float
-
-
-Decided = tuple[int, Committed | None]
-"""A row whose tokens are permanent, their news not told, and what its grammar says of them."""
+    @cached_property
+    def grows(self) -> dict[int, int]:
+        """By slot: positions that it may make permanent, at most."""
+        plan = self.round.plan
+        bounds = zip(plan.slots.tolist(), plan.known, plan.max_depth.tolist(), strict=True)
+        return {slot: len(known) + depth for slot, known, depth in bounds}
 
 
 @dataclass(slots=True)
@@ -91,20 +85,22 @@ class Parts:
             return otherwise
 
 
-def begin(plan: Plan, parts: Parts, timer: StageTimer) -> tuple[TreeBatch, Scores]:
+def begin(plan: Plan, rows: tuple[Sequence, ...], parts: Parts, timer: StageTimer) -> Step:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
     timer.resume()
-    trees = batch(plan.known, draft(plan, parts))
-    next_draft = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
+    executor, masks, carried = parts.executor, None, plan.after is not None
+    # What goes on from a running round verifies what that drafts.
+    trees = NO_TREES if carried else batch(plan.known, draft(plan, parts))
+    request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
+    if request is not None:
+        plan = replace(plan, request=request)
     timer.lap("draft")
-    if not plan.some_constrained or not isinstance(parts.executor, MaskingExecutor):
-        scores = parts.executor.verify(plan, trees, next_draft)
-    else:
+    if plan.some_constrained and executor.capabilities.masks_first:
         masks = parts.grammars.masks(plan.slots, trees)
         timer.lap("mask")
-        scores = parts.executor.verify_masked(plan, trees, masks, next_draft)
+    running = executor.begin(plan, trees, masks)
     timer.lap("verify")
-    return trees, scores
+    return Step(rows, running, timer, carried)
 
 
 def draft(plan: Plan, parts: Parts) -> list[Draft]:
@@ -118,19 +114,16 @@ def draft(plan: Plan, parts: Parts) -> list[Draft]:
     return parts.policy.select(plan, drafts)
 
 
-def finish(
-    plan: Plan, trees: TreeBatch, scores: Scores, parts: Parts, timer: StageTimer
-) -> Outcome:
-    """Accept and commit; waits for the device."""
+def finish(step: Step, parts: Parts) -> Outcome:
+    """Accept; waits for the device."""
+    running, timer, masks = step.round, step.timer, None
     timer.resume()
-    masks = None
-    if plan.some_constrained and not isinstance(parts.executor, MaskingExecutor):
-        masks = parts.grammars.masks(plan.slots, trees)
-    timer.lap("mask")
-    accepted = parts.executor.accept(plan, trees, scores, masks)
+    if running.plan.some_constrained and not parts.executor.capabilities.masks_first:
+        masks = parts.grammars.masks(running.plan.slots, running.trees)
+        timer.lap("mask")
+    outcome = parts.executor.finish(running, masks)
     timer.lap("accept")
-    outcome = parts.executor.commit(plan, trees, scores, accepted)
-    timer.lap("commit")
+    plan, trees = running.plan, running.trees  # Complete from here on.
     parts.ask_drafter(lambda drafter: drafter.observe(plan, trees, outcome), None)
     timer.lap("draft")
     return outcome

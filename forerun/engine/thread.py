@@ -1,4 +1,4 @@
-"""The engine: a thread with an inbox. What it does in each turn is in turns.py."""
+"""The engine: a thread with an inbox. What it does in each turn is in core.py."""
 
 import logging
 import threading

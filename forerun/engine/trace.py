@@ -1,13 +1,36 @@
-"""What a step did for one sequence, for whoever asked to be told."""
+"""What a step did for one sequence, for statistics and for whoever asked to be told."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from forerun.speculative.tree import DraftRow
+from forerun.speculative.tree import DraftSource, TreeBatch
+from forerun.types import Ints
 
 MAX_NODES = 64
 """Draft tokens that a trace shows of one step at most; the accepted path is always among them."""
 MAX_STEPS = 2048
 """Steps of one choice that are traced at most; later ones are not."""
+
+
+class DraftRow(NamedTuple):
+    """The draft tokens of one row, parents before children, and what became of them.
+
+    parents   index of the parent among these; -1 = the root
+    depth     1 below the root
+    scores    as in Draft; zeros where only the device has them
+    sources   DraftSource of each
+    accepted  the accepted path, from below the root downwards
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    depth: list[int]
+    scores: list[float]
+    sources: list[DraftSource]
+    accepted: list[int]
+
+
+NO_DRAFT_ROW = DraftRow([], [], [], [], [], [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +73,15 @@ def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
         [row.sources[node] for node in kept],
         [place[node] for node in path],
     )
+
+
+def draft_row(trees: TreeBatch, row: int, path: Ints) -> DraftRow:
+    """The draft tokens of a row of which the nodes `path`, int32[.] of `trees`, were accepted."""
+    first, end = trees.root(row) + 1, int(trees.start[row + 1])
+    tokens = trees.tokens[first:end].tolist()
+    parents = (trees.parents[first:end] - first).tolist()
+    depth = (trees.depth[first:end] - trees.depth[first - 1]).tolist()
+    scores, sources = [0.0] * len(tokens), [DraftSource.UNKNOWN] * len(tokens)
+    if trees.drafts:
+        scores, sources = trees.drafts[row].score.tolist(), trees.drafts[row].sources()
+    return DraftRow(tokens, parents, depth, scores, sources, (path - first).tolist())

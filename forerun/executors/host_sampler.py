@@ -5,8 +5,6 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 
 from array import array
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from math import isnan
 
 import numpy as np
@@ -16,7 +14,7 @@ from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, ReportsOf
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Reports, SlotInit
+from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -25,44 +23,19 @@ from forerun.types import Bools, Ints
 _NONE: Ints = np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True)
-class HostAccepted:
-    """What `accept` decided.
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was decided of a step.
 
     choice  int32[M] the target's choice at every node of an accepted path, from the root to the
             last accepted draft token; NOTHING elsewhere
     finite, logprobs, prompt_logprobs   as in Outcome
     """
 
-    trees: TreeBatch
     choice: Ints
     finite: Bools
     logprobs: tuple[Reports, ...] = ()
     prompt_logprobs: tuple[Reports, ...] = ()
-
-    @cached_property
-    def draft_tokens(self) -> Ints:
-        """int32[.] flat nodes of the accepted draft tokens, row after row, downwards."""
-        if self.trees.decode_only:
-            return _NONE
-        chosen, start, found = self.choice.tolist(), self.trees.start.tolist(), []
-        for end, root in zip(start[1:], self.trees.roots.tolist(), strict=True):
-            found += [node for node in range(root + 1, end) if chosen[node] >= 0]
-        return np.array(found, np.int32) if found else _NONE
-
-    @cached_property
-    def paths(self) -> list[Ints]:
-        """B x int32[.] flat nodes that become permanent: the known chain, then accepted draft
-        tokens.
-        """
-        known = np.arange(len(self.choice), dtype=np.int32)
-        keep = self.choice >= 0
-        paths = []
-        for row, root in enumerate(self.trees.roots.tolist()):
-            nodes = self.trees.nodes(row)
-            keep[nodes.start : root + 1] = True
-            paths.append(known[nodes.start : nodes.stop][keep[nodes.start : nodes.stop]])
-        return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +108,20 @@ class HostSampler:
         self._reports.discard(slot)
         self._echoes.discard(slot)
 
+    def rewind(self, slot: int, length: int) -> None:
+        """Forget what was decided behind the first `length` tokens: for measurements, which repeat
+        a step.
+        """
+        found = self._open[slot]
+        if found is not None:
+            del found.tokens[length:]
+
     def reports(self, slots: Ints) -> bool:
         """Whether log-probabilities are asked for in one of these slots."""
         return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
-        """int32[n] flat nodes, ascending, whose logits `accept` may ask for."""
+        """int32[n] flat nodes, ascending, whose logits `finish` may ask for."""
         if trees.decode_only and not self._echoes:
             return np.flatnonzero(plan.samples).astype(np.int32)
         found: list[int] = []
@@ -163,10 +144,10 @@ class HostSampler:
         masks: NodeMasks | None,
         choice: Ints | None = None,
         reports: ReportsOf | None = None,
-    ) -> HostAccepted:
-        """Decide every row. Changes nothing here: `outcome` makes it permanent.
+    ) -> Choices:
+        """Decide every row. Changes nothing here.
 
-        choice   int32[M] as in HostAccepted, for rows that the executor decided as the
+        choice   int32[M] as in Choices, for rows that the executor decided as the
                  specification would; NOTHING in all of the others. It is completed in place.
         reports  the executor's own way to log-probabilities, which needs no logits here
 
@@ -179,7 +160,7 @@ class HostSampler:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
         if trees.decode_only and not self._reports and min(choice.tolist()) >= 0:
             nothing = ((),) * plan.rows
-            return HostAccepted(trees, choice, choice >= 0, nothing, nothing)
+            return Choices(choice, choice >= 0, nothing, nothing)
         finite = (choice[trees.roots] >= 0) | ~plan.samples
         slots = plan.slots.tolist()
         left = [
@@ -189,7 +170,7 @@ class HostSampler:
         ]
         if not left:
             nothing = ((),) * plan.rows
-            return HostAccepted(trees, choice, finite, nothing, nothing)
+            return Choices(choice, finite, nothing, nothing)
         told = reports or self._choice.reports(logits)
         logprobs: list[Reports] = [()] * plan.rows
         echoed: list[Reports] = [()] * plan.rows
@@ -204,25 +185,30 @@ class HostSampler:
                 self._decide(plan, row, trees, logits, masks, choice)
                 logprobs[row] = self._report(plan, row, trees, told, choice)
                 finite[row] = choice[trees.root(row)] >= 0
-        return HostAccepted(trees, choice, finite, tuple(logprobs), tuple(echoed))
+        return Choices(choice, finite, tuple(logprobs), tuple(echoed))
 
-    def outcome(
+    def finish(
         self,
-        plan: Plan,
-        trees: TreeBatch,
-        accepted: HostAccepted,
+        round: Round,
+        logits: Logits,
+        masks: NodeMasks | None,
+        choice: Ints | None = None,
+        reports: ReportsOf | None = None,
         features: Features | None = None,
         drafts: NextDrafts | None = None,
     ) -> Outcome:
-        """Append the emitted tokens to the slots' histories and pack the step's result.
+        """Decide every row as `accept` does, append the emitted tokens to the slots' histories and
+        pack what came of the round, whose plan and trees are complete.
 
         features, drafts  as in Outcome
 
         Raises EngineError where a row's known tokens do not end where the history does.
         """
-        n_tokens, tokens = _packed(trees, accepted.choice)
+        plan, trees = round.plan, round.trees
+        made = self.accept(plan, trees, logits, masks, choice, reports)
+        emitted, accepted = _paths(trees, made.choice)
+        counts = list(map(len, emitted))
         decided = (plan.kv_len + trees.known).tolist()
-        counts, emitted = n_tokens.tolist(), tokens.tolist()
         for row, samples in enumerate(plan.samples.tolist()):
             tokens_of = self.of_row(plan, row).tokens
             if samples and decided[row] != len(tokens_of):
@@ -230,18 +216,21 @@ class HostSampler:
                     f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
                     f"holds {len(tokens_of)}"
                 )
-            tokens_of.extend(emitted[row][: counts[row]])
-        return Outcome(
-            n_tokens=n_tokens,
-            tokens=tokens,
+            tokens_of.extend(emitted[row])
+        width = max(counts)
+        tokens = [row + [NOTHING] * (width - len(row)) for row in emitted]
+        round.outcome = Outcome(
+            n_tokens=np.array(counts, np.int32),
+            tokens=np.array(tokens, np.int32).reshape(len(emitted), width),
             n_draft_tokens=trees.start[1:] - trees.start[:-1] - trees.known,
-            finite=accepted.finite,
-            logprobs=accepted.logprobs,
-            prompt_logprobs=accepted.prompt_logprobs,
-            accepted=accepted.draft_tokens,
+            finite=made.finite,
+            logprobs=made.logprobs,
+            prompt_logprobs=made.prompt_logprobs,
+            accepted=accepted,
             drafts=drafts,
             features=features,
         )
+        return round.outcome
 
     def of_row(self, plan: Plan, row: int) -> _Slot:
         """What is kept of a row's sequence. Raises EngineError where it is not open."""
@@ -288,15 +277,15 @@ class HostSampler:
         return told(top, list(zip(nodes, choice[nodes].tolist(), strict=True)))
 
 
-def _packed(trees: TreeBatch, choice: Ints) -> tuple[Ints, Ints]:
-    """(n_tokens, tokens) as in Outcome."""
+def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:
+    """The tokens that each row emits, and the nodes of all accepted draft tokens."""
+    chosen = choice.tolist()
     if trees.decode_only:
-        return (choice >= 0).astype(np.int32), choice[:, None]
-    chosen, start = choice.tolist(), trees.start.tolist()
-    emitted = [
-        [token for token in chosen[first:end] if token >= 0] for first, end in pairwise(start)
-    ]
-    counts = list(map(len, emitted))
-    width = max(counts)
-    tokens = [row + [NOTHING] * (width - len(row)) for row in emitted]
-    return np.array(counts, np.int32), np.array(tokens, np.int32).reshape(len(emitted), width)
+        return [[token] if token >= 0 else [] for token in chosen], _NONE
+    emitted: list[list[int]] = []
+    accepted: list[int] = []
+    for root, end in zip(trees.roots.tolist(), trees.start[1:].tolist(), strict=True):
+        nodes = [node for node in range(root, end) if chosen[node] >= 0]
+        emitted.append([chosen[node] for node in nodes])
+        accepted += nodes[1:]
+    return emitted, np.array(accepted, np.int32) if accepted else _NONE

@@ -22,36 +22,36 @@ table, so a wrong page changes the text or is reported.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from forerun.errors import ConfigError, EngineError
-from forerun.executors.host_sampler import HostAccepted, HostSampler
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.executors.host_sampler import HostSampler
+from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 END = 257
 
 
-@dataclass(frozen=True, slots=True)
-class ToyScores:
+@dataclass(eq=False)
+class ToyRound(Round):
     """best int32[M]: each node's most likely next token; its logits follow from it."""
 
-    best: Ints
+    best: Ints = field(kw_only=True)
 
 
-class ToyExecutor:
-    """The toy target.
+class ToyExecutor(Executor):
+    """The toy target. Its contract is `interface.executor.Executor`.
 
     delay  seconds that every step takes on top, for tests of cancellation and time-outs
     """
 
     name = "toy"
+    capabilities = Capabilities()
 
     def __init__(self, limits: ExecutorLimits, delay: float = 0.0) -> None:
         if limits.vocab <= END:
@@ -73,51 +73,42 @@ class ToyExecutor:
         """Forget the slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> ToyScores:
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> ToyRound:
         """Find the best next token of every node. Writes no page; drafts nothing."""
         if self.delay:
             time.sleep(self.delay)
         best = np.zeros(len(trees.tokens), np.int32)
         for row in range(plan.rows):
             self._verify_row(self._read(plan, row), trees, row, best)
-        return ToyScores(best)
+        return ToyRound(plan, trees, best=best)
 
-    def accept(
-        self, plan: Plan, trees: TreeBatch, scores: ToyScores, masks: NodeMasks | None
-    ) -> HostAccepted:
-        """Accept on the host, by the specification."""
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Accept on the host, by the specification; write the accepted paths, and nothing else,
+        into pages.
+        """
+        assert isinstance(round, ToyRound)
+        best = round.best.tolist()
+        outcome = self._sampler.finish(round, lambda node: self._logits(best[node]), masks)
+        for row in range(round.plan.rows):
+            self._write(round.plan, round.trees, row, outcome.permanent(round.trees, row))
+        return outcome
 
-        def logits(node: int) -> Floats:
-            return self._logits(int(scores.best[node]))
-
-        return self._sampler.accept(plan, trees, logits, masks)
-
-    def commit(
-        self, plan: Plan, trees: TreeBatch, scores: ToyScores, accepted: HostAccepted
-    ) -> Outcome:
-        """Write the accepted paths, and nothing else, into pages."""
-        self._write(plan, trees, accepted)
-        return self._sampler.outcome(plan, trees, accepted)
-
-    def _write(self, plan: Plan, trees: TreeBatch, accepted: HostAccepted) -> None:
+    def _write(self, plan: Plan, trees: TreeBatch, row: int, nodes: Ints) -> None:
+        """Put the tokens of these nodes where they stand in the row's text."""
         size = self.limits.page_size
-        for row, path in enumerate(accepted.paths):
-            positions = plan.kv_len[row] + trees.depth[path]
-            pages = plan.page_table[row, positions // size]
-            if (pages < 0).any():
-                raise EngineError(f"row {row}: no page was reserved for a position it keeps")
-            self._keys[pages, positions % size] = positions
-            self._values[pages, positions % size] = trees.tokens[path]
+        positions = plan.kv_len[row] + trees.depth[nodes]
+        pages = plan.page_table[row, positions // size]
+        if (pages < 0).any():
+            raise EngineError(f"row {row}: no page was reserved for a position it keeps")
+        self._keys[pages, positions % size] = positions
+        self._values[pages, positions % size] = trees.tokens[nodes]
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
         cache = self._keys.nbytes + self._values.nbytes
         return {"executor": "toy", "device": "cpu", "kv_bytes": cache, "weights_bytes": 0}
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
 
     def _logits(self, best: int) -> Floats:
         """float32[V] the logits around `best`; a view."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
-from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +52,19 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> DraftRequest | None:
-        """What the coming step shall do for the draft model, asked after `propose` or `carry`.
-        Changes nothing.
+    def draft_request(self, plan: Plan) -> DraftRequest | None:
+        """What the coming step shall do for the draft model, asked after `propose`, or where the
+        plan goes on from a running round. Changes nothing.
         """
         ...
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
-        """Whether the coming step may be a carried one: then there is no `propose`, and it begins
-        before the running step is observed. Asked with the running step's plan first, which saves
-        planning in vain, then with the coming one's. Changes nothing.
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
+        """Whether the coming step may go on from the running round: then there is no `propose`, and
+        it begins before that round is observed. Asked with the running round's own plan first,
+        which saves planning in vain, then with the coming one's. Changes nothing.
 
-        drafting  int32[.] slots whose next draft the running step makes
-
-        False where draft tokens that the plan allows cannot come of the running step, or where what
-        `observe` needs of that would be gone: then the step is planned anew, later.
+        False where draft tokens that the plan allows cannot come of the running round, or where
+        what `observe` needs of that would be gone: then the step is planned anew, later.
         """
         ...
 

@@ -2,18 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
-from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Ints
-
-Scores = Any
-"""Opaque: an executor's node scores, between `verify` and `commit` of one step."""
-
-Accepted = Any
-"""Opaque: which path of each tree was kept, between `accept` and `commit`."""
+from forerun.errors import EngineError
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +54,40 @@ class DraftShape:
     levels: int = 0
 
 
+class NotYetError(EngineError):
+    """Raised by `Executor.begin`, which has changed nothing: a plan with `after` is to be made anew
+    when the running round is finished.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor does beyond the least.
+
+    masks_first  it decides rows under a grammar within the round: their masks are given to `begin`.
+                 Else they are made while the round runs, and given to `finish`
+    overlap      a round can go on from a running one (Plan.after)
+    """
+
+    masks_first: bool = False
+    overlap: bool = False
+
+
 class Executor(Protocol):
-    """Runs a target model. One thread calls it; verbs come in the order of `engine.step`.
+    """Runs a target model. One thread calls it: `open`, then `begin` and `finish` for every step
+    that the sequence has a part in, then `close`.
 
     Same sequence, same bits: a row's result must not depend on the other rows, on the
     draft tokens beside its path, or on how its known tokens were cut into chunks.
+
+    Rounds are finished in the order in which they were begun, each before the one after the next is
+    begun. A round that goes on from a running one advances the same sequences, or some of them, and
+    the slots of both stay open until both are finished.
     """
 
     limits: ExecutorLimits
     name: str
+    capabilities: Capabilities
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot. The slot must be closed. Changes only that slot."""
@@ -79,99 +97,42 @@ class Executor(Protocol):
         """Forget a slot's sequence; its pages now belong to the engine alone."""
         ...
 
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> Scores:
-        """Score every node of every tree in one forward pass. Writes no page, except where known
-        tokens belong: they become permanent whatever is accepted.
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> Round:
+        """Score every node of every tree in one forward pass, on a device that may still be at it
+        afterwards.
 
-        draft_request  what the step shall do for the draft model; `Outcome.drafts` says what of it
-                       was done, which may be nothing
+        trees  what to verify; none for a plan with `after`, of which only the device knows them
+        masks  of grammars, by node of `trees`: see `Capabilities.masks_first`
+
+        Writes no page, except where known tokens belong (they become permanent whatever is
+        accepted) and where the round decides by itself. Raises EngineError, and has begun nothing,
+        where the plan is too large or a position has no page; NotYetError.
         """
         ...
 
-    def accept(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
-    ) -> Accepted:
-        """Keep one root-to-node path per tree plus one token of the target's own."""
-        ...
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Wait for a round: keep one root-to-node path per tree plus one token of the target's own,
+        write the kept keys and values into pages, extend the slots' histories, forget the rest, and
+        return the step's one packed copy.
 
-    def commit(self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: Accepted) -> Outcome:
-        """Write the kept keys and values into pages, extend the slots' history, forget the
-        rest, and return the step's one packed copy.
+        Afterwards the round's plan and trees are complete, and its outcome is there. Raises
+        EngineError where the round failed, or the one that it goes on from did.
         """
         ...
 
-    def describe(self) -> dict[str, Any]:
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
+        """Compile and capture whatever steps with such drafts will run, before the first request,
+        and when nothing more is asked of the executor that would void it (a draft model). All slots
+        are closed. `limits` says afterwards what steps may be. progress(what, done, total).
+        """
+        return
+
+    def describe(self) -> dict[str, object]:
         """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
         ...
 
     def shutdown(self) -> None:
         """Release threads and memory. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class PreparedExecutor(Executor, Protocol):
-    """An executor that is slow until it has compiled and captured what steps will run."""
-
-    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile and capture all that service may run, before the first request, when nothing more
-        is asked of the executor that would void it (features, overlap). All slots are closed.
-        `limits` says afterwards what steps may be. progress(what, done, total).
-        """
-        ...
-
-
-@runtime_checkable
-class MaskingExecutor(Executor, Protocol):
-    """An executor that decides rows under a grammar within the step itself, where their masks are
-    known when it begins.
-    """
-
-    def verify_masked(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        masks: NodeMasks | None,
-        draft_request: DraftRequest | None = None,
-    ) -> Scores:
-        """`verify`, of a step of which some rows are held by grammars. `accept` of these scores
-        needs no masks.
-        """
-        ...
-
-
-@runtime_checkable
-class OverlapExecutor(Executor, Protocol):
-    """An executor whose device can go on with the next step before anybody looks at this one.
-
-    A carried step is begun by `carry` instead of `verify`, while the one before it runs; it
-    advances the same sequences, or some of them, and the slots of both stay open until both are
-    over. Then `accept` and `commit` are called for the first, with what `verify` gave, and for the
-    second, with `trees` and the plan completed. No more than two steps run at a time.
-    """
-
-    def keep_state(self) -> bool:
-        """Keep on the device, from now on, what a next step needs. False where that cannot be."""
-        ...
-
-    def carries(self, scores: Scores) -> bool:
-        """Whether the step that was begun last may be carried on from: the device decides all of
-        it, and nothing else is to be read of it.
-        """
-        ...
-
-    def drafting(self, scores: Scores) -> Ints:
-        """int32[.] slots for which a step does what its draft request asks. Waits for nothing."""
-        ...
-
-    def carry(self, plan: CarriedPlan, draft_request: DraftRequest | None = None) -> Scores | None:
-        """Begin a carried plan. None, and nothing has changed, where it must be planned anew when
-        the running step has been looked at.
-        """
-        ...
-
-    def trees(self, scores: Scores) -> TreeBatch:
-        """What a carried step ran. Waits until it is over."""
-        ...
+        return

@@ -1,13 +1,17 @@
-"""What crosses between the engine and an executor: small NumPy ints in, one packed copy out."""
+"""What crosses between the engine and an executor: a plan of small NumPy ints in, a round while it
+runs, one packed copy out.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from forerun.errors import EngineError
 from forerun.interface.features import Features
-from forerun.interface.next_draft import NextDrafts
+from forerun.interface.next_draft import DraftRequest, NextDrafts
 from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
 
 _NO_NODES: Ints = np.zeros(0, np.int32)
@@ -80,6 +84,15 @@ class Plan:
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
     model_depth int32[B]    of max_depth, how deep a draft model may go that drafts one tree with
                             free drafters; 0 = only these are asked, None = max_depth
+    request     what the step shall do for the draft model at its end, if the executor can;
+                `Outcome.drafts` says what of it was done, which may be nothing
+    after       the running round that this one goes on from, on the device, before anybody has
+                looked at that; None where everything is known. Every row then samples, is held by
+                no grammar, and begins with the one token that is decided last; its draft tokens are
+                what the running round drafts. Of all else the host knows bounds: `kv_len` is the
+                most it can be, `known` one token of no meaning. See `completed`
+    ends        int32[B]    of a plan with `after`: positions that the sequence may take up in the
+                            end; pages are reserved for kv_len + 1 + max_depth, or up to these
     """
 
     slots: Ints
@@ -92,6 +105,9 @@ class Plan:
     constrained: Bools
     min_prob: float = 0.0
     model_depth: Ints | None = None
+    request: DraftRequest | None = None
+    after: "Round | None" = None
+    ends: Ints = field(default_factory=lambda: _NO_NODES)
 
     @property
     def rows(self) -> int:
@@ -103,65 +119,26 @@ class Plan:
         """Whether a grammar holds some row."""
         return True in self.constrained.tolist()
 
+    def completed(self) -> "Plan":
+        """The plan, now that the round that it goes on from is finished; itself without one.
 
-@dataclass(frozen=True, slots=True)
-class CarriedPlan:
-    """A step that takes up on the device where the running one leaves, before anybody has looked at
-    that. Every row samples, begins with the one token that was decided last, and is held by no
-    grammar; its draft tokens are what the running step drafts. Of all else the host knows bounds.
-
-    slots       int32[B]
-    most_kv     int32[B]    tokens that can be in pages, at most
-    ends        int32[B]    positions that the sequence may take up in the end
-    max_nodes, max_depth, page_table  as in Plan; pages are reserved for most_kv + 1 + max_depth
-                            positions, or up to `ends`
-    """
-
-    slots: Ints
-    most_kv: Ints
-    ends: Ints
-    max_nodes: Ints
-    max_depth: Ints
-    page_table: Ints
-
-    @property
-    def rows(self) -> int:
-        """Number of rows B."""
-        return len(self.slots)
-
-    def bounded(self) -> Plan:
-        """A plan of the same rows, as far along as they can be: what it asks for is known already,
-        tokens are not.
+        A row that failed there goes on from where it was; nobody cares any more. Raises EngineError
+        where that round was not finished.
         """
-        return Plan(
-            slots=self.slots,
-            kv_len=self.most_kv,
-            known=(np.zeros(1, np.int32),) * self.rows,
-            samples=np.ones(self.rows, np.bool_),
-            max_nodes=self.max_nodes,
-            max_depth=self.max_depth,
-            page_table=self.page_table,
-            constrained=np.zeros(self.rows, np.bool_),
-        )
-
-    def completed(self, before: Plan, outcome: "Outcome") -> Plan:
-        """The plan, now that the outcome of the step before is known.
-
-        A row that failed there goes on from where it was; nobody cares any more.
-        """
+        if self.after is None:
+            return self
+        before, outcome = self.after.plan, self.after.outcome
+        if outcome is None:
+            raise EngineError("the round that this one goes on from was not finished")
         place = {slot: row for row, slot in enumerate(before.slots.tolist())}
         rows = [place[slot] for slot in self.slots.tolist()]
         emitted = outcome.output_tokens
         last = [emitted[row][-1:] or before.known[row][-1:] for row in rows]
-        return Plan(
-            slots=self.slots,
+        return replace(
+            self,
             kv_len=before.kv_len[rows] + outcome.n_tokens[rows],
             known=tuple(np.array(token, np.int32) for token in last),
-            samples=np.ones(self.rows, np.bool_),
-            max_nodes=self.max_nodes,
-            max_depth=self.max_depth,
-            page_table=self.page_table,
-            constrained=np.zeros(self.rows, np.bool_),
+            after=None,
         )
 
 
@@ -195,7 +172,8 @@ class Outcome:
                     known[i+1]. A row that does not sample has one more entry, for the decided
                     token after its chunk, so a prompt's chunks join up without a hole; for a
                     sampling row the emitted tokens' entries follow in `logprobs`
-    accepted        int32[.]   flat nodes of the accepted draft tokens, row after row, downwards:
+    accepted        int32[.]   nodes of the round's trees: the accepted draft tokens, row after row,
+                    downwards:
                     n_tokens[b] - 1 of row b, none where it emitted nothing
     drafts          what the step drafted for the next one, where that was asked for and done
     features        of the step's flat nodes, where a draft model reads any; valid until the
@@ -223,7 +201,38 @@ class Outcome:
         counts = self.n_tokens.tolist()
         return [len(k) + max(count - 1, 0) for k, count in zip(plan.known, counts, strict=True)]
 
+    @cached_property
     def paths(self) -> list[Ints]:
-        """Per row, int32[.] the flat nodes of its accepted draft tokens, downwards."""
+        """Per row, int32[.] the nodes of its accepted draft tokens, downwards."""
         ends = np.maximum(self.n_tokens - 1, 0).cumsum()
         return np.split(self.accepted, ends[:-1])
+
+    def permanent(self, trees: TreeBatch, row: int) -> Ints:
+        """int32[.] nodes of a row whose keys and values stay: known ones, then accepted ones."""
+        known = np.arange(trees.start[row], trees.root(row) + 1, dtype=np.int32)
+        return np.concatenate([known, self.paths[row]])
+
+
+_NOBODY: Ints = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False)
+class Round:
+    """A step that an executor has begun, until it is finished and after; executors add fields.
+
+    plan       what it does. Complete from the start, or, of a round that goes on from another, when
+               that is finished and this one too
+    trees      what it verifies; no trees until it is finished, where it goes on from another
+    masks      of grammars, that it was begun with
+    continues  whether another round may go on from it: the device decides every row, and nothing
+               else that the next round would overwrite is to be read of it
+    drafting   int32[.] slots that it drafts for, as the plan requests
+    outcome    None until it is finished
+    """
+
+    plan: Plan
+    trees: TreeBatch = NO_TREES
+    masks: NodeMasks | None = None
+    continues: bool = False
+    drafting: Ints = field(default_factory=lambda: _NOBODY)
+    outcome: Outcome | None = None

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from forerun.engine.trace import StepTrace
-from forerun.speculative.tree import DraftRow
+from forerun.engine.trace import DraftRow, StepTrace
 from forerun.text.tokenizer import Tokenizer
 
 FIELD = "speculative_trace"

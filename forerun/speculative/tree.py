@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -124,6 +123,10 @@ class TreeBatch:
         return range(int(self.start[row]), int(self.start[row + 1]))
 
 
+NO_TREES = TreeBatch(_NO_TOKENS, _NO_TOKENS, np.zeros(1, np.int32), _NO_TOKENS, _NO_TOKENS)
+"""Of no rows: where the host does not know the trees of a round yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeMasks:
     """Grammar masks, deduplicated: several nodes may share a row.
@@ -191,55 +194,3 @@ def _decode_only(rows: int) -> tuple[Ints, Ints, Ints, Ints]:
     for array in arrays:
         array.flags.writeable = False
     return arrays
-
-
-class DraftRow(NamedTuple):
-    """The draft tokens of one row, parents before children, and what became of them.
-
-    parents   index of the parent among these; -1 = the root
-    depth     1 below the root
-    scores    as in Draft; zeros where only the device has them
-    sources   DraftSource of each
-    accepted  the accepted path, from below the root downwards
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    depth: list[int]
-    scores: list[float]
-    sources: list[DraftSource]
-    accepted: list[int]
-
-
-NO_DRAFT_ROW = DraftRow([], [], [], [], [], [])
-
-
-def draft_row(trees: TreeBatch, row: int, accepted: Sequence[int]) -> DraftRow:
-    """The draft tokens of a row of which the path with the tokens `accepted` was kept."""
-    if trees.drafts:
-        draft = trees.drafts[row]
-        tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
-        scores, sources = draft.score.tolist(), draft.sources()
-    else:
-        root, end = trees.root(row), int(trees.start[row + 1])
-        tokens = trees.tokens[root + 1 : end].tolist()
-        parents = (trees.parents[root + 1 : end] - (root + 1)).tolist()
-        scores, sources = [0.0] * len(tokens), [DraftSource.UNKNOWN] * len(tokens)
-    depth: list[int] = []
-    for parent in parents:
-        depth.append(depth[parent] + 1 if parent >= 0 else 1)
-    return DraftRow(tokens, parents, depth, scores, sources, _path(tokens, parents, accepted))
-
-
-def _path(tokens: list[int], parents: list[int], accepted: Sequence[int]) -> list[int]:
-    """The nodes that lead from below the root along these tokens, as far as there are any."""
-    path: list[int] = []
-    node = -1
-    for token in accepted:
-        at = range(node + 1, len(tokens))  # A parent precedes its children.
-        found = next((n for n in at if parents[n] == node and tokens[n] == token), None)
-        if found is None:
-            break
-        path.append(found)
-        node = found
-    return path

@@ -11,7 +11,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Finish
 from forerun.errors import ContextError, RequestError
 from forerun.executors import host_choice
-from forerun.executors.toy import ToyExecutor, ToyScores
+from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import TokenLogprobs
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -56,13 +56,14 @@ def test_pages_and_trees_of_any_shape_are_proved(changes):
 class LeakyToy(ToyExecutor):
     """Scores a root differently when draft tokens hang below it: what `prove` must catch."""
 
-    def verify(self, plan, trees, draft_request=None):
-        best = super().verify(plan, trees, draft_request).best.copy()
+    def begin(self, plan, trees, masks=None):
+        round = super().begin(plan, trees, masks)
+        best = round.best
         for row in range(trees.rows):
             if len(trees.nodes(row)) > trees.known[row]:
                 root = trees.root(row)
                 best[root] = 97 + (best[root] - 96) % 16
-        return ToyScores(best)
+        return round
 
 
 def test_a_leak_is_found_at_its_first_token_with_the_gap():

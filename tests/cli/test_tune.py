@@ -27,9 +27,9 @@ class CountedToy(ToyExecutor):
 
     steps = 0
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         self.steps += 1
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
 
 def test_free_guesses_win_and_off_is_always_there(monkeypatch):

@@ -18,7 +18,7 @@ from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureN
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
@@ -197,7 +197,9 @@ class Device:
         if max(map(len, before.known)) > 1 or set(plan.slots) != set(before.slots):
             return False
         drafting = wanted.slots if wanted else np.zeros(0, np.int32)
-        return self.drafter.carry(before, drafting) and self.drafter.carry(plan, drafting)
+        running = Round(before, drafting=drafting)
+        able = self.drafter.can_overlap
+        return able(before, running) and able(plan, running)
 
     def _drafts(self, plan, carried):
         """What is verified of each row, and milliseconds that the host and passes take for it."""

@@ -47,10 +47,10 @@ def virtual_time(monkeypatch):
 class PricedToy(ToyExecutor):
     """A toy whose step takes a known time: one millisecond, and half of one per node."""
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         cached = int(plan.kv_len.max()) * len(trees.tokens)
         CLOCK.seconds += 0.001 + 0.0005 * len(trees.tokens) + 2e-5 * cached
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
 
 def test_measured_costs_are_those_of_the_executor():
@@ -68,9 +68,9 @@ def test_measured_costs_are_those_of_the_executor():
 class StrictToy(PricedToy):
     """Refuses a page table that is wider than its context, as an executor of fixed shapes does."""
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         assert plan.page_table.shape[1] <= -(-self.limits.context // self.limits.page_size)
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -88,14 +88,14 @@ class CapturingToy(ToyExecutor):
     def replay(self, nodes):
         return 0.005 + 0.00003 * nodes
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         size = plan.rows, len(trees.tokens)
         calls = self.calls[size] = self.calls.get(size, 0) + 1
         random = np.random.default_rng((calls, *size))
         slow = calls <= len(self.first)
         took = self.first[calls - 1] if slow else self.replay(size[1])
         CLOCK.seconds += took * (1.0 + 0.02 * random.standard_normal())
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
 
 @pytest.mark.parametrize("first", [(1.5, 0.15), (0.4,), ()])
@@ -127,13 +127,13 @@ class DraftingToy(PricedToy):
 
     levels = 0
 
-    def verify(self, plan, trees, draft_request=None):
-        self.levels = levels = draft_request.levels if draft_request else 0
+    def begin(self, plan, trees, masks=None):
+        self.levels = levels = plan.request.levels if plan.request else 0
         CLOCK.seconds += 0.004 + 0.002 * (levels - 1) if levels else 0.0
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
-    def commit(self, plan, trees, scores, accepted):
-        outcome = super().commit(plan, trees, scores, accepted)
+    def finish(self, round, masks=None):
+        outcome = super().finish(round, masks)
         return replace(outcome, drafts=DRAFTS) if self.levels else outcome
 
 

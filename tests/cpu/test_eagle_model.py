@@ -153,9 +153,7 @@ def test_extension_and_guesses_are_the_torch_heads(checkpoint, tmp_path, changes
     plan = plan_of(tokens[:count])
     world.executor.open(SlotInit(1, tokens[:count], count, Sampling(temperature=0.0)))
     trees = batch(list(plan.known), [Draft()])
-    scores = world.executor.verify(plan, trees)
-    accepted = world.executor.accept(plan, trees, scores, None)
-    outcome = world.executor.commit(plan, trees, scores, accepted)
+    outcome = world.executor.finish(world.executor.begin(plan, trees))
     found = every(
         lambda work: world.device.extend(work, outcome.features),
         extension_of(plan, tokens, world.device.traits.vocab),
@@ -201,9 +199,7 @@ def test_chunks_and_company_change_no_bit(checkpoint, tmp_path):
             plan = plan_of(tokens[begin:end], begin)
             plan.samples[:] = end == 13
             trees = batch(list(plan.known), [Draft()])
-            scores = world.executor.verify(plan, trees)
-            accepted = world.executor.accept(plan, trees, scores, None)
-            outcome = world.executor.commit(plan, trees, scores, accepted)
+            outcome = world.executor.finish(world.executor.begin(plan, trees))
             drafter.observe(plan, trees, outcome)
             begin = end
         next_plan = plan_of(outcome.tokens[0, :1], 13, nodes=8, depth=3)
@@ -240,9 +236,7 @@ def test_bad_passes_are_refused(checkpoint, tmp_path):
     tokens = np.array([3, 4, 5], np.int32)
     plan, trees = plan_of(tokens[:2]), batch([tokens[:2]], [Draft()])
     world.executor.open(SlotInit(1, tokens[:2], 2, Sampling(temperature=0.0)))
-    scores = world.executor.verify(plan, trees)
-    accepted = world.executor.accept(plan, trees, scores, None)
-    features = world.executor.commit(plan, trees, scores, accepted).features
+    features = world.executor.finish(world.executor.begin(plan, trees)).features
     work = extension_of(plan, tokens, 1)
     world.device.extend(work, features)
     for change in (
@@ -279,9 +273,7 @@ def test_features_that_were_kept_do_as_well(checkpoint, tmp_path, changes):
     plan = plan_of(tokens[:-1])
     world.executor.open(SlotInit(1, tokens[:-1], 8, Sampling(temperature=0.0)))
     trees = batch(list(plan.known), [Draft()])
-    scores = world.executor.verify(plan, trees)
-    accepted = world.executor.accept(plan, trees, scores, None)
-    features = world.executor.commit(plan, trees, scores, accepted).features
+    features = world.executor.finish(world.executor.begin(plan, trees)).features
     work = extension_of(plan, tokens, 5)
     at_once = world.device.extend(work, features)
     kept = features.select(np.arange(8)[::-1]).keep().select(np.arange(8)[::-1])
@@ -290,7 +282,7 @@ def test_features_that_were_kept_do_as_well(checkpoint, tmp_path, changes):
     whole = KeptFeatures(world.executor.features(8, kept.values.shape[1]))
     other = plan_of(tokens[:3], slot=0)
     world.executor.open(SlotInit(0, tokens[:3], 3, Sampling(temperature=0.0)))
-    world.executor.verify(other, batch(list(other.known), [Draft()]))
+    world.executor.begin(other, batch(list(other.known), [Draft()]))
     later = world.device.extend(work, whole)
     assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
     wrong = world.device.extend(work, features.select(np.zeros(8, np.int32)))

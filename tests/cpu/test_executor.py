@@ -14,8 +14,7 @@ from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
-from forerun.executors.host_sampler import HostAccepted
-from forerun.interface.plan import SlotInit
+from forerun.interface.plan import Outcome, SlotInit
 from forerun.models.mapped import Packed
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -119,7 +118,7 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         driver.open(0, tokens)
         driver.step([Row(0, known=10)])
         plan, trees = driver.plan([Row(0, known=5, draft=chain_draft([1, 2]))])
-        first = made.verify(plan, trees).logits.copy()
+        first = made.begin(plan, trees).logits.copy()
         bad_trees = {
             "a token out of range": {"tokens": trees.tokens + tiny.VOCAB},
             "a parent that is not above": {"parents": trees.parents * 0},
@@ -127,7 +126,7 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         }
         for message, change in bad_trees.items():
             with pytest.raises(EngineError, match=message):
-                made.verify(plan, replace(trees, **change))
+                made.begin(plan, replace(trees, **change))
         bad_plans = {
             "a page that does not exist": {"page_table": plan.page_table * 0 - 1},
             "a row longer than its pages": {"page_table": plan.page_table[:, :0]},
@@ -135,8 +134,8 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         }
         for message, change in bad_plans.items():
             with pytest.raises(EngineError, match=message):
-                made.verify(replace(plan, **change), trees)
-        assert np.array_equal(made.verify(plan, trees).logits, first)
+                made.begin(replace(plan, **change), trees)
+        assert np.array_equal(made.begin(plan, trees).logits, first)
 
 
 def test_row_starts_that_lie_are_refused(executor, random):
@@ -150,22 +149,25 @@ def test_row_starts_that_lie_are_refused(executor, random):
         assert trees.start.tolist() == [0, 4, 8]
         for start in ([0, 1 << 30, 8], [0, 9, 8], [0, -1, 8], [0, 0, 8], [0, 8, 8], [0, 4, 4]):
             with pytest.raises(EngineError, match="refused"):
-                made.verify(plan, replace(trees, start=np.array(start, np.int32)))
-        made.verify(plan, trees)
+                made.begin(plan, replace(trees, start=np.array(start, np.int32)))
+        made.begin(plan, trees)
 
 
-def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random):
+def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random, monkeypatch):
     made = executor()
     with Driver(made) as driver:
         driver.open(0, random.integers(0, tiny.VOCAB, 20))
         plan, trees = driver.plan([Row(0, draft=chain_draft([1, 2]))])
-        scores = made.verify(plan, trees)
-        choice = np.zeros(len(trees.tokens), np.int32) - (trees.depth < 19)
-        accepted = HostAccepted(trees, choice, np.ones(1, np.bool_))
+        begun, one = made.begin(plan, trees), np.ones(1, np.int32)
+        both = np.array([20, 21], np.int32)
+        outcome = Outcome(3 * one, np.zeros((1, 3), np.int32), 2 * one, one == 1, accepted=both)
+        monkeypatch.setattr(made._sampler, "finish", lambda *_, **__: outcome)
         for table in (plan.page_table * 0 - 1, plan.page_table * 0 + 96, plan.page_table[:, :1]):
+            begun.plan = replace(plan, page_table=table)
             with pytest.raises(EngineError, match="a page that does not exist"):
-                made.commit(replace(plan, page_table=table), trees, scores, accepted)
-        made.commit(plan, trees, scores, accepted)
+                made.finish(begun)
+        begun.plan = plan
+        made.finish(begun)
 
 
 def test_a_step_larger_than_its_limit(executor, random):
@@ -232,7 +234,7 @@ def test_other_threads_and_float_settings_do_not_matter(executor, random):
         made = executor(threads=2)
         with Driver(made) as driver:
             driver.open(0, tokens)
-            found.append(driver.step([Row(0)]).scores.logits.copy())
+            found.append(driver.step([Row(0)]).round.logits.copy())
     assert np.array_equal(*found)
 
 

@@ -1,10 +1,7 @@
 """Same sequence, same bits: alone, in any batch, tree, chunks, pages and number of threads."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,23 +11,13 @@ from tests.parity.driver import limits
 from tests.parity.test_torch_invariance import Journey, plain_text
 
 
-@dataclass
-class Kept:
-    """A step's scores as the journey keeps them: copies, as tensors."""
-
-    scores: object
-
-    def __post_init__(self):
-        self.logits = torch.from_numpy(self.scores.logits.copy())
-        self.row_of = {node: row for row, node in enumerate(self.scores.scored.tolist())}
-
-    def __call__(self, node):
-        return self.logits[self.row_of[node]].numpy()
-
-
 class KeepingExecutor(CpuExecutor):
-    def verify(self, plan, trees, draft_request=None):
-        return Kept(super().verify(plan, trees, draft_request))
+    """Of every step a copy of the logits is kept."""
+
+    def begin(self, plan, trees, masks=None):
+        begun = super().begin(plan, trees, masks)
+        begun.logits = begun.logits.copy()
+        return begun
 
 
 FAMILIES = ("llama", "qwen3")

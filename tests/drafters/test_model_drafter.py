@@ -44,13 +44,13 @@ class FeaturedToy(ToyExecutor):
 
     steps = 0
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         self.steps += 1
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
-    def commit(self, plan, trees, scores, accepted):
-        features = ToyFeatures(self, self.steps, trees.tokens)
-        return replace(super().commit(plan, trees, scores, accepted), features=features)
+    def finish(self, round, masks=None):
+        features = ToyFeatures(self, self.steps, round.trees.tokens)
+        return replace(super().finish(round, masks), features=features)
 
 
 class ToyHead:

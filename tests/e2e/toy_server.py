@@ -18,16 +18,16 @@ from forerun.serve.server import run
 
 
 class Poisoned(ToyExecutor):
-    """Raises in `verify` for good once a prompt held the token."""
+    """Raises in `begin` for good once a prompt held the token."""
 
     poison = -1
     dead = False
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         self.dead = self.dead or self.poison in trees.tokens
         if self.dead:
             raise RuntimeError("the toy was poisoned")
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
 
 def failing(drafter, calls):

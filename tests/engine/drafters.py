@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
-from forerun.types import Ints
 
 Foresee = Callable[[SlotInit, list[int], int], Sequence[int]]
 """(the sequence's opening, all its tokens so far, n) -> the n tokens the target will emit."""
@@ -48,10 +47,10 @@ class _Informed:
         """At most `nodes` draft tokens, no deeper than `future` is long."""
         raise NotImplementedError
 
-    def draft_request(self, plan: Plan | CarriedPlan) -> None:
+    def draft_request(self, plan: Plan) -> None:
         """Whatever guides CarryingToy needs no asking."""
 
-    def carry(self, plan: Plan | CarriedPlan, drafting: Ints) -> bool:
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Whether CarryingToy asks for the draft tokens, when it comes to them."""
         return self.traits.drafts_on_device or not plan.max_nodes.any()
 

@@ -17,7 +17,7 @@ from forerun.cache.table import PageTable
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.ngram import NgramDrafter
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.plan import Outcome, SlotInit
+from forerun.interface.plan import Outcome, Round, SlotInit
 from forerun.text.stream import TextStream
 from tests.control.steps import FREE, PolicyOnTable, seen
 from tests.counted import lines
@@ -64,13 +64,11 @@ class Parrot(ToyExecutor):
     def close(self, slot):
         pass
 
-    def verify(self, plan, trees, draft_request=None):
-        return None
+    def begin(self, plan, trees, masks=None):
+        return Round(plan, trees)
 
-    def accept(self, plan, trees, scores, masks):
-        return None
-
-    def commit(self, plan, trees, scores, accepted):
+    def finish(self, round, masks=None):
+        plan, trees = round.plan, round.trees
         output_tokens = plan.samples.astype(np.int32)
         return Outcome(
             n_tokens=output_tokens,

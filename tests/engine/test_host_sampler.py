@@ -8,7 +8,7 @@ import pytest
 
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import SlotInit
+from forerun.interface.plan import Round, SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import NodeMasks, batch
@@ -38,9 +38,9 @@ def run(sampler, plan, drafts, table, masks=None):
         asked.add(node)
         return table[node]
 
-    accepted = sampler.accept(plan, trees, logits, masks)
+    outcome = sampler.finish(Round(plan, trees), logits, masks)
     assert asked <= set(sampler.scored(plan, trees).tolist())
-    return accepted, sampler.outcome(plan, trees, accepted)
+    return [outcome.permanent(trees, row) for row in range(plan.rows)], outcome
 
 
 def test_rows_of_every_kind_in_one_step():
@@ -56,10 +56,10 @@ def test_rows_of_every_kind_in_one_step():
     drafts = [NO_DRAFT, NO_DRAFT, NO_DRAFT, as_draft([4, 5, 6], [-1, 0, 1])]
     #                  chunk | chunk    | plain | root, its three draft tokens
     table = next_is(0, 0, 0, 0, 6, 3, 4, 5, 0, 1)
-    accepted, outcome = run(sampler, plan, drafts, table)
-    assert [path.tolist() for path in accepted.paths] == [[0, 1], [2, 3, 4], [5], [6, 7, 8]]
-    assert [path.tolist() for path in outcome.paths()] == [[], [], [], [7, 8]]
-    assert all(path.dtype == np.int32 for path in accepted.paths)
+    paths, outcome = run(sampler, plan, drafts, table)
+    assert [path.tolist() for path in paths] == [[0, 1], [2, 3, 4], [5], [6, 7, 8]]
+    assert [path.tolist() for path in outcome.paths] == [[], [], [], [7, 8]]
+    assert all(path.dtype == np.int32 for path in paths)
     assert outcome.n_tokens.tolist() == [0, 1, 1, 3]
     assert outcome.tokens.tolist() == [[-1, -1, -1], [6, -1, -1], [3, -1, -1], [4, 5, 0]]
     assert outcome.n_draft_tokens.tolist() == [0, 0, 0, 3]
@@ -79,7 +79,7 @@ def test_only_what_is_needed_is_scored():
     assert sampler.scored(plan, trees).tolist() == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_accept_changes_nothing_until_outcome():
+def test_accept_changes_nothing_until_the_end():
     """Penalties of the next step see a step's tokens once, however often it was tried."""
     sampler = HostSampler(1, V)
     sampler.open(slot_init(0, [1], 1, Sampling(temperature=0.0, presence_penalty=9.0)))
@@ -90,7 +90,7 @@ def test_accept_changes_nothing_until_outcome():
         for _ in range(3):
             accepted = sampler.accept(plan, trees, lambda node: table[node], None)
             assert accepted.choice.tolist() == [expected]
-        sampler.outcome(plan, trees, accepted)
+        sampler.finish(Round(plan, trees), lambda node: table[node], None)
 
 
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted():
@@ -120,10 +120,10 @@ def test_a_failing_root_fails_its_row_alone(bad, sampling):
     plan = plan_of([0, 1, 2], [0, 0, 0], [[1, 2]] * 3, [True] * 3)
     table = next_is(0, 3, 0, 3, 0, 3)
     table[3, 5] = bad
-    accepted, outcome = run(sampler, plan, [NO_DRAFT] * 3, table)
+    paths, outcome = run(sampler, plan, [NO_DRAFT] * 3, table)
     assert outcome.finite.tolist() == [True, False, True]
     assert outcome.n_tokens.tolist() == [1, 0, 1]
-    assert accepted.paths[1].tolist() == [2, 3]
+    assert paths[1].tolist() == [2, 3]
 
 
 def test_a_failing_guess_ends_the_path_before_it():
@@ -132,12 +132,12 @@ def test_a_failing_guess_ends_the_path_before_it():
     sampler.open(slot_init(0, [1], 1, Sampling(temperature=0.0, logprobs=1)))
     table = next_is(4, 5, 6)
     table[1, 0] = np.nan
-    accepted, outcome = run(
+    paths, outcome = run(
         sampler, plan_of([0], [0], [[1]], [True]), [as_draft([4, 5], [-1, 0])], table
     )
     assert outcome.finite.tolist() == [True]
     assert outcome.tokens.tolist() == [[4]]
-    assert accepted.paths[0].tolist() == [0]
+    assert paths[0].tolist() == [0]
     assert [entry.token for entry in outcome.logprobs[0]] == [4]
     _, outcome = run(sampler, plan_of([0], [1], [[4]], [True]), [NO_DRAFT], table[1:])
     assert outcome.finite.tolist() == [False]
@@ -330,4 +330,4 @@ def test_the_accepted_path_goes_by_the_first_of_equal_children():
     _, outcome = run(sampler, plan, drafts, next_is(2, 4, 7, 6, 1, 1, 4, 1, 2))
     assert outcome.output_tokens == [[4, 7, 1], [4, 2]]
     assert outcome.accepted.tolist() == [2, 4, 8]
-    assert [path.tolist() for path in outcome.paths()] == [[2, 4], [8]]
+    assert [path.tolist() for path in outcome.paths] == [[2, 4], [8]]

@@ -6,7 +6,8 @@ import pytest
 from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish
-from forerun.interface.plan import Budget, CarriedPlan, Outcome, Plan
+from forerun.errors import EngineError
+from forerun.interface.plan import Budget, Outcome, Plan, Round
 from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run
@@ -257,10 +258,10 @@ def test_the_thread_sleeps_only_when_nothing_runs():
 def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
     engine, toy = overlapped("oracle")
 
-    def broken(plan):
+    def broken(plan, running):
         raise RuntimeError("no more")
 
-    toy._drafter.carry = broken
+    toy._drafter.can_overlap = broken
     request = hot("a", max_tokens=30)
     run(engine, request).expect(request)
     assert engine.fault is not None and engine.stats().carried == 0
@@ -289,7 +290,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     toy, policy = CarryingToy(limits()), Counting()
     engine = make(name, executor=toy, overlap=True, policy=policy)
     if features:  # They are needed on the host.
-        toy._drafter.carry = lambda plan, drafting: False
+        toy._drafter.can_overlap = lambda plan, running: False
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
     stats = engine.stats()
@@ -328,14 +329,21 @@ def test_a_plan_is_completed_by_the_outcome_before():
         np.array([4, 2, 9]), np.array([10, 20, 30]), known, many == 1, many, many, pages, many == 0
     )
     most, ends = np.array([32, 12, 22]), np.full(3, 99)
-    carried = CarriedPlan(np.array([9, 4, 2]), most, ends, 2 * many, 3 * many, pages + 5)
-    outcome = Outcome(
+    round = Round(before)
+    carried = Plan(
+        np.array([9, 4, 2]), most, known, many == 1, 2 * many, 3 * many, pages + 5, many == 0,
+        after=round, ends=ends,
+    )  # fmt: skip
+    with pytest.raises(EngineError, match="not finished"):
+        carried.completed()
+    round.outcome = Outcome(
         n_tokens=np.array([2, 0, 1], np.int32),
         tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
         n_draft_tokens=np.array([1, 1, 0], np.int32),
         finite=np.array([True, False, True]),
     )
-    made = carried.completed(before, outcome)
+    made = carried.completed()
+    assert made.after is None and before.completed() is before
     assert made.slots.tolist() == [9, 4, 2]
     assert made.kv_len.tolist() == [31, 12, 20]
     assert [known.tolist() for known in made.known] == [[8], [6], [7]]

@@ -19,11 +19,11 @@ class Gate(ToyExecutor):
         super().__init__(limits())
         self.permits, self.inside = threading.Semaphore(permits), threading.Event()
 
-    def verify(self, plan, trees, draft_request=None):
+    def begin(self, plan, trees, masks=None):
         self.inside.set()
         self.permits.acquire()
         self.inside.clear()
-        return super().verify(plan, trees, draft_request)
+        return super().begin(plan, trees, masks)
 
     def open_up(self):
         """No step waits any more."""

@@ -25,8 +25,7 @@ def plan(tokens, kv_len, pages, depth=0, samples=True):
 
 def step(toy, step_plan, draft=None):
     trees = batch(list(step_plan.known), [draft or Draft()])
-    scores = toy.verify(step_plan, trees)
-    return toy.commit(step_plan, trees, scores, toy.accept(step_plan, trees, scores, None))
+    return toy.finish(toy.begin(step_plan, trees))
 
 
 def opened(tokens, sampling=GREEDY):

@@ -5,14 +5,17 @@ from queue import Queue
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forerun.build.engine import load
 from forerun.client.completion import make_request
 from forerun.engine import core
 from forerun.engine.request import Finish, Speculation
-from forerun.engine.trace import MAX_NODES, bounded
+from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
 from forerun.options.config import EngineConfig
-from forerun.speculative.tree import Draft, DraftRow, DraftSource, TreeBatch, batch, draft_row
+from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch
+from tests.speculative.worlds import as_draft, drafts
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +95,47 @@ def test_rows_of_a_step_with_and_without_the_drafts():
     source = ints(DraftSource.NGRAM, DraftSource.TABLE, DraftSource.GRAMMAR)
     draft = Draft(ints(7, 8, 9), ints(-1, -1, 1), np.array([0.5, 0.4, 0.2], np.float32), source)
     trees = batch([ints(1, 2), ints(3)], [Draft(), draft])
-    row = draft_row(trees, 1, [8, 9])
+    row = draft_row(trees, 1, ints(4, 5))
     assert row.tokens == [7, 8, 9] and row.parents == [-1, -1, 1] and row.depth == [1, 1, 2]
     assert row.sources == [1, 2, 4] and row.accepted == [1, 2]
     bare = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
-    other = draft_row(bare, 1, [8, 9])
+    other = draft_row(bare, 1, ints(4, 5))
     unknown = {"scores": [0.0] * 3, "sources": [0] * 3}
     assert other == row._replace(**unknown)
-    assert draft_row(bare, 0, []) == draft_row(trees, 0, []) == DraftRow([], [], [], [], [], [])
+    assert (
+        draft_row(bare, 0, ints())
+        == draft_row(trees, 0, ints())
+        == DraftRow([], [], [], [], [], [])
+    )
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), drafts(), st.data())
+def test_a_row_says_what_became_of_its_drafts(chain, draft, data):
+    count = len(draft)
+    scores = data.draw(st.lists(st.floats(0, 1, width=32), min_size=count, max_size=count))
+    sources = data.draw(
+        st.lists(st.sampled_from(list(DraftSource)), min_size=count, max_size=count)
+    )
+    draft = Draft(
+        draft.tokens, draft.parents, np.array(scores, np.float32), np.array(sources, np.int32)
+    )
+    # A row before and one after it, so that its flat indices are not its own.
+    beside = as_draft([1, 2], [-1, 0])
+    trees = batch([ints(0, 0), ints(*chain), ints(0)], [beside, draft, beside])
+    path, children = [], np.flatnonzero(draft.parents == -1)
+    while len(children) and data.draw(st.booleans()):
+        path.append(int(data.draw(st.sampled_from(children.tolist()))))
+        children = np.flatnonzero(draft.parents == path[-1])
+    root = trees.root(1)
+    accepted = root + 1 + ints(*path)
+    found = draft_row(trees, 1, accepted)
+    assert found.tokens == draft.tokens.tolist() and found.parents == draft.parents.tolist()
+    assert found.scores == scores and found.sources == sources
+    assert found.accepted == path
+    assert found.depth == (trees.depth[root + 1 : root + 1 + count] - trees.depth[root]).tolist()
+    device = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
+    unknown = found._replace(scores=[0.0] * count, sources=[DraftSource.UNKNOWN] * count)
+    assert draft_row(device, 1, accepted) == unknown
 
 
 def test_a_wide_tree_is_cut_and_keeps_its_accepted_path():

@@ -7,7 +7,7 @@ with Driver(executor) as driver:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 
@@ -72,7 +72,7 @@ class Sequence:
 class Result:
     plan: Plan
     trees: TreeBatch
-    scores: object
+    round: Round
     outcome: Outcome
     executor: Executor
 
@@ -81,13 +81,13 @@ class Result:
         step.
         """
         node += self.trees.start[row]
-        if callable(self.scores):
-            return torch.from_numpy(self.scores(node))
-        if hasattr(self.scores, "place"):
-            rows = self.scores.place[node : node + 1]
+        if hasattr(self.round, "logits_of"):
+            return torch.from_numpy(self.round.logits_of(node))
+        if hasattr(self.round, "place"):
+            rows = self.round.place[node : node + 1]
             return torch.from_numpy(self.executor.programs.logits(rows)[0])
         eager = getattr(self.executor, "eager", self.executor)
-        return torch.from_numpy(eager.logits_of(self.scores)(node))
+        return torch.from_numpy(eager.logits_of(self.round)(node))
 
     def every(self) -> torch.Tensor:
         """float32[M,V] of all nodes of a step of one row, where all are wanted."""
@@ -157,11 +157,10 @@ class Driver:
         """masks_of: (plan, trees) -> masks; then every row is held by a grammar."""
         plan, trees = self.plan(rows)
         plan.constrained[:] = masks_of is not None
-        scores = self.executor.verify(plan, trees, draft_request)
+        begun = self.executor.begin(replace(plan, request=draft_request), trees)
         masks = masks_of(plan, trees) if masks_of is not None else None
-        accepted = self.executor.accept(plan, trees, scores, masks)
-        outcome = self.executor.commit(plan, trees, scores, accepted)
-        result = Result(plan, trees, scores, outcome, self.executor)
+        outcome = self.executor.finish(begun, masks)
+        result = Result(plan, trees, begun, outcome, self.executor)
         for index, row in enumerate(rows):
             sequence = self.sequences[row.slot]
             sequence.kv_len += outcome.committed(plan)[index]

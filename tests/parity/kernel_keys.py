@@ -69,10 +69,9 @@ def opened():
     executor.kernels_for = lambda device: kernels()
     captured_executor.recorder = lambda device: Tape()
     checkpoint = RandomCheckpoint(shape_named("tiny"))
-    made = with_captures(TorchExecutor(checkpoint, LIMITS))
+    made = with_captures(TorchExecutor(checkpoint, LIMITS), overlap=True)
     draft = random_draft(checkpoint.architecture, 64)
     made.draft_with(TorchEagleModel(made, checkpoint, draft))
-    made.keep_state()
     return made
 
 

@@ -163,7 +163,7 @@ def test_log_probabilities_are_the_hosts(warm, prompt, top, copied):
     with Driver(warm) as driver:
         driver.open(0, prompt, sampling)
         result = driver.step([Row(0)])
-        answers = Answers(warm.programs, result.scores, tiny.VOCAB)
+        answers = Answers(warm.programs, result.round, tiny.VOCAB)
         expected = reports_of(answers.of_node, top, list(enumerate(prompt[1:])))
         close(result.outcome.prompt_logprobs[0], expected)
         close(
@@ -180,7 +180,7 @@ def test_log_probabilities_are_the_hosts(warm, prompt, top, copied):
         result = driver.step([Row(1, draft=chain_draft(following[:2]))])
         assert (max(copied) < 8 * 4 * tiny.VOCAB) == (top <= TOP)
         assert result.emitted(0) == following
-        answers = Answers(warm.programs, result.scores, tiny.VOCAB)
+        answers = Answers(warm.programs, result.round, tiny.VOCAB)
         first = result.trees.root(0)
         pairs = list(enumerate(following, first))
         close(result.outcome.logprobs[0], reports_of(answers.of_node, top, pairs))
@@ -315,10 +315,10 @@ def test_what_it_refuses(checkpoint, warm, prompt):
         plan, trees = driver.plan([Row(0, known=20)])
         plan.page_table[:] = -1
         with pytest.raises(EngineError, match="no page"):
-            warm.verify(plan, trees)
+            warm.begin(plan, trees)
         plan, trees = driver.plan([Row(0, draft=chain_draft([5] * 4))])
         with pytest.raises(EngineError, match="a step of 34 nodes; at most 32 fit"):
-            warm.verify(plan, trees)
+            warm.begin(plan, trees)
 
 
 @pytest.mark.parametrize(
@@ -358,4 +358,4 @@ def test_what_is_shut_down_runs_no_more(checkpoint, prompt):
     with Driver(made) as driver:
         driver.open(0, prompt)
         with pytest.raises(EngineError, match="shut down"):
-            made.verify(*driver.plan([Row(0)]))
+            made.begin(*driver.plan([Row(0)]))

@@ -31,7 +31,7 @@ def forward(executor, tokens, chunks):
         driver.open(0, [*tokens, 5])
         for chunk in chunks:
             result = driver.step([Row(0, known=chunk)])
-            found.append(executor.programs.logits(result.scores.place))
+            found.append(executor.programs.logits(result.round.place))
     return torch.from_numpy(np.concatenate(found))
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from forerun.client.completion import make_request
-from forerun.executors.jax import JaxOverlapExecutor
+from forerun.executors.jax import JaxExecutor
 from forerun.executors.jax.programs import Programs
 from tests.parity.test_jax_eagle_model import on_xla
 from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
@@ -112,20 +112,21 @@ def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monke
     """
     made, shape = target
     events = []
-    for name in ("verify", "carry", "accept"):
-        call = getattr(JaxOverlapExecutor, name)
+    for name in ("begin", "finish"):
+        call = getattr(JaxExecutor, name)
 
-        def noted(self, *args, call=call, name=name):
-            result = call(self, *args)
+        def noted(self, step, *args, call=call, name=name):
+            name = "carry" if name == "begin" and step.after else name
+            result = call(self, step, *args)
             events.append((name, self.programs.dispatches))
             return result
 
-        monkeypatch.setattr(JaxOverlapExecutor, name, noted)
+        monkeypatch.setattr(JaxExecutor, name, noted)
     answered(made, asked(learned[1], 0.8)[:1], True, **shape)
     names = [name for name, _ in events]
     first = names.index("carry")
-    last = len(names) - (3 if names[-2] == "verify" else 1)
-    assert names[first:last] == ["carry", "accept"] * ((last - first) // 2)
-    assert names[last:] in (["accept"], ["accept", "verify", "accept"])
+    last = len(names) - (3 if names[-2] == "begin" else 1)
+    assert names[first:last] == ["carry", "finish"] * ((last - first) // 2)
+    assert names[last:] in (["finish"], ["finish", "begin", "finish"])
     counts = np.array([count for name, count in events[first:last] if name == "carry"])
     assert (np.diff(counts) == 1).all() and len(counts) > 3

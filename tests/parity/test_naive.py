@@ -12,7 +12,7 @@ from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.executors.torch import TorchEagleModel
-from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.captured.round import CapturedRound
 from tests.parity.driver import first_is_fast
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import taped
@@ -61,7 +61,7 @@ def rounds(folder, learned):
     def of(page):
         if page not in made:
             tape = Tape()
-            made[page] = taped(folder, learned[0], tape, page_size=page, **MOST), tape
+            made[page] = taped(folder, learned[0], tape, True, page_size=page, **MOST), tape
         return made[page]
 
     yield of
@@ -158,13 +158,13 @@ def counted(monkeypatch):
         count(TorchEagleModel, name, "passes")
     for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__"):
         count(torch.Tensor, name, "reads")
-    read = InFlightStep.record
+    read = CapturedRound.record
 
     def waited(self):
         found["waits"] += self._record is None
         return read(self)
 
-    monkeypatch.setattr(InFlightStep, "record", waited)
+    monkeypatch.setattr(CapturedRound, "record", waited)
     return found
 
 

@@ -11,7 +11,7 @@ from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.executors.torch import CapturedExecutor, executor
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.captured.round import CapturedRound
 from forerun.interface.next_draft import draft_sizes
 from forerun.interface.plan import Budget
 from tests.parity.tape import Tape
@@ -112,16 +112,15 @@ def test_nothing_is_captured_after_the_first_request(
             speculative_eagle_topk=width,
         )
     )  # fmt: skip
-    verify = CapturedExecutor._verify
+    begin = CapturedExecutor.begin
 
     def counted(self, plan, trees, *rest):
-        begun = verify(self, plan, trees, *rest)
-        decoding = (trees.known == 1).all() and plan.samples.all()
-        if decoding:
-            rounds.append(isinstance(begun, InFlightStep))
+        begun = begin(self, plan, trees, *rest)
+        if max(map(len, plan.known)) == 1 and plan.samples.all() and plan.after is None:
+            rounds.append(isinstance(begun, CapturedRound))
         return begun
 
-    monkeypatch.setattr(CapturedExecutor, "_verify", counted)
+    monkeypatch.setattr(CapturedExecutor, "begin", counted)
     captures, ready = tape.captures, target.executor.describe()["captured"]
     assert captures == len(ready)
     monkeypatch.setattr(build, "policy_for", lambda *_: Whim(nodes, depth))

@@ -158,7 +158,7 @@ def device(folder, learned):
             return first
 
         patch.setattr(PageTables, "send", told)
-        target = taped(folder, learned[0], tape, max_sequences=4, **shape)
+        target = taped(folder, learned[0], tape, True, max_sequences=4, **shape)
         yield target, tape, learned[1]
         target.close()
 

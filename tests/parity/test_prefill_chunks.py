@@ -75,7 +75,7 @@ def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind
     table = np.arange(len(tokens) // 16 + 1, dtype=np.int32)[None]
     plan = replace(plan, page_table=table)
     with counted_kernels(lambda *_: None), Held() as held:
-        scores = made.verify(plan, batch(list(plan.known), plan_drafts(1)))
+        scores = made.begin(plan, batch(list(plan.known), plan_drafts(1)))
     assert scores.logits.shape == (1, LLAMA.vocab)
     assert len(scores.told) == (CHUNK - 1 if sampling is TOLD else 0)
     # The largest is a layer's gate and up, and not a row of logits for every token: 2.1 GB.

@@ -15,7 +15,7 @@ from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchBlockModel, executor
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.in_flight import InFlightStep
+from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.level_model import LevelModel
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
@@ -134,7 +134,8 @@ def targets(made):
                 patch.setattr(executor, "kernels_for", twins)
                 patch.setattr(captured_executor, "recorder", lambda device: tape)
                 patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
-                rounds = open_target(configured(made, method, page))
+                rounds = open_target(configured(made, method, page, overlap=True))
+                rounds = replace(rounds, config=replace(rounds.config, overlap=False))
             opened[method, page] = rounds, open_target(configured(made, method, page)), tape
         return opened[method, page]
 
@@ -298,13 +299,13 @@ def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, s
             return call(*args)
 
         monkeypatch.setattr(torch.Tensor, name, counting)
-    waits, read = [], InFlightStep.record
+    waits, read = [], CapturedRound.record
 
     def waited(self):
         waits.extend([self] * (self._record is None))
         return read(self)
 
-    monkeypatch.setattr(InFlightStep, "record", waited)
+    monkeypatch.setattr(CapturedRound, "record", waited)
     requests = asked(0.8)[:3]
     for _ in range(2):
         answered(rounds, requests, shape)  # Captures what will run.

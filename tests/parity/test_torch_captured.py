@@ -15,7 +15,7 @@ from forerun.executors.torch.captured.executor import MOST_NODES
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
 from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.executors.torch.plain_round import walk
-from forerun.interface.executor import DraftShape, PreparedExecutor
+from forerun.interface.executor import DraftShape
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
@@ -178,7 +178,7 @@ def test_a_position_without_a_page_is_refused(pair):
         plan, trees = driver.plan([Row(0, draft=chain_draft([5, 6]))])
         plan.page_table[0, 1] = -1
         with pytest.raises(EngineError, match="no page"):
-            pair[0].verify(plan, trees)
+            pair[0].begin(plan, trees)
 
 
 def test_pages_hold_what_an_eager_step_writes(pair):
@@ -312,8 +312,7 @@ def test_nothing_is_captured_once_all_is(pair, plain):
 
 def test_only_what_was_captured_is_run(pair):
     """A size that nobody declared is an error of whoever planned it."""
-    captured, eager, tape = pair
-    assert isinstance(captured, PreparedExecutor) and not isinstance(eager, PreparedExecutor)
+    captured, _, tape = pair
     captured.warm_up(DraftShape(nodes=3), lambda *_: None)
     runner, before = captured.runner, tape.captures
     assert runner.runs_as(Size(3, 3)) == Size(4, 4) and runner.runs_as(Size(1, 17)) is None

@@ -23,14 +23,17 @@ from tests.parity.test_torch_eagle_model import SWITCHES, Twin, opened, serve
 KERNELS = SLOW_TWINS
 
 
-def taped(folder, twin, tape=None, **changes):
-    """The target with rounds that a tape captures when they come up, none before."""
+def taped(folder, twin, tape=None, overlap=False, **changes):
+    """The target with rounds that a tape captures when they come up, none before. overlap: whether
+    they can go on from each other; engines that do so say so.
+    """
     tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "kernels_for", lambda device: KERNELS)
         patch.setattr(captured_executor, "recorder", lambda device: tape)
         patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
-        return opened(folder, twin, **changes)
+        target = opened(folder, twin, overlap=overlap, **changes)
+        return replace(target, config=replace(target.config, overlap=False))
 
 
 @pytest.fixture(scope="module")

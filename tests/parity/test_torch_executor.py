@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
-from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch import TorchExecutor
-from forerun.interface.plan import SlotInit
+from forerun.interface.plan import Outcome, SlotInit
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
@@ -149,9 +148,9 @@ def test_log_probabilities_are_reported(executor, prompt):
 def test_only_asked_nodes_are_scored(executor, prompt):
     with Driver(executor) as driver:
         driver.open(0, prompt, Sampling(temperature=0.0))
-        assert driver.step([Row(0, known=20)]).scores.logits.shape == (0, tiny.VOCAB)
+        assert driver.step([Row(0, known=20)]).round.logits.shape == (0, tiny.VOCAB)
         tree = driver.step([Row(0, draft=as_draft([5, 6], [-1, -1]))])
-        assert tree.scores.logits.shape == (3, tiny.VOCAB)
+        assert tree.round.logits.shape == (3, tiny.VOCAB)
 
 
 def test_describe_counts_what_is_there(checkpoint):
@@ -188,15 +187,15 @@ def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
     with Driver(away) as driver:
         driver.open(0, prompt)
         plan, trees = driver.plan([Row(0, draft=as_draft([5, 6, 7], [-1, -1, 1]))])
-        scores = away.verify(plan, trees)
+        scores = away.begin(plan, trees)
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (4, tiny.VOCAB)
         assert scores.told.device.type == "meta" and scores.told.shape == (29, 64)
         streams = scores.features.tensor()
         assert streams.device.type == "meta" and streams.shape == (33, 128)
-        choice = np.full(33, -1, np.int32)
-        choice[29] = 5
-        away.commit(plan, trees, scores, HostAccepted(trees, choice, np.ones(1, np.bool_)))
+        one = np.ones(1, np.int32)
+        outcome = Outcome(2 * one, 5 * one[:, None], 3 * one, one == 1, accepted=30 * one)
+        away.keep(scores, outcome, [0], np.arange(33))
 
 
 def test_what_it_refuses(checkpoint, executor, prompt):
@@ -217,11 +216,11 @@ def test_what_it_refuses(checkpoint, executor, prompt):
         driver.open(0, prompt * 20)
         plan, trees = driver.plan([Row(0)])
         with pytest.raises(EngineError, match="a step of 600 nodes; at most 384 fit"):
-            executor.verify(plan, trees)
+            executor.begin(plan, trees)
         plan, trees = driver.plan([Row(0, known=20)])
         plan.page_table[:] = -1
         with pytest.raises(EngineError, match="no page"):
-            executor.verify(plan, trees)
+            executor.begin(plan, trees)
 
 
 def test_shutdown_is_final_and_idempotent(checkpoint, prompt):

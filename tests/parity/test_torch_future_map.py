@@ -11,7 +11,7 @@ from forerun.executors.torch.captured.buffers import BufferDims, Record, Room, S
 from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.plain_round import Accepted
-from forerun.interface.plan import CarriedPlan
+from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, batch
@@ -79,7 +79,8 @@ def entered(carry, size, slots, bounds):
     most, deep, ends = np.array(bounds, np.int32).T
     choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
     nothing = np.zeros(many, np.int32)
-    plan = CarriedPlan(np.array(slots), nothing, ends, most, deep, nothing[:, None])
+    no, known = np.zeros(many, np.bool_), (np.zeros(1, np.int32),) * many
+    plan = Plan(np.array(slots), nothing, known, ~no, most, deep, nothing[:, None], no, ends=ends)
     prepare_inputs_carried(buffers, size, plan, choosing, most)
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)

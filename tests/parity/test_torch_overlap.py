@@ -50,7 +50,7 @@ SHAPES = [OFF] + [
 def slow(folder, learned):
     """The target and head on a device that is slow, and its tape."""
     tape = Tape()
-    target = taped(folder, learned[0], tape, chunked_prefill_size=128, context=128)
+    target = taped(folder, learned[0], tape, True, chunked_prefill_size=128, context=128)
     yield target, tape
     target.close()
 
@@ -198,6 +198,7 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor.runner.future = None  # Room is made anew.
+    slow[0].executor.runner.keep_state()
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     found, stats = answered(
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
@@ -242,12 +243,13 @@ def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypat
     """In every step but the first round and the last, and two are never read in the wrong order."""
     target, tape = slow
     events, made = [], target.executor
-    for name, short in (("verify", "begin"), ("carry", "carry"), ("accept", "look")):
+    for name in ("begin", "finish"):
         call = getattr(made, name)
 
-        def noted(*args, call=call, short=short):
+        def noted(step, *args, call=call, name=name):
             undone = tape.launched - tape.done
-            result = call(*args)
+            short = "look" if name == "finish" else "carry" if step.after else "begin"
+            result = call(step, *args)
             events.append((short, undone, tape.launched - tape.done))
             return result
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch, draft_row
+from forerun.speculative.tree import Draft, DraftSource, batch
 from tests.speculative.worlds import as_draft, drafts, paths
 
 rows = st.lists(
@@ -42,47 +42,6 @@ def test_every_node_keeps_its_token_parent_and_depth(rows):
     assert trees.roots.tolist() == [trees.root(row) for row in range(trees.rows)]
     assert trees.decode_only == all(len(trees.nodes(row)) == 1 for row in range(trees.rows))
     assert trees.drafts == (() if trees.decode_only else drafts)
-
-
-@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), drafts(), st.data())
-def test_a_row_says_what_became_of_its_drafts(chain, draft, data):
-    count = len(draft)
-    scores = data.draw(st.lists(st.floats(0, 1, width=32), min_size=count, max_size=count))
-    sources = data.draw(
-        st.lists(st.sampled_from(list(DraftSource)), min_size=count, max_size=count)
-    )
-    draft = Draft(
-        draft.tokens, draft.parents, np.array(scores, np.float32), np.array(sources, np.int32)
-    )
-    # A row before and one after it, so that its flat indices are not its own.
-    beside = as_draft([1, 2], [-1, 0])
-    chains = [np.array(known, np.int32) for known in ([0, 0], chain, [0])]
-    trees = batch(chains, [beside, draft, beside])
-    accepted = data.draw(st.lists(st.integers(0, 7), max_size=4))
-    path, node = [], -1
-    for token in accepted:
-        children = [n for n, parent in enumerate(draft.parents) if parent == node]
-        node = next((n for n in children if draft.tokens[n] == token), None)
-        if node is None:
-            break
-        path.append(node)
-    found = draft_row(trees, 1, accepted)
-    assert found.tokens == draft.tokens.tolist() and found.parents == draft.parents.tolist()
-    assert found.scores == scores and found.sources == sources
-    assert found.accepted == path
-    root = trees.root(1)
-    assert found.depth == (trees.depth[root + 1 : root + 1 + count] - trees.depth[root]).tolist()
-    device = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
-    unknown = found._replace(scores=[0.0] * count, sources=[DraftSource.UNKNOWN] * count)
-    assert draft_row(device, 1, accepted) == unknown
-
-
-def test_the_accepted_path_takes_no_branch_of_another_parent():
-    """The same token hangs below both children of the root."""
-    draft = as_draft([4, 5, 6, 6], [-1, -1, 0, 1])
-    trees = batch([np.zeros(1, np.int32)], [draft])
-    assert draft_row(trees, 0, (5, 6)).accepted == [1, 3]
-    assert draft_row(trees, 0, (4, 6, 6)).accepted == [0, 2]
 
 
 def test_an_empty_draft_is_empty_in_every_field():

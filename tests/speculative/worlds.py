@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
@@ -97,8 +97,7 @@ def speculate(
         def logits(node: int, before: list[int] = tokens, trees: TreeBatch = trees) -> Floats:
             return logits_after(prefix_of(before, trees, node))
 
-        accepted = sampler.accept(plan, trees, logits, masks)
-        outcome = sampler.outcome(plan, trees, accepted)
+        outcome = sampler.finish(Round(plan, trees), logits, masks)
         outcomes.append(outcome)
         if not outcome.finite[0]:
             break

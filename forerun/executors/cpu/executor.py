@@ -1,7 +1,7 @@
 """CpuExecutor: the executor contract on the compiled core."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,31 +11,32 @@ from forerun.executors.cpu import native
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer
-from forerun.executors.host_sampler import HostAccepted, HostSampler
-from forerun.interface.executor import ExecutorLimits
+from forerun.executors.host_sampler import HostSampler
+from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.features import KeptFeatures
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.machine import physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
 MOST_THREADS = 16
 """Used unless more are asked for. A step has some 300 barriers, which cost more with each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """logits float32[n,V] of the flat nodes `scored` int32[n], ascending."""
+@dataclass(eq=False)
+class CpuRound(Round):
+    """A step that was scored: logits float32[n,V] of the nodes `scored` int32[n], ascending, until
+    the executor's next round.
+    """
 
-    logits: Floats
-    scored: Ints
+    logits: Floats = field(kw_only=True)
+    scored: Ints = field(kw_only=True)
 
-    def __call__(self, node: int) -> Floats:
-        """float32[V] of one flat node."""
+    def logits_of(self, node: int) -> Floats:
+        """float32[V] of one node."""
         row: Floats = self.logits[np.searchsorted(self.scored, node)]
         return row
 
@@ -62,7 +63,7 @@ class CpuFeatures:
         return KeptFeatures(values.astype(np.float16))
 
 
-class CpuExecutor:
+class CpuExecutor(Executor):
     """Quantised inference on the CPU, in 4 to 8 bits as the file has it.
 
     Activations are 8 bits with one scale per 32, sums are integers, and floats are added in an
@@ -75,6 +76,8 @@ class CpuExecutor:
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError where weights and caches
     do not fit, ConfigError for unknown kernels.
     """
+
+    capabilities = Capabilities()
 
     def __init__(
         self,
@@ -157,18 +160,44 @@ class CpuExecutor:
         """Forget a slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> Logits:
-        """Score every node in one native call; known nodes write their pages. The result is valid
-        until the next `verify`. No draft request is answered: every pass is asked for.
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> CpuRound:
+        """Score every node in one native call; known nodes write their pages. No draft request is
+        answered: every pass is asked for.
         """
         scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
         self._box.fill(plan, trees, scored, self._logits)
         if self._library.forerun_forward(self._alive(), self._box.step):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
-        return Logits(self._logits[: len(scored)], scored)
+        return CpuRound(plan, trees, logits=self._logits[: len(scored)], scored=scored)
+
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Accept, plain rows natively, the others by forerun.speculative, and copy the accepted
+        draft tokens' keys and values into pages; known nodes wrote theirs there.
+        """
+        assert isinstance(round, CpuRound)
+        plan, features = round.plan, None
+        self._box.ask(plan, round.trees, masks)
+        if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
+            raise EngineError(self._library.forerun_error().decode())
+        if self._features_width:
+            nodes = np.arange(len(round.trees.tokens))
+            features = CpuFeatures(self, self._features_width, nodes)
+        outcome = self._sampler.finish(
+            round, round.logits_of, masks, self._box.choice, features=features
+        )
+        if len(outcome.accepted):
+            self._commit(plan, outcome.accepted)
+        return outcome
+
+    def _commit(self, plan: Plan, nodes: Ints) -> None:
+        """Copy what these nodes of the last step left in scratch into the plan's pages."""
+        pages = np.ascontiguousarray(plan.page_table, np.int32)
+        where = pages.ctypes.data, pages.shape[1], nodes.ctypes.data, len(nodes)
+        if self._library.forerun_commit_paths(self._alive(), *where):
+            raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
 
     def _choose(self, logits: Floats, sampling: Sampling, position: int) -> int | None:
         """The native twin of spec.accept.choose for plain requests; None = ask the spec."""
@@ -184,38 +213,6 @@ class CpuExecutor:
     def _reserve(self, scored: int) -> None:
         if scored > len(self._logits):
             self._logits = np.empty((scored, self.limits.vocab), np.float32)
-
-    def accept(
-        self, plan: Plan, trees: TreeBatch, scores: Logits, masks: NodeMasks | None
-    ) -> HostAccepted:
-        """Keep one path per tree: plain rows natively, the others by forerun.speculative."""
-        self._box.ask(plan, trees, masks)
-        if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
-            raise EngineError(self._library.forerun_error().decode())
-        return self._sampler.accept(plan, trees, scores, masks, self._box.choice)
-
-    def commit(
-        self, plan: Plan, trees: TreeBatch, scores: Logits, accepted: HostAccepted
-    ) -> Outcome:
-        """Copy the accepted draft tokens' keys and values into pages; known nodes wrote theirs
-        there.
-        """
-        draft_tokens = accepted.draft_tokens
-        if len(draft_tokens):
-            pages = np.ascontiguousarray(plan.page_table, np.int32)
-            code = self._library.forerun_commit_paths(
-                self._alive(),
-                pages.ctypes.data,
-                pages.shape[1],
-                draft_tokens.ctypes.data,
-                len(draft_tokens),
-            )
-            if code:
-                raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
-        features = None
-        if self._features_width:
-            features = CpuFeatures(self, self._features_width, np.arange(len(trees.tokens)))
-        return self._sampler.outcome(plan, trees, accepted, features)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""

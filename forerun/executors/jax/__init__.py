@@ -6,7 +6,6 @@ from forerun.executors.jax.eagle_model import JaxEagleModel
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.memory import free_bytes
 from forerun.executors.jax.options import JaxOptions
-from forerun.executors.jax.overlap import JaxOverlapExecutor
 from forerun.executors.jax.prediction_model import JaxPredictionModel
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "JaxEagleModel",
     "JaxExecutor",
     "JaxOptions",
-    "JaxOverlapExecutor",
     "JaxPredictionModel",
     "free_bytes",
 ]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.batches import Batch, Buckets, Size, batches
 from forerun.executors.jax.block import BlockNetwork
@@ -19,7 +19,7 @@ from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
-from forerun.executors.jax.inputs import packed, padded_masks
+from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
@@ -28,27 +28,35 @@ from forerun.executors.jax.shaping import Asked, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.step import (
     Answers,
-    Scores,
+    JaxRound,
     asked_of,
     asked_rows,
     certain,
+    complete,
+    left_to_move,
     receive,
 )
 from forerun.executors.jax.weights import Params, can_stack, load_params
-from forerun.interface.executor import DraftShape, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.executor import (
+    Capabilities,
+    DraftShape,
+    Executor,
+    ExecutorLimits,
+    NotYetError,
+)
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
 
 
-class JaxExecutor:
+class JaxExecutor(Executor):
     """A target in JAX, on any device that XLA compiles for.
 
     A row's tokens do not depend on the other rows as far as rounding allows: products of other
@@ -71,6 +79,7 @@ class JaxExecutor:
         options = options or JaxOptions()
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
+        self.capabilities = Capabilities(overlap=options.overlap)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
         attention = attention_of(options.attention, sharding)
@@ -97,13 +106,15 @@ class JaxExecutor:
         self._steps = 0
         self._network: DraftNetwork | BlockNetwork | None = None
         self._grown = DraftShape()
-        self._last: Scores | None = None
+        self._last: JaxRound | None = None
+        if options.overlap:
+            self._programs.keep_state(*self._within)
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every program that steps with such drafts can need."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
-        if self.programs.carries:
+        if self._options.overlap:
             self.programs.keep_state(*self._within)
         told = partial(progress, "preparing step sizes")
         self.programs.warm_up(self._buckets, draft, cores(), told)
@@ -175,12 +186,12 @@ class JaxExecutor:
         """Whether rounds can draft."""
         return self._network is not None and not self._network.sizes.block
 
-    def _drafting(self, plan: Plan, decided: Bools, request: DraftRequest | None) -> Drafted | None:
+    def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
         """What this step drafts: rows that a round decides and follows from their only known token.
 
         Where trees of a shape were foreseen at start-up, these are grown: who wants less cuts.
         """
-        network = self._network
+        network, request = self._network, plan.request
         if request is None or network is None or not self._drafts_within:
             return None
         if request.width > network.sizes.vocab:
@@ -208,28 +219,31 @@ class JaxExecutor:
         """Forget a slot's sequence."""
         self._sampler.close(slot)
 
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> Scores:
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> JaxRound:
         """Begin the step; waits for nothing. Rounds decide and commit their rows, and draft for
-        them what is requested; where a grammar holds a row they begin with `accept`, which brings
+        them what is requested; where a grammar holds a row they begin with `finish`, which brings
         its masks.
-
-        Raises EngineError, and has begun nothing, where the plan is too large or a position has no
-        page.
         """
+        round = self._go_on(plan) if plan.after is not None else self._begin(plan, trees)
+        if round.drafted is not None:
+            round.drafting = plan.slots[round.drafted.rows]
+        self._steps += 1
+        self._last = round
+        return round
+
+    def _begin(self, plan: Plan, trees: TreeBatch) -> JaxRound:
+        """Begin a step of which everything is known."""
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
         self._check_pages(plan, trees)
-        choosing = self._sampler.choosing
-        asked, temperature = (
-            asked_of(plan, self._sampler, self._edits),
-            choosing.temperature[plan.slots],
-        )
-        decided = (temperature >= 0) & plan.samples & ~plan.constrained
+        asked = asked_of(plan, self._sampler, self._edits)
+        decided = (self._sampler.choosing.temperature[plan.slots] >= 0) & plan.samples
+        decided &= ~plan.constrained
         decided[list(asked)] = True
-        drafted = self._drafting(plan, decided, draft_request)
+        drafted = self._drafting(plan, decided)
         rows = asked_rows(plan, decided, drafted)
         rows.temperature[:] = self._temperatures(plan.slots, asked)
         weights = {row: len(edits) for row, (_, edits) in asked.items()}
@@ -238,14 +252,41 @@ class JaxExecutor:
         for batch in cut:
             for nodes, places in zip(batch.nodes, batch.places(), strict=False):
                 place[nodes] = places[: len(nodes)]
-        carries = len(cut) == 1 and bool(decided.all() and (trees.known == 1).all())
-        carries = carries and certain(plan, self._sampler)
-        scores = Scores(plan.slots, carries, cut, [], place, rows, asked, drafted)
+        alone = len(cut) == 1 and bool(decided.all() and (trees.known == 1).all())
+        goes_on = self._options.overlap and alone and certain(plan, self._sampler)
+        round = JaxRound(
+            plan, trees, continues=goes_on,
+            batches=cut, place=place, rows=rows, asked=asked, drafted=drafted,
+        )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
-        self._dispatch(plan, trees, scores, [batch for batch in cut if batch.chunk or not late])
-        self._steps += 1
-        self._last = scores
-        return scores
+        self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
+        return round
+
+    def _go_on(self, plan: Plan) -> JaxRound:
+        """Begin a step on what the running one leaves; NotYetError where no one round can."""
+        width, levels = self._within
+        depth = np.minimum(plan.max_depth, levels).tolist()
+        bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
+        most = [min(nodes, full_size(width, deep)) for nodes, deep in bounds]
+        size = self._buckets.round(plan.rows, 1 + max(most))
+        asked = asked_of(plan, self._sampler, self._edits)
+        if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
+            raise NotYetError("no one round holds the step")
+        reach = np.minimum(plan.kv_len + 1 + plan.max_depth, np.maximum(plan.ends, plan.kv_len + 1))
+        self._check_reach(plan, reach)
+        every = np.ones(plan.rows, np.bool_)
+        drafted = self._drafting(plan, every)
+        rows = asked_rows(plan, every, drafted)
+        rows.temperature[:] = self._temperatures(plan.slots, asked)
+        batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
+        round = JaxRound(
+            plan, continues=True,
+            batches=[batch], place=plan.slots[:0], rows=rows, asked=asked, drafted=drafted,
+        )  # fmt: skip
+        choosing = self._sampler.choosing
+        given = packed_carried(batch, plan, choosing, rows, self._width, np.array(most, np.int32))
+        self._round(round, batch, given)
+        return round
 
     def _temperatures(self, slots: Ints, asked: Asked) -> Floats:
         """float32[B] at which programs choose."""
@@ -259,40 +300,33 @@ class JaxExecutor:
         """Width and levels of the trees that rounds grow; 0 where they grow none."""
         return (self._grown.width, self._grown.levels) if self._drafts_within else (0, 0)
 
-    def _dispatch(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        scores: Scores,
-        cut: list[Batch],
-        masks: NodeMasks | None = None,
-    ) -> None:
+    def _dispatch(self, round: JaxRound, cut: list[Batch], masks: NodeMasks | None = None) -> None:
         """Begin some of a step's batches, in their order."""
+        choosing = self._sampler.choosing
         for batch in cut:
-            choosing = self._sampler.choosing
-            given = packed(batch, plan, trees, choosing, scores.rows, self._width)
+            given = packed(batch, round.plan, round.trees, choosing, round.rows, self._width)
             if batch.chunk:
                 self.programs.run(Key("chunk", batch.size), given)
-                scores.records.append(None)
+                round.records.append(None)
             else:
-                self._round(scores, batch, given, masks)
+                self._round(round, batch, given, masks)
 
     def _round(
-        self, scores: Scores, batch: Batch, given: Ints, masks: NodeMasks | None = None
+        self, round: JaxRound, batch: Batch, given: Ints, masks: NodeMasks | None = None
     ) -> None:
         """Begin a round."""
         size, shape = batch.size, self._within
-        if scores.drafted is not None:
-            shape = scores.drafted.width, scores.drafted.levels
-        if scores.asked.keys().isdisjoint(batch.rows):
+        if round.drafted is not None:
+            shape = round.drafted.width, round.drafted.levels
+        if round.asked.keys().isdisjoint(batch.rows):
             record = self.programs.run(Key("round", size, *shape), given)
         else:
             allowed = self.programs.everything(size)
             if masks is not None:
                 allowed = padded_masks(batch, masks, -(-self.limits.vocab // 32))
-            shaping = packed_shaping(batch, scores.asked, self._edits, self.limits.vocab)
+            shaping = packed_shaping(batch, round.asked, self._edits, self.limits.vocab)
             record = self.programs.run(Key("shaped", size, *shape), given, allowed, shaping)
-        scores.records.append(record)
+        round.records.append(record)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
         deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
@@ -303,42 +337,33 @@ class JaxExecutor:
         if row is not None:
             raise EngineError(f"row {row}: a position has no page: the page table is too short")
 
-    def accept(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
-    ) -> HostAccepted:
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Keep one path per tree; waits for the step. Logits cross to the host where rounding
-        leaves a choice open, and for more alternatives than a program reports.
+        leaves a choice open, and for more alternatives than a program reports. What the host
+        accepted is moved from scratch into pages.
         """
-        self._dispatch(plan, trees, scores, scores.batches[len(scores.records) :], masks)
+        assert isinstance(round, JaxRound)
+        if round.plan.after is not None:
+            complete(round)
+        self._dispatch(round, round.batches[len(round.records) :], masks)
+        plan, trees, features, drafts = round.plan, round.trees, None, None
         choice = np.full(len(trees.tokens), NOTHING, np.int32)
-        for batch, record in zip(scores.batches, scores.records, strict=True):
+        for batch, record in zip(round.batches, round.records, strict=True):
             if record is not None:
-                receive(record, batch, choice, scores, self.limits.vocab)
-        shaped = np.isin(np.arange(plan.rows), list(scores.asked))
-        scores.rows.decided[shaped & (choice[trees.roots] < 0)] = False
-        logits = Answers(self.programs, scores, self.limits.vocab, scores is self._last)
-        return self._sampler.accept(plan, trees, logits.of_node, masks, choice, logits.reports)
-
-    def commit(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
-    ) -> Outcome:
-        """Move what the host accepted from scratch into pages."""
-        source, target = [], []
-        for row in np.flatnonzero(plan.samples & ~scores.rows.decided).tolist():
-            path = accepted.paths[row]
-            path = path[path >= trees.root(row)]
-            positions = plan.kv_len[row] + trees.depth[path]
-            size = self.limits.page_size
-            source.append(self._shape.slots + scores.place[path])
-            target.append(plan.page_table[row, positions // size] * size + positions % size)
-        if source:
-            self._move(np.concatenate(source), np.concatenate(target))
-        features, drafts = None, None
+                receive(record, batch, choice, round, self.limits.vocab)
+        shaped = np.isin(np.arange(plan.rows), list(round.asked))
+        round.rows.decided[shaped & (choice[trees.roots] < 0)] = False
+        logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
         if self._network is not None and self._network.sizes.width:
-            features = JaxFeatures(self.programs, scores.place)
-        if scores.drafted is not None:
-            drafts = scores.drafted.joined(scores.rows.decided)
-        return self._sampler.outcome(plan, trees, accepted, features, drafts)
+            features = JaxFeatures(self.programs, round.place)
+        if round.drafted is not None:
+            drafts = round.drafted.joined(round.rows.decided)
+        outcome = self._sampler.finish(
+            round, logits.of_node, masks, choice, logits.reports, features, drafts
+        )
+        source, target = left_to_move(round, outcome, self._shape.slots, self.limits.page_size)
+        self._move(source, target)
+        return outcome
 
     def _move(self, source: Ints, target: Ints) -> None:
         for begin in range(0, len(source), MOVED):

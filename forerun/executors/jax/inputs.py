@@ -18,7 +18,7 @@ from forerun.executors.device_choice import Choosing
 from forerun.executors.jax.accept import Rules, Trees
 from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch, Size
-from forerun.interface.plan import CarriedPlan, Plan
+from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import Bools, Floats, Ints
@@ -115,9 +115,9 @@ def packed(
 
 
 def packed_carried(
-    batch: Batch, plan: CarriedPlan, choosing: Choosing, asked: Rows, width: int, most: Ints
+    batch: Batch, plan: Plan, choosing: Choosing, asked: Rows, width: int, most: Ints
 ) -> Ints:
-    """A carried plan as a program reads it; most int32[B] draft tokens."""
+    """A plan with `after` as a program reads it; most int32[B] draft tokens."""
     whole, views = _blank(batch, width)
     rows = slice(0, plan.rows)
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1

@@ -22,6 +22,7 @@ class JaxOptions:
     platform     cpu or tpu: which of jax's devices; None = its own choice
     cache_dir    where compiled programs are kept from start to start; None = nowhere
     attention    one of attention_choice.BACKENDS
+    overlap      let rounds go on from each other
     """
 
     dtype: str = "float32"
@@ -31,6 +32,7 @@ class JaxOptions:
     platform: str | None = None
     cache_dir: str | None = None
     attention: str = "auto"
+    overlap: bool = False
 
 
 def check_options(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:

@@ -1,4 +1,4 @@
-"""A step in flight: what its programs are asked for, and how their records are read."""
+"""A round on XLA: what its programs are asked for, and how their records are read."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,19 +15,18 @@ from forerun.executors.jax.inputs import Rows
 from forerun.executors.jax.programs import Programs
 from forerun.executors.jax.reports import TOP, is_told, line_size, report
 from forerun.executors.jax.shaping import Asked, edits_of
-from forerun.interface.plan import Plan, Reports
+from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 
-@dataclass(slots=True)
-class Scores:
-    """A step in flight. Of a carried one `batches` and `place` are known when it has been read.
+@dataclass(eq=False)
+class JaxRound(Round):
+    """A step in flight. `batches` and `place` of one that goes on from another are known when it
+    has been read.
 
-    slots    int32[B] of its rows
-    carries  whether programs decide all of it, and nothing else is to be read of it
     batches  its dispatches
     records  what each gives that has begun, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
@@ -37,14 +36,12 @@ class Scores:
     told     lines of flat nodes (reports.py)
     """
 
-    slots: Ints
-    carries: bool
-    batches: list[Batch]
-    records: list[Any]
-    place: Ints
-    rows: Rows
-    asked: Asked
-    drafted: Drafted | None
+    batches: list[Batch] = field(kw_only=True)
+    records: list[Any] = field(default_factory=list)
+    place: Ints = field(kw_only=True)
+    rows: Rows = field(kw_only=True)
+    asked: Asked = field(kw_only=True)
+    drafted: Drafted | None = field(kw_only=True)
     told: dict[int, Ints] = field(default_factory=dict)
 
 
@@ -80,10 +77,13 @@ def _certain(sampling: Sampling) -> bool:
     return not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy) and told
 
 
-def ran(scores: Scores) -> TreeBatch:
-    """What a carried step ran, of which its only record tells; waits for it."""
-    batch, rows = scores.batches[0], len(scores.slots)
-    scores.records[0] = record = jax.device_get(scores.records[0])
+def complete(round: JaxRound) -> None:
+    """Complete a round that went on from another: its plan, and its trees, of which its only record
+    tells; waits for it.
+    """
+    batch, rows = round.batches[0], round.plan.rows
+    round.records[0] = record = jax.device_get(round.records[0])
+    round.plan = round.plan.completed()
     tokens, parents, real = record[-3 * batch.size.total :].reshape(3, *batch.size)[:, :rows]
     row, node = np.nonzero(real)
     counts = real.sum(1).astype(np.int32)
@@ -93,11 +93,29 @@ def ran(scores: Scores) -> TreeBatch:
     for place in range(1, batch.size.nodes):
         depth[:, place] = depth[np.arange(rows), np.maximum(parents[:, place], 0)] + 1
     flat = np.split(np.arange(len(row), dtype=np.int32), start[1:-1])
-    scores.batches[0] = replace(batch, nodes=tuple(flat))
-    scores.place = (row * batch.size.nodes + node).astype(np.int32)
+    round.batches[0] = replace(batch, nodes=tuple(flat))
+    round.place = (row * batch.size.nodes + node).astype(np.int32)
     parents = np.where(above < 0, -1, above + start[row]).astype(np.int32)
     known = np.ones(rows, np.int32)
-    return TreeBatch(tokens[row, node], parents, start, known, depth[row, node])
+    round.trees = TreeBatch(tokens[row, node], parents, start, known, depth[row, node])
+
+
+def left_to_move(
+    round: JaxRound, outcome: Outcome, scratch: int, page_size: int
+) -> tuple[Ints, Ints]:
+    """int[n] each: slots in scratch, which begins at `scratch`, and slots of pages where they
+    belong, of what the host accepted in rows that programs did not decide.
+    """
+    plan, trees = round.plan, round.trees
+    source, target = [plan.slots[:0]], [plan.slots[:0]]
+    for row in np.flatnonzero(plan.samples & ~round.rows.decided).tolist():
+        path = outcome.permanent(trees, row)
+        path = path[path >= trees.root(row)]
+        positions = plan.kv_len[row] + trees.depth[path]
+        source.append(scratch + round.place[path])
+        pages = plan.page_table[row, positions // page_size]
+        target.append(pages * page_size + positions % page_size)
+    return np.concatenate(source), np.concatenate(target)
 
 
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
@@ -107,25 +125,25 @@ def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Ro
     return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32), cold)
 
 
-def receive(record: Any, batch: Batch, choice: Ints, scores: Scores, vocab: int) -> None:
+def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:
     """Put what a round gave where it belongs; waits for it."""
     found, end = jax.device_get(record), batch.size.total
     _spread(choice, batch, found[:end])
-    if not scores.asked.keys().isdisjoint(batch.rows):
+    if not round.asked.keys().isdisjoint(batch.rows):
         begin, end = end, end + batch.size.total * line_size(vocab)
-        _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, scores)
-    if scores.drafted is not None:
-        drafted = scores.drafted
+        _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
+    if round.drafted is not None:
+        drafted = round.drafted
         count = 3 * batch.size.rows * full_size(drafted.width, drafted.levels)
         drafted.fill(batch, found[end : end + count])
 
 
-def _tell(batch: Batch, lines: Ints, choice: Ints, scores: Scores) -> None:
+def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
     """Keep the lines of what was chosen, in rows that are told."""
     for row, nodes, line in zip(batch.rows, batch.nodes, lines, strict=False):
-        if row in scores.asked and is_told(scores.asked[row][0]):
+        if row in round.asked and is_told(round.asked[row][0]):
             kept = choice[nodes] >= 0
-            scores.told.update(zip(nodes[kept].tolist(), line[: len(nodes)][kept], strict=True))
+            round.told.update(zip(nodes[kept].tolist(), line[: len(nodes)][kept], strict=True))
 
 
 def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
@@ -140,14 +158,14 @@ class Answers:
     at all. there: no other step has begun since; after one only rows without finite logits ask.
     """
 
-    def __init__(self, programs: Programs, scores: Scores, vocab: int, there: bool = True) -> None:
-        self._programs, self._scores, self._vocab = programs, scores, vocab
+    def __init__(self, programs: Programs, round: JaxRound, vocab: int, there: bool = True) -> None:
+        self._programs, self._round, self._vocab = programs, round, vocab
         self._there = there
         self._logits: dict[int, Floats] = {}
 
     def of_node(self, node: int) -> Floats:
         """Logits of a flat node, and a few more than were asked for; NaN where it did not run."""
-        place = self._scores.place
+        place = self._round.place
         if place[node] < 0 or not self._there:
             return np.full(self._vocab, np.nan, np.float32)
         if node not in self._logits:
@@ -161,9 +179,9 @@ class Answers:
         """As ReportsOf; what came with a round's record is asked for no more."""
         if top > TOP or not pairs:
             return reports_of(self.of_node, top, pairs)
-        told = self._scores.told
+        told = self._round.told
         if any(node not in told for node, _ in pairs):
             nodes, tokens = np.array(pairs, np.int32).T
-            found = self._programs.lines(self._scores.place[nodes], tokens)
+            found = self._programs.lines(self._round.place[nodes], tokens)
             told.update(zip(nodes.tolist(), found, strict=True))
         return tuple(report(told[node], token, top) for node, token in pairs)

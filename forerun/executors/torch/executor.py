@@ -3,7 +3,7 @@ captured rounds (captured/executor.py), which wrap it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import PlainNodes, plain_nodes
 from forerun.executors.host_choice import Logits
-from forerun.executors.host_sampler import HostAccepted, HostSampler
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Attend, Decoder, apart
@@ -26,13 +26,12 @@ from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padde
 from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
 from forerun.executors.torch.plan_geometry import choosing_nodes, geometry_of, places_of
 from forerun.executors.torch.prompt_attention import PromptAttention, prompt_rows, takes
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
+from forerun.speculative.tree import NO_DRAFT, NO_TREES, NodeMasks, TreeBatch, batch
 from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints
 
@@ -40,8 +39,8 @@ KV_DTYPES = {"same": None, "float8": FLOAT8}
 """Names and what pages are kept in; None: as activations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
+@dataclass(eq=False)
+class TorchRound(Round):
     """What one forward pass found.
 
     logits    float32[n,V] of the n nodes that choose a token, on the device
@@ -51,20 +50,18 @@ class Scores:
     told      [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
     told_of   int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, where they were requested
-    masks     of grammars, where they were known before the step
     """
 
-    logits: Tensor
-    row_of: Ints
-    plain: PlainNodes
-    places: Slots
-    told: Tensor
-    told_of: Ints
+    logits: Tensor = field(kw_only=True)
+    row_of: Ints = field(kw_only=True)
+    plain: PlainNodes = field(kw_only=True)
+    places: Slots = field(kw_only=True)
+    told: Tensor = field(kw_only=True)
+    told_of: Ints = field(kw_only=True)
     features: TorchFeatures | None = None
-    masks: NodeMasks | None = None
 
 
-class TorchExecutor:
+class TorchExecutor(Executor):
     """A target in torch, on any device it knows.
 
     In float32 on the CPU a row's bits are the same alone, in any batch, under any tree, in any
@@ -84,6 +81,7 @@ class TorchExecutor:
     """
 
     name = "torch"
+    capabilities = Capabilities()
 
     def __init__(
         self,
@@ -162,9 +160,9 @@ class TorchExecutor:
         """No step drafts here: every pass of the model is asked for."""
 
     @torch.inference_mode()
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> Scores:
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> TorchRound:
         """Score every node of every tree in one forward pass. Writes scratch. No draft request is
         answered: every pass is asked for.
         """
@@ -190,7 +188,10 @@ class TorchExecutor:
         if streams:
             aligned = torch.cat([stream[:count] for stream in streams], -1)
             features = TorchFeatures(aligned, np.arange(count))
-        return Scores(
+        return TorchRound(
+            plan,
+            trees,
+            masks,
             logits=decoder.logits(last[self._padded(choosing, len(choosing))]),
             row_of=_numbered(choosing, count),
             plain=plain_nodes(self.sampler.choosing, plan, trees),
@@ -231,23 +232,31 @@ class TorchExecutor:
         return apart(of_layer)
 
     @torch.inference_mode()
-    def accept(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, masks: NodeMasks | None
-    ) -> HostAccepted:
-        """Keep one path per tree. The target's choices are made on the device where they can
-        be; only where they cannot, and for reports, do logits cross to the host.
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Keep one path per tree, and copy the keys and values of accepted draft tokens from
+        scratch into pages. The target's choices are made on the device where they can be; only
+        where they cannot, and for reports, do logits cross to the host.
         """
-        plain = scores.plain
+        assert isinstance(round, TorchRound)
+        plan, trees, plain, cache = round.plan, round.trees, round.plain, self.cache
         if len(plain.nodes):
-            rows = self._padded(scores.row_of[plain.nodes], len(plain.nodes))
-            tokens = choices(scores.logits[rows], plain).tolist()
+            rows = self._padded(round.row_of[plain.nodes], len(plain.nodes))
+            tokens = choices(round.logits[rows], plain).tolist()
             self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
         try:
-            return self.sampler.accept(plan, trees, self.logits_of(scores), masks)
+            outcome = self.sampler.finish(
+                round, self.logits_of(round), masks or round.masks, features=round.features
+            )
         finally:
             self._choices = {}
+        nodes = outcome.accepted
+        if len(nodes):
+            row = np.searchsorted(trees.start, nodes, side="right") - 1
+            position = positions(trees, plan.kv_len)[nodes]
+            self._move(round.places[nodes], cache.slots_of(plan.page_table, row, position))
+        return outcome
 
-    def logits_of(self, scores: Scores) -> Logits:
+    def logits_of(self, round: TorchRound) -> Logits:
         """float32[V] on the host of a flat node of the step that ran last. Those of nodes that only
         log-probabilities are wanted of are made here, as many at a time as may choose a token, so
         that a long prompt needs no more room than any step.
@@ -256,22 +265,22 @@ class TorchExecutor:
 
         @cache
         def chosen() -> Floats:
-            found: Floats = scores.logits.cpu().numpy()
+            found: Floats = round.logits.cpu().numpy()
             return found
 
         @lru_cache(maxsize=1)
         @torch.inference_mode()
         def told(piece: int) -> Floats:
-            rows = scores.told[piece * size : (piece + 1) * size]
+            rows = round.told[piece * size : (piece + 1) * size]
             found: Floats = self.decoder.logits(rows).cpu().numpy()
             return found
 
         def of_node(node: int) -> Floats:
-            row = int(scores.row_of[node])
+            row = int(round.row_of[node])
             if row >= 0:
                 found: Floats = chosen()[row]
             else:
-                piece, row = divmod(int(scores.told_of[node]), size)
+                piece, row = divmod(int(round.told_of[node]), size)
                 found = told(piece)[row]
             return found
 
@@ -281,34 +290,15 @@ class TorchExecutor:
         """What the device chose at a flat node of this step; None where it did not."""
         return self._choices.get(node)
 
-    @torch.inference_mode()
-    def commit(
-        self, plan: Plan, trees: TreeBatch, scores: Scores, accepted: HostAccepted
-    ) -> Outcome:
-        """Copy the keys and values of accepted draft tokens from scratch into pages."""
-        nodes, cache = accepted.draft_tokens, self.cache
-        if len(nodes):
-            row = np.searchsorted(trees.start, nodes, side="right") - 1
-            position = positions(trees, plan.kv_len)[nodes]
-            target = cache.slots_of(plan.page_table, row, position)
-            self._move(scores.places[nodes], target)
-        return self.sampler.outcome(plan, trees, accepted, scores.features)
-
-    def keep(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        accepted: HostAccepted,
-        rows: Sequence[int],
-        place: Ints,
-    ) -> None:
+    def keep(self, round: Round, outcome: Outcome, rows: Sequence[int], place: Ints) -> None:
         """Copy what was accepted of these rows, at least one, from scratch into their pages, known
         tokens included.
 
         place  int32[M] a flat node's number in scratch
         """
-        position, cache = positions(trees, plan.kv_len), self.cache
-        paths = [accepted.paths[row] for row in rows]
+        plan, trees, cache = round.plan, round.trees, self.cache
+        position = positions(trees, plan.kv_len)
+        paths = [outcome.permanent(trees, row) for row in rows]
         slots = [
             cache.slots(plan.page_table[row], position[path])
             for row, path in zip(rows, paths, strict=True)
@@ -332,7 +322,7 @@ class TorchExecutor:
         self.open(SlotInit(0, tokens, nodes, Sampling(temperature=0.0)))
         natively, self._prompts_natively = self._prompts_natively, False
         try:
-            self.verify(plan, batch([tokens], [NO_DRAFT]))
+            self.begin(plan, batch([tokens], [NO_DRAFT]))
         finally:
             self._prompts_natively = natively
         self.close(0)

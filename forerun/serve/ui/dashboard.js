@@ -12,7 +12,7 @@ const KEPT = 90;
 const WINDOW = 15;
 /** Readings over which rates and quantiles are taken: half a minute. */
 
-const PARTS = { draft: "c2", verify: "c1", mask: "c6", accept: "c3", commit: "c4", host: "c5" };
+const PARTS = { draft: "c2", verify: "c1", mask: "c6", accept: "c3", host: "c5" };
 
 export class Dashboard {
   #timer = 0;

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.executors.torch.geometry import programs_for, split_of, tile_nodes, tiles_of
 from forerun.interface.draft_model import CANDIDATES
-from forerun.interface.plan import CarriedPlan, Plan
+from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.types import AnyArray, Ints
@@ -276,7 +276,7 @@ class PageTables:
         # What the device has when all that was begun is over; -1: nobody knows.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
-    def send(self, buffers: dict[str, AnyArray], plan: Plan | CarriedPlan) -> Work | None:
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Work | None:
         """Write into `buffers` what the device does not have of the plan's tables; where that is
         more than there is room for, returns what writes it there before the round. Rounds begin in
         the order of these calls; where one could not begin, `forget`.

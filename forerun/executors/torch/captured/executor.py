@@ -2,14 +2,13 @@
 
 A step of which every row begins with exactly one known token and samples runs as one round
 (runner.py), padded to one of the sizes that were declared and captured before the first request
-(declared.py); nothing waits until its record is wanted (in_flight.py). Every other step, which is a
-prompt's, is an eager one. Sampling
-parameters, masks that are known before a step, and log-probabilities are a round's own work
+(declared.py); nothing waits until its record is wanted (round.py). Every other step, which is a
+prompt's, is an eager one. Sampling parameters, masks, and log-probabilities are a round's own work
 (shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits, as
-in an eager step: those under a grammar whose masks come later.
+in an eager step.
 
-Another round may begin before the record of this one is read (`carry`): it takes up on the device
-what this one leaves there (future_map.py).
+Another round may begin before the record of this one is read (Plan.after): it takes up on the
+device what this one leaves there (future_map.py).
 """
 
 import logging
@@ -24,32 +23,31 @@ import torch
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
-from forerun.executors.host_sampler import HostAccepted
 from forerun.executors.torch.block_model import TorchBlockModel
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.graphs import Recorder, recorder
-from forerun.executors.torch.captured.in_flight import InFlightStep
 from forerun.executors.torch.captured.prepare_inputs import (
     check_pages,
     check_pages_carried,
     prepare_inputs,
     prepare_inputs_carried,
 )
+from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.warm_up import warm_up
 from forerun.executors.torch.decoder import Decoder, refusal
-from forerun.executors.torch.executor import Scores, TorchExecutor
+from forerun.executors.torch.executor import TorchExecutor, TorchRound
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.level_model import LevelModel
-from forerun.interface.executor import DraftShape
+from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import CarriedPlan, Outcome, Plan, Reports, SlotInit
+from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
@@ -57,18 +55,20 @@ log = logging.getLogger("forerun.executors.torch")
 MOST_NODES = 64
 """Nodes of a row, at most, in a round."""
 
-_NOBODY: Ints = np.zeros(0, np.int32)
 
-
-class CapturedExecutor:
+class CapturedExecutor(Executor):
     """Rounds where a step can be one; else whatever `eager` does.
 
-    eager  the executor whose weights, cache and slots these are
+    eager    the executor whose weights, cache and slots these are
+    overlap  let rounds go on from each other
     """
 
     name = TorchExecutor.name
 
-    def __init__(self, eager: TorchExecutor, kernels: Kernels, records: Recorder) -> None:
+    def __init__(
+        self, eager: TorchExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
+    ) -> None:
+        self.capabilities = Capabilities(masks_first=True, overlap=overlap)
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
@@ -79,7 +79,9 @@ class CapturedExecutor:
             eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
         )
         self.runner.shaped = self._shaped
-        self._last: InFlightStep | None = None
+        if overlap:
+            self.runner.keep_state()
+        self._last: CapturedRound | None = None
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
@@ -128,11 +130,6 @@ class CapturedExecutor:
         limits = self.limits
         self.runner.drafting = drafting_of(model, self.kernels, limits.max_nodes, limits.slots)
 
-    def keep_state(self) -> bool:
-        """Let rounds carry on from each other."""
-        self.runner.keep_state()
-        return True
-
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every kernel and capture what is declared for such drafts; see warm_up.py."""
@@ -141,20 +138,14 @@ class CapturedExecutor:
 
     # --- a step ------------------------------------------------------------------------------
 
-    def size_of(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        draft_request: DraftRequest | None = None,
-        masked: bool = False,
-    ) -> Size | None:
+    def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
         """The declared size that the step runs as; None where it cannot be run as a round.
 
         What is requested is part of it, where it fits.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
-        return self._size(plan.slots, int(np.diff(trees.start).max()), draft_request, masked)
+        return self._size(plan.slots, int(np.diff(trees.start).max()), plan.request, masked)
 
     def _size(
         self, slots: Ints, nodes: int, draft_request: DraftRequest | None, masked: bool = False
@@ -176,37 +167,17 @@ class CapturedExecutor:
         return runner.runs_as(size)
 
     @torch.inference_mode()
-    def verify(
-        self, plan: Plan, trees: TreeBatch, draft_request: DraftRequest | None = None
-    ) -> Scores | InFlightStep:
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> TorchRound | CapturedRound:
         """Begin a round, which also accepts and writes what it can decide, and drafts what is
-        requested. Waits for nothing: `accept` does.
+        requested. Waits for nothing: `finish` does.
         """
-        return self._verify(plan, trees, None, draft_request)
-
-    @torch.inference_mode()
-    def verify_masked(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        masks: NodeMasks | None,
-        draft_request: DraftRequest | None = None,
-    ) -> Scores | InFlightStep:
-        """`verify` of a step of which some rows are held by grammars: a round decides these too.
-        Masks of an eager step are kept until `accept`.
-        """
-        return self._verify(plan, trees, masks, draft_request)
-
-    def _verify(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        masks: NodeMasks | None,
-        draft_request: DraftRequest | None,
-    ) -> Scores | InFlightStep:
-        size = self.size_of(plan, trees, draft_request, masks is not None)
+        if plan.after is not None:
+            return self._go_on(plan)
+        size = self.size_of(plan, trees, masks is not None)
         if size is None:
-            return replace(self.eager.verify(plan, trees), masks=masks)
+            return self.eager.begin(plan, trees, masks)
         check_pages(plan, trees, self.limits.page_size)
         staging = self.runner.staging(size)
         held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
@@ -217,53 +188,51 @@ class CapturedExecutor:
         if size.shaping or size.masked:
             self._shaped.fill(staging.buffers, size, plan.slots, masks, place)
             first = self._shaped.stale(plan.slots, lambda row: self._text(plan, row))
-        step = self._begin(size, staging, plan, decided, place, draft_request, first)
-        step.masks = masks
-        return step
+        round = self._launch(size, staging, plan, decided, first)
+        round.trees, round.masks, round.place = trees, masks, place
+        reads = self._sampler.reports(plan.slots) and not size.reports
+        round.continues = bool(decided.all()) and masks is None and not reads
+        return round
 
-    @torch.inference_mode()
-    def carry(
-        self, plan: CarriedPlan, draft_request: DraftRequest | None = None
-    ) -> InFlightStep | None:
-        """Begin a carried plan on what the running round leaves. None where no round can be."""
+    def _go_on(self, plan: Plan) -> CapturedRound:
+        """Begin a round on what the running one leaves; NotYetError where no round can be."""
         before, future = self._last, self.runner.future
-        if future is None or before is None:
-            return None
+        if future is None or before is None or before is not plan.after:
+            raise NotYetError("no round runs that keeps what the next one needs")
         grown = before.size.levels, before.size.width
         depth = np.minimum(plan.max_depth, grown[0]).tolist()
         most = [
             min(nodes, full_size(grown[1], levels))
             for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
         ]
-        size = self._size(plan.slots, 1 + max(most), draft_request)
+        size = self._size(plan.slots, 1 + max(most), plan.request)
         # Room for deeper trees would be another's room.
-        if size is None or (draft_request is not None and not size.levels) or future.lacks(size):
-            return None
+        if size is None or (plan.request is not None and not size.levels) or future.lacks(size):
+            raise NotYetError("no round of that size can go on from the running one")
         check_pages_carried(plan, self.limits.page_size)
         staging, choosing = self.runner.staging(size), self._shaped.choosing
         prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
-        staging.split(plan.most_kv)
+        staging.split(plan.kv_len)
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
-        decided = np.ones(plan.rows, np.bool_)
-        return self._begin(size, staging, plan, decided, None, draft_request)
+        round = self._launch(size, staging, plan, np.ones(plan.rows, np.bool_))
+        round.continues = size.reports > 0 or not self._sampler.reports(plan.slots)
+        return round
 
-    def _begin(
+    def _launch(
         self,
         size: Size,
         staging: StagingBuffer,
-        plan: Plan | CarriedPlan,
+        plan: Plan,
         decided: Bools,
-        place: Ints | None,
-        draft_request: DraftRequest | None,
         first: Callable[[], None] | None = None,
-    ) -> InFlightStep:
-        """Launch what `staging` is filled with, after `first`; decided, place: see InFlightStep."""
+    ) -> CapturedRound:
+        """Launch what `staging` is filled with, after `first`; decided: see CapturedRound."""
         runner, slots, count = self.runner, plan.slots, plan.rows
         staging.buffers["slot"][:count] = slots
         extends = np.zeros(count, np.bool_)
-        if draft_request is not None and size.levels:
-            extends = decided & np.isin(slots, draft_request.slots)
+        if plan.request is not None and size.levels:
+            extends = decided & np.isin(slots, plan.request.slots)
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
         changes = runner.tables.send(staging.buffers, plan)
         begun = perf_counter()
@@ -279,12 +248,12 @@ class CapturedExecutor:
         except BaseException:
             runner.tables.forget()
             raise
-        self._last = InFlightStep(
+        self._last = CapturedRound(
+            plan,
+            drafting=slots[extends],
             size=size,
-            slots=slots,
             decided=decided,
             extends=extends,
-            place=place,
             result=staging.result,
             wait=wait,
             over=over,
@@ -293,74 +262,39 @@ class CapturedExecutor:
         )
         return self._last
 
-    def carries(self, scores: Scores | InFlightStep) -> bool:
-        """Whether the device decides every row of this step, no report needs its logits, and no
-        grammar holds a row.
+    @torch.inference_mode()
+    def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
+        """Wait for what the round decided, decide the rows that it left, and copy into pages what
+        it has not.
         """
-        if not isinstance(scores, InFlightStep) or not scores.decided.all():
-            return False
-        if scores.masks is not None:
-            return False
-        return scores.size.reports > 0 or not self._sampler.reports(scores.slots)
-
-    def drafting(self, scores: Scores | InFlightStep) -> Ints:
-        """Slots of the rows that a round extends; an eager step extends none."""
-        return scores.drafting() if isinstance(scores, InFlightStep) else _NOBODY
-
-    @torch.inference_mode()
-    def trees(self, scores: InFlightStep) -> TreeBatch:
-        """What a carried step ran. Waits for it."""
-        return scores.trees()
-
-    @torch.inference_mode()
-    def accept(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        scores: Scores | InFlightStep,
-        masks: NodeMasks | None,
-    ) -> HostAccepted:
-        """Wait for what the round decided, and decide the rows that it left."""
-        masks = scores.masks if masks is None else masks
-        if isinstance(scores, Scores):
-            return self.eager.accept(plan, trees, scores, masks)
-        logits: list[Floats] = []
+        if not isinstance(round, CapturedRound):
+            return self.eager.finish(round, masks)
+        round.read()
+        plan, logits, masks = round.plan, list[Floats](), masks or round.masks
 
         def of_node(node: int) -> Floats:
-            if self._last is not scores:
+            if self._last is not round:
                 # Another round has its place. Only a row without finite logits asks then.
                 return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
-                logits.append(scores.logits.float().cpu().numpy())
-            row: Floats = logits[0][scores.places()[node]]
+                logits.append(round.logits.float().cpu().numpy())
+            row: Floats = logits[0][round.place[node]]
             return row
 
         def reports(top: int, pairs: list[tuple[int, int]]) -> Reports:
             return tuple(
-                scores.report(node, top) or report_of(of_node(node), token, top)
+                round.report(node, top) or report_of(of_node(node), token, top)
                 for node, token in pairs
             )
 
-        return self._sampler.accept(plan, trees, of_node, masks, scores.choices(), reports)
-
-    @torch.inference_mode()
-    def commit(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        scores: Scores | InFlightStep,
-        accepted: HostAccepted,
-    ) -> Outcome:
-        """Copy into pages what the round has not."""
-        if isinstance(scores, Scores):
-            return self.eager.commit(plan, trees, scores, accepted)
-        left = np.flatnonzero(~scores.decided).tolist()
+        outcome = self._sampler.finish(
+            round, of_node, masks, round.choices(), reports, round.node_features(), round.drafts()
+        )
+        left = np.flatnonzero(~round.decided).tolist()
         if left:
-            self.eager.keep(plan, trees, accepted, left, scores.places())
-        features, drafts = scores.node_features(), scores.drafts()
-        outcome = self._sampler.outcome(plan, trees, accepted, features, drafts)
-        if scores.size.shaping:
-            for row in np.flatnonzero(scores.decided).tolist():
+            self.eager.keep(round, outcome, left, round.place)
+        if round.size.shaping:
+            for row in np.flatnonzero(round.decided).tolist():
                 self._shaped.told(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
         return outcome
 
@@ -384,9 +318,9 @@ class CapturedExecutor:
         self.eager.shutdown()
 
 
-def with_captures(eager: TorchExecutor) -> TorchExecutor | CapturedExecutor:
-    """The executor behind captured rounds, where its device captures and all its layers can be;
-    else itself, which the log says.
+def with_captures(eager: TorchExecutor, overlap: bool = False) -> TorchExecutor | CapturedExecutor:
+    """The executor behind captured rounds, which may go on from each other (`overlap`), where its
+    device captures and all its layers can be; else itself, which the log says.
     """
     records = recorder(eager.device)
     if records is None or eager.kernels is None:
@@ -395,4 +329,4 @@ def with_captures(eager: TorchExecutor) -> TorchExecutor | CapturedExecutor:
     if reason is not None:
         log.warning("no step of this model is captured, each is launched bit by bit: %s", reason)
         return eager
-    return CapturedExecutor(eager, eager.kernels, records)
+    return CapturedExecutor(eager, eager.kernels, records, overlap)

@@ -7,7 +7,7 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, PlainNodes
 from forerun.executors.torch.captured.buffers import Size
-from forerun.interface.plan import CarriedPlan, Plan
+from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
@@ -41,9 +41,10 @@ def prepare_inputs(
 
 
 def prepare_inputs_carried(
-    buffers: Buffers, size: Size, plan: CarriedPlan, choosing: Choosing, most: AnyArray
+    buffers: Buffers, size: Size, plan: Plan, choosing: Choosing, most: AnyArray
 ) -> None:
-    """Write a carried plan: bounds, and what a sequence never changes. most int[B] draft tokens.
+    """Write a plan that goes on from a running round: bounds, and what a sequence never changes.
+    most int[B] draft tokens.
 
     Of nodes, what stands there in a chain of any length; of trees the device knows better.
     """
@@ -63,10 +64,10 @@ def check_pages(plan: Plan, trees: TreeBatch, page_size: int) -> None:
     _check_pages(plan.page_table, row, plan.kv_len[row] + trees.depth, page_size)
 
 
-def check_pages_carried(plan: CarriedPlan, page_size: int) -> None:
+def check_pages_carried(plan: Plan, page_size: int) -> None:
     """Raise EngineError where the last position that a row can reach has no page."""
-    deepest = np.minimum(plan.most_kv + plan.max_depth, plan.ends - 1)
-    position = np.maximum(plan.most_kv, deepest)
+    deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
+    position = np.maximum(plan.kv_len, deepest)
     _check_pages(plan.page_table, np.arange(plan.rows), position, page_size)
 
 

@@ -1,7 +1,7 @@
 """A round that was launched: what the host knows of it, and what it reads when it is over."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -9,39 +9,37 @@ from torch import Tensor
 from forerun.executors.torch.captured.buffers import Record, Size
 from forerun.executors.torch.features import TorchFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import TokenLogprobs
-from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.interface.plan import Round, TokenLogprobs
+from forerun.speculative.tree import TreeBatch
 from forerun.types import Bools, Ints
+
+_UNKNOWN: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
-class InFlightStep:
+class CapturedRound(Round):
     """One replay, running or over.
 
-    slots    int32[B]
     decided  bool[B]  rows whose accepted path the device commits
     extends  bool[B]  rows that the draft model is extended by, and drafted for
-    place    int32[M] a flat node's number in scratch, logits and features; of a round that carries
-             on from another it is known when the round is over
     result   where the record comes to; it is another round's as soon as this one has been read
     wait     returns when it is there
     over     called when the record is read
     logits   [R*N,V] on the device, until the next round
     features [R*N,F*H] likewise, by place; None where nothing is requested
-    masks    of grammars, that it was begun with
+    place    int32[M] a flat node's number in scratch, logits and features; of a round that goes on
+             from another it is known when the round is over
     """
 
-    size: Size
-    slots: Ints
-    decided: Bools
-    extends: Bools
-    place: Ints | None
-    result: Tensor
-    wait: Callable[[], None]
-    over: Callable[[], None]
-    logits: Tensor
-    features: Tensor | None
-    masks: NodeMasks | None = None
+    size: Size = field(kw_only=True)
+    decided: Bools = field(kw_only=True)
+    extends: Bools = field(kw_only=True)
+    result: Tensor = field(kw_only=True)
+    wait: Callable[[], None] = field(kw_only=True)
+    over: Callable[[], None] = field(kw_only=True)
+    logits: Tensor = field(kw_only=True)
+    features: Tensor | None = field(kw_only=True)
+    place: Ints = field(default_factory=lambda: _UNKNOWN)
     _record: Ints | None = None
 
     def record(self) -> Ints:
@@ -52,9 +50,16 @@ class InFlightStep:
             self.over()
         return self._record
 
+    def read(self) -> None:
+        """Wait, and complete plan, trees and place."""
+        self.record()
+        if self.plan.after is not None:
+            self.plan = self.plan.completed()
+            self._read_trees()
+
     def choices(self) -> Ints:
         """int32[M] of flat nodes on an accepted path of a decided row; NOTHING elsewhere."""
-        choices: Ints = Record.of(self.size, self.record()).choices[self.places()]
+        choices: Ints = Record.of(self.size, self.record()).choices[self.place]
         return choices
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
@@ -62,7 +67,7 @@ class InFlightStep:
         reports less.
         """
         size, record = self.size, Record.of(self.size, self.record())
-        place = int(self.places()[node])
+        place = int(self.place[node])
         if record.choices[place] < 0 or not 0 <= top <= size.reports or not size.reports:
             return None
         mine = record.reported.reshape(size.total, -1)[place]
@@ -74,14 +79,9 @@ class InFlightStep:
             top=tuple(pair for pair in best if pair[1] > -np.inf)[:top],
         )
 
-    def drafting(self) -> Ints:
-        """int32[.] slots of the rows that it drafts for. Waits for nothing."""
-        slots: Ints = self.slots[self.extends]
-        return slots
-
     def drafts(self) -> NextDrafts | None:
         """What was drafted for the next step; None where nothing was asked for."""
-        size, rows = self.size, len(self.slots)
+        size, rows = self.size, self.plan.rows
         if not size.levels:
             return None
         grown, candidates = Record.of(size, self.record())[4:6]
@@ -103,18 +103,11 @@ class InFlightStep:
 
     def node_features(self) -> TorchFeatures | None:
         """Features of the flat nodes."""
-        return None if self.features is None else TorchFeatures(self.features, self.places())
+        return None if self.features is None else TorchFeatures(self.features, self.place)
 
-    def places(self) -> Ints:
-        """`place`, whoever knows it."""
-        if self.place is None:
-            self.trees()
-        assert self.place is not None
-        return self.place
-
-    def trees(self) -> TreeBatch:
-        """What ran in a round that carried on from another; sets `place`."""
-        rows, nodes = len(self.slots), self.size.nodes
+    def _read_trees(self) -> None:
+        """Complete trees and place of a round that went on from another."""
+        rows, nodes = self.plan.rows, self.size.nodes
         record = Record.of(self.size, self.record())
         counts = record.count[:rows] if nodes > 1 else np.ones(rows, np.int32)
         row, node = np.nonzero(np.arange(nodes) < counts[:, None])
@@ -128,4 +121,4 @@ class InFlightStep:
                 break
             depth = deeper.astype(np.int32)
         known = np.ones(rows, np.int32)
-        return TreeBatch(record.tokens[place], parents, start, known, depth)
+        self.trees = TreeBatch(record.tokens[place], parents, start, known, depth)
