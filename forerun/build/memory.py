@@ -162,7 +162,9 @@ def dense_needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
     # In float32 on the CPU, torch packs a tied head once more.
     twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
     count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
-    return needs_of(arch, count * width, 2 * arch.layers * arch.kv_heads * head)
+    return needs_of(
+        arch, count * width, arch.cache_layer.planes * arch.layers * arch.kv_heads * head
+    )
 
 
 def widened(path: Path, method: Method, weights: int) -> str:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from forerun.errors import ModelError
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import (
     NORM_NAMES,
     AttentionSpec,
     Dense,
     Experts,
+    Latent,
     LayerSpec,
     check_factor,
 )
@@ -22,7 +24,22 @@ from forerun.models.rope import Rope
 __all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors", "family_named"]
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3_text"
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "gpt_oss",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -69,7 +86,8 @@ class Sizes:
 class Architecture:
     """The numbers an executor needs to run a checkpoint.
 
-    hidden H, heads A, kv_heads G, head_size E, vocab V
+    hidden H, heads A, kv_heads G, head_size E, vocab V; in latent attention G is 1 and E what is
+    kept of a position (layer_spec.Latent), so that heads, cache and kernels are as of any model
     context          longest sequence the model was trained for, in tokens
     norm_eps         added to the mean square in every RMSNorm
     layer_specs      what each of the L layers is
@@ -77,6 +95,7 @@ class Architecture:
     norm_offset      added to every stored norm weight: 1 in Gemma's own files
     embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
     final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
+    logit_scale      multiplies the logits (Granite)
     """
 
     family: Family
@@ -92,6 +111,7 @@ class Architecture:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     final_softcap: float | None = None
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise ModelError for numbers that no model can have."""
@@ -100,13 +120,36 @@ class Architecture:
             raise ModelError(f"the norm's epsilon is {self.norm_eps}; it must be in (0, 1)")
         check_factor("embedding scale", self.embedding_scale)
         check_factor("final logit softcap", self.final_softcap or 1.0)
+        check_factor("scale of logits", self.logit_scale)
         for spec in dict.fromkeys(self.layer_specs):
             spec.check(self.head_size)
+        latent = self.latent
+        if len({spec.attention.latent for spec in self.layer_specs}) > 1:
+            raise ModelError("layers whose caches differ in shape do not run here")
+        if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
+            raise ModelError("latent attention keeps one head of rank + rope numbers")
 
     @property
     def layers(self) -> int:
         """L."""
         return len(self.layer_specs)
+
+    @property
+    def latent(self) -> Latent | None:
+        """Of its attention, if that is latent; the same in all layers."""
+        return self.layer_specs[0].attention.latent
+
+    @property
+    def cache_layer(self) -> CacheLayer:
+        """What each of its layers keeps of a position."""
+        latent = self.latent
+        value_size = None if latent is None else latent.rank
+        return CacheLayer(self.kv_heads, self.head_size, value_size)
+
+    @property
+    def rope_size(self) -> int:
+        """Numbers of a head that a rope is over."""
+        return self.head_size if self.latent is None else self.latent.rope
 
     @property
     def ffn(self) -> int:
@@ -147,7 +190,13 @@ class Architecture:
         found = {
             "mixture-of-experts layers": any(isinstance(s.feed_forward, Experts) for s in specs),
             "norms after attention and feed-forward": any(s.norms != "pre" for s in specs),
-            "a GELU gate": any(s.activation != "silu" for s in specs),
+            "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
+            "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
+            "latent attention": self.latent is not None,
+            "attention sinks": any(s.attention.sinks for s in specs),
+            "norms over all heads at once": any(s.wide_qk_norm for s in specs),
+            "scaled residuals": any(s.residual != 1.0 for s in specs),
+            "scaled logits": self.logit_scale != 1.0,
             "capped attention scores": any(s.attention.softcap for s in specs),
             "capped logits": self.final_softcap is not None,
             "its own scale of attention scores": any(
@@ -182,7 +231,7 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
     Matrices are [out, in], as `y = W x` reads them.
     """
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, arch.hidden)}
-    of_spec = {spec: _layer_tensors(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    of_spec = {spec: layer_tensors(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
     for index, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{index}."
         tensors |= {f"{prefix}{name}": shape for name, shape in of_spec[spec].items()}
@@ -192,43 +241,82 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    hidden = arch.hidden
-    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    tensors: dict[str, tuple[int, ...]] = {}
-
-    def norm(name: str | None, width: int) -> None:
-        if name is not None:
-            tensors[f"{name}.weight"] = (width,)
-
-    def matrix(name: str, rows: int, columns: int, bias: bool) -> None:
-        tensors[f"{name}.weight"] = (rows, columns)
-        if bias:
-            tensors[f"{name}.bias"] = (rows,)
-
-    def feed_forward(name: str, width: int, bias: bool = False) -> None:
-        matrix(f"{name}.gate_proj", width, hidden, bias)
-        matrix(f"{name}.up_proj", width, hidden, bias)
-        matrix(f"{name}.down_proj", hidden, width, bias)
-
-    names = NORM_NAMES[spec.norms]
-    norm(names.before_attention, hidden)
-    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        matrix(f"self_attn.{part}", width, hidden, spec.qkv_bias)
-    for part in ("q_norm", "k_norm") if spec.qk_norm else ():
-        norm(f"self_attn.{part}", arch.head_size)
-    matrix("self_attn.o_proj", hidden, queries, spec.o_bias)
-    norm(names.after_attention, hidden)
-    norm(names.before_feed_forward, hidden)
+def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """The same of one layer of `arch` that is as `spec` says; names without the layer's prefix."""
+    tensors, names = _Tensors(), NORM_NAMES[spec.norms]
+    tensors.norm(names.before_attention, arch.hidden)
+    if spec.attention.latent is None:
+        _heads_tensors(tensors, arch, spec)
+    else:
+        _latent_tensors(tensors, arch, spec, spec.attention.latent)
+    if spec.attention.sinks:
+        tensors.found["self_attn.sinks"] = (arch.heads,)
+    tensors.norm(names.after_attention, arch.hidden)
+    tensors.norm(names.before_feed_forward, arch.hidden)
     match spec.feed_forward:
         case Dense(width, bias):
-            feed_forward("mlp", width, bias)
-        case Experts(count, _, width, _, shared):
-            matrix("mlp.gate", count, hidden, bias=False)
-            for expert in range(count):
-                feed_forward(f"mlp.experts.{expert}", width)
-            if shared:
-                feed_forward("mlp.shared_expert", shared)
-                matrix("mlp.shared_expert_gate", 1, hidden, bias=False)
-    norm(names.after_feed_forward, hidden)
-    return tensors
+            tensors.feed_forward("mlp", width, arch.hidden, bias)
+        case Experts() as experts:
+            _experts_tensors(tensors, arch, experts)
+    tensors.norm(names.after_feed_forward, arch.hidden)
+    return tensors.found
+
+
+class _Tensors:
+    """Names and shapes, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, ...]] = {}
+
+    def norm(self, name: str | None, width: int) -> None:
+        if name is not None:
+            self.found[f"{name}.weight"] = (width,)
+
+    def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> None:
+        self.found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            self.found[f"{name}.bias"] = (rows,)
+
+    def feed_forward(self, name: str, width: int, hidden: int, bias: bool = False) -> None:
+        self.matrix(f"{name}.gate_proj", width, hidden, bias)
+        self.matrix(f"{name}.up_proj", width, hidden, bias)
+        self.matrix(f"{name}.down_proj", hidden, width, bias)
+
+
+def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> None:
+    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        tensors.matrix(f"self_attn.{part}", width, arch.hidden, spec.qkv_bias)
+    if spec.qk_norm or spec.wide_qk_norm:
+        for part, width in (("q_norm", queries), ("k_norm", keys)):
+            tensors.norm(f"self_attn.{part}", width if spec.wide_qk_norm else arch.head_size)
+    tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
+
+
+def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, latent: Latent) -> None:
+    queries = arch.heads * (latent.nope + latent.rope)
+    if latent.query_rank is None:
+        tensors.matrix("self_attn.q_proj", queries, arch.hidden)
+    else:
+        tensors.matrix("self_attn.q_a_proj", latent.query_rank, arch.hidden, spec.qkv_bias)
+        tensors.norm("self_attn.q_a_layernorm", latent.query_rank)
+        tensors.matrix("self_attn.q_b_proj", queries, latent.query_rank)
+    kept = latent.rank + latent.rope
+    tensors.matrix("self_attn.kv_a_proj_with_mqa", kept, arch.hidden, spec.qkv_bias)
+    tensors.norm("self_attn.kv_a_layernorm", latent.rank)
+    out_of = arch.heads * (latent.nope + latent.value)
+    tensors.matrix("self_attn.kv_b_proj", out_of, latent.rank)
+    tensors.matrix("self_attn.o_proj", arch.hidden, arch.heads * latent.value, spec.o_bias)
+
+
+def _experts_tensors(tensors: _Tensors, arch: Architecture, experts: Experts) -> None:
+    router, hidden = experts.router, arch.hidden
+    tensors.matrix("mlp.gate", experts.count, hidden, router.bias)
+    if router.correction:
+        tensors.found["mlp.gate.e_score_correction_bias"] = (experts.count,)
+    for expert in range(experts.count):
+        tensors.feed_forward(f"mlp.experts.{expert}", experts.width, hidden, experts.bias)
+    if experts.shared:
+        tensors.feed_forward("mlp.shared_expert", experts.shared, hidden)
+        if experts.shared_gate:
+            tensors.matrix("mlp.shared_expert_gate", 1, hidden)

@@ -5,12 +5,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """Keys and values of one layer: G heads of E numbers each, twice."""
+    """Keys and values of one layer: G heads, keys of E numbers each.
+
+    value_size  numbers of a value; None: E. Fewer: values are the first numbers of the keys, and
+                nothing but keys is kept (latent attention)
+    """
 
     kv_heads: int
     head_size: int
+    value_size: int | None = None
+
+    @property
+    def planes(self) -> int:
+        """2 where values are kept beside keys, 1 where they are part of them."""
+        return 2 if self.value_size is None else 1
 
     @property
     def numbers(self) -> int:
-        """Numbers per position, keys and values together."""
-        return 2 * self.kv_heads * self.head_size
+        """Numbers per position."""
+        return self.planes * self.kv_heads * self.head_size

@@ -59,9 +59,17 @@ class Repeated(Protocol):
         ...
 
 
-def check_whole(arch: Architecture, found: Mapping[str, tuple[int, ...]], where: Path) -> None:
-    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor."""
-    expected = expected_tensors(arch)
+def check_whole(
+    arch: Architecture,
+    found: Mapping[str, tuple[int, ...]],
+    where: Path,
+    wanted: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
+
+    wanted  name -> shape of what there must be; None: the canonical tensors
+    """
+    expected = expected_tensors(arch) if wanted is None else wanted
     faults = [f"missing {name}" for name in expected if name not in found]
     faults += [f"unexpected {name}" for name in found if name not in expected]
     faults += [

@@ -57,10 +57,48 @@ def architecture_from(config: Mapping[str, Any], where: Path) -> Architecture:
         raise ModelError(f"{where}: {error}") from error
 
 
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+"""What a multimodal Gemma 3 leaves out of its text_config: transformers' defaults."""
+
+_OUTSIDE = (
+    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
+    *("image_token_index", "tie_word_embeddings"),
+)
+"""Of a multimodal configuration, what concerns its images, and what text_config says again."""
+
+
+def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal Gemma 3's language model, which runs here alone."""
+    keys = Keys(config, "config.json: ")
+    keys.require("model_type", "gemma3")
+    classes = keys.get("architectures")
+    if classes != ["Gemma3ForConditionalGeneration"]:
+        raise keys.unfit("architectures", classes, "['Gemma3ForConditionalGeneration'] to run here")
+    inner = keys.get("text_config")
+    for name in _OUTSIDE:
+        keys.get(name)
+    keys.refuse_the_rest(harmless)
+    ties = config.get("tie_word_embeddings", True)
+    return {**_GEMMA3, "model_type": "gemma3_text", "tie_word_embeddings": ties, **inner}
+
+
 def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """MiMo is Qwen2 with prediction layers (arXiv 2505.07608, section 2): its configuration says so
-    in other words. The code that it names (auto_map) is never run.
+    """The configuration as the family's own code has it. MiMo is Qwen2 with prediction layers
+    (arXiv 2505.07608, section 2), Kimi K2 has DeepSeek-V3's shape: theirs say so in other words.
+    The code that they name (auto_map) is never run.
     """
+    if isinstance(config.get("text_config"), dict):
+        return _text_of(config)
+    if config.get("model_type") == "kimi_k2":
+        return {**config, "model_type": "deepseek_v3"}
     if config.get("model_type") != "mimo":
         return config
     keys = Keys(config, "config.json: ")

@@ -1,18 +1,21 @@
 """Folders of config.json and safetensors, as `transformers` writes them."""
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture
+from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.checkpoint import check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
 from forerun.models.mapped import Packed, TensorFile
+from forerun.models.naming import Held, Piece, layer_pieces
 from forerun.models.prediction_layers import divided
 from forerun.models.quantised.files import with_matrices
 from forerun.models.quantised.method import Method, read_method
@@ -24,6 +27,7 @@ _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_SHARDS = 1024
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class FolderCheckpoint:
@@ -41,11 +45,9 @@ class FolderCheckpoint:
         self.architecture: Architecture = architecture_from(self.config, folder)
         self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
-        files = with_matrices(stored, self.methods)
+        files = with_matrices(text_only(stored, self.config, folder), self.methods)
         own, self.prediction_files = divided(files, self.architecture)
-        self._files = _needed(own, self.architecture)
-        shapes = {name: file.tensors[name].shape for name, file in self._files.items()}
-        check_whole(self.architecture, shapes, folder)
+        self._held = _held(_needed(own, self.architecture), self.architecture, folder)
 
     @property
     def path(self) -> Path:
@@ -54,19 +56,70 @@ class FolderCheckpoint:
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
-        return tuple(self._files)
+        return tuple(self._held)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; KeyError for an unknown name."""
-        return self._files[name].tensors[name].shape
+        return self._held[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
         """The tensor as float32; a read-only view of the file where that is how it is stored."""
-        return self._files[name].floats(name)
+        return self._held[name].floats()
 
     def packed(self, name: str) -> Packed | None:
         """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
-        return self._files[name].packed(name)
+        return self._held[name].packed()
+
+
+def _held(files: dict[str, TensorFile], arch: Architecture, where: Path) -> dict[str, Held]:
+    """Canonical name -> what holds it. Raises ModelError naming every missing, unexpected or
+    wrongly shaped tensor as the files call it.
+    """
+    pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    wanted: dict[str, tuple[str, Piece]] = {}
+    for name, shape in expected_tensors(arch).items():
+        found = _IN_LAYER.match(name)
+        if found is None:
+            wanted[name] = name, Piece(name, shape, shape)
+        else:
+            piece = pieces[arch.layer_specs[int(found[1])]][name[found.end() :]]
+            wanted[name] = found[0] + piece.stored, piece
+    whole = {stored: piece.whole for stored, piece in wanted.values()}
+    check_whole(
+        arch, {name: file.tensors[name].shape for name, file in files.items()}, where, whole
+    )
+    return {name: Held(files[stored], stored, piece) for name, (stored, piece) in wanted.items()}
+
+
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
+
+
+def text_only(
+    files: dict[str, TensorFile], config: dict[str, Any], folder: Path
+) -> dict[str, TensorFile]:
+    """A multimodal checkpoint's language model alone, named as one that was saved alone; any other
+    checkpoint's files as they are. Raises ModelError where two tensors would have one name.
+    """
+    if not isinstance(config.get("text_config"), dict):
+        return files
+    names: dict[str, str] = {}
+    for name in files:
+        if _VISION.fullmatch(name):
+            continue
+        inner = _WRAPPED.fullmatch(name)
+        plain = f"model.{inner[2]}" if inner else name.removeprefix("language_model.")
+        if plain in names:
+            raise ModelError(f"{folder}: {name} and {names[plain]} are both {plain}")
+        names[plain] = name
+    renamed = {
+        id(file): replace(
+            file,
+            tensors={new: file.tensors[old] for new, old in names.items() if old in file.tensors},
+        )
+        for file in {id(file): file for file in files.values()}.values()
+    }
+    return {new: renamed[id(files[old])] for new, old in names.items()}
 
 
 def _config(folder: Path) -> dict[str, Any]:

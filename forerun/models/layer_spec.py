@@ -17,8 +17,11 @@ from typing import Literal
 from forerun.errors import ModelError
 from forerun.models.rope import Rope
 
-Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate: x * sigmoid(x), or GELU by its tanh approximation (arXiv 1606.08415, section 2)."""
+Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
+"""How gate g and up u become one: silu(g) u; GELU(g) u by its tanh approximation (arXiv 1606.08415,
+section 2); or gpt-oss's g sigmoid(1.702 g) (u + 1), where g is at most CLAMP and u within it.
+"""
+CLAMP, CLAMP_SLOPE = 7.0, 1.702
 
 Norms = Literal["pre", "post", "sandwich"]
 
@@ -48,17 +51,48 @@ _MOST_WIDTH, _MOST_EXPERTS, _MOST_WINDOW = 1 << 20, 1 << 14, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a position only
+    one latent of `rank` numbers and one rotated key of `rope` numbers are kept, for all heads.
+
+    It runs absorbed: each head's query is brought into the latent's space, so that scores are a
+    product with what is kept, and the context, `rank` numbers a head, is brought out of it:
+
+        queries [A, rank + rope]    keys [1, rank + rope]    values [1, rank]: the keys' first
+
+    query_rank  width between the two products that make queries; None: one makes them
+    nope, rope  numbers of a head's query that are not, and that are, rotated
+    value       numbers of a head's value
+    norm_eps    of the norms of the latent and between the two products, whatever the model's is
+    paired      files keep the rotated numbers' pairs side by side (naming.py)
+    """
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    query_rank: int | None = None
+    paired: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """How scores are made, in this order: q.k * scale, softcap, window, softmax.
 
     scale    multiplies q.k; 1/sqrt(E) in most models
     window   the query at position p sees keys at positions > p - window; None sees all before it
     softcap  scores become softcap * tanh(scores / softcap); None leaves them
+    sinks    each head has a learnt score that takes part in the softmax and carries no value
+             (gpt-oss, arXiv 2508.10925, section 3.2)
+    latent   its own projections and cache; None: q_proj, k_proj and v_proj, G heads of E each
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +104,57 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Router:
+    """Which of N experts a token visits, and with which weights.
+
+    scores = scores(W x + bias); the chosen are the top_k greatest of scores + correction; their
+    weights are the scores alone.
+
+    scores      softmax over all experts, or each one's sigmoid (arXiv 2412.19437, section 2.1.2)
+    normalised  the weights are divided by their sum
+    scale       then multiplies them
+    bias        the product has one (gpt-oss)
+    correction  a learnt number per expert takes part in the choice alone
+    groups      the experts stand in so many groups, of which only those `kept` can be chosen whose
+                two greatest corrected scores have the greatest sums; 1 = all can
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = False
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    kept: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of feed-forwards: a router's softmax over `count` experts, the `top_k` greatest.
+    """A mixture of feed-forwards: a router chooses `top_k` of `count` for each token.
 
     width        numbers between gate/up and down of one expert
-    normalised   the top_k weights are divided by their sum
-    shared       width of the expert that every token also visits; 0 = there is none. Its output
-                 is multiplied by the sigmoid of a learnt gate [1,H] (Qwen2-MoE)
+    shared       width of the expert that every token also visits; 0 = there is none
+    shared_gate  its output is multiplied by the sigmoid of a learnt gate [1,H] (Qwen2-MoE)
+    bias         each expert's products have biases
     """
 
     count: int
     top_k: int
     width: int
-    normalised: bool = False
+    router: Router = Router()
     shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer. `rope` turns its queries and keys, half-split layout.
 
-    qk_norm   RMSNorm over E on each query and key head, before the rotation
-    qkv_bias  q_proj, k_proj and v_proj have biases; o_bias likewise
+    qk_norm       RMSNorm over E on each query and key head, before the rotation
+    wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
+    qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
+    residual      multiplies what attention and feed-forward add to the stream (Granite)
     """
 
     attention: AttentionSpec
@@ -100,8 +163,10 @@ class LayerSpec:
     norms: Norms = "pre"
     activation: Activation = "silu"
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
+    residual: float = 1.0
 
     @property
     def active_width(self) -> int:
@@ -109,8 +174,8 @@ class LayerSpec:
         match self.feed_forward:
             case Dense(width):
                 return width
-            case Experts(_, top_k, width, _, shared):
-                return top_k * width + shared
+            case Experts() as experts:
+                return experts.top_k * experts.width + experts.shared
 
     def check(self, head_size: int) -> None:
         """Raise ModelError for numbers that no layer can have."""
@@ -118,19 +183,39 @@ class LayerSpec:
         match self.feed_forward:
             case Dense(width):
                 found["ffn"] = (width, 1, _MOST_WIDTH)
-            case Experts(count, top_k, width, _, shared):
-                found["number of experts"] = (count, 1, _MOST_EXPERTS)
-                found["number of experts per token"] = (top_k, 1, max(count, 1))
-                found["experts' width"] = (width, 1, _MOST_WIDTH)
-                found["shared expert's width"] = (shared, 0, _MOST_WIDTH)
+            case Experts() as experts:
+                found |= _bounds_of(experts)
         if attention.window is not None:
             found["sliding window"] = (attention.window, 1, _MOST_WINDOW)
+        if (latent := attention.latent) is not None:
+            for name in ("rank", "nope", "rope", "value"):
+                found[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
+            found["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
         for name, (value, least, most) in found.items():
             if not least <= value <= most:
                 raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")
         for name, number in (("scale", attention.scale), ("softcap", attention.softcap or 1.0)):
             check_factor(f"attention {name}", number)
-        self.rope.check(head_size)
+        check_factor("residual multiplier", self.residual)
+        self.rope.check(head_size if latent is None else latent.rope)
+
+
+def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
+    """Name -> number of a mixture, and between which two it must lie. Raises ModelError."""
+    router, count = experts.router, max(experts.count, 1)
+    check_factor("routed experts' scale", router.scale)
+    if router.groups < 1 or count % router.groups:
+        raise ModelError(f"{count} experts cannot stand in {router.groups} groups evenly")
+    group = count // router.groups
+    if router.groups > 1 and group < 2:
+        raise ModelError("a group of one expert has no two greatest scores")
+    return {
+        "number of experts": (experts.count, 1, _MOST_EXPERTS),
+        "number of kept groups": (router.kept, 1, router.groups),
+        "number of experts per token": (experts.top_k, 1, router.kept * group),
+        "experts' width": (experts.width, 1, _MOST_WIDTH),
+        "shared expert's width": (experts.shared, 0, _MOST_WIDTH),
+    }
 
 
 def check_factor(name: str, value: float) -> None:

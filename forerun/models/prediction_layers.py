@@ -210,7 +210,7 @@ class PredictionLayers:
     def cache(self) -> tuple[CacheLayer, ...]:
         """What the layers keep of a position."""
         arch = self.architecture
-        return (CacheLayer(arch.kv_heads, arch.head_size),) * self.count
+        return (arch.cache_layer,) * self.count
 
     @property
     def vocab(self) -> int:

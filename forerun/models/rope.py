@@ -68,13 +68,27 @@ Scaling = Linear | Llama3 | Yarn | Divided
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Base `theta` and how the context was stretched, if it was."""
+    """Base `theta` and how the context was stretched, if it was.
+
+    rotated  how many numbers of a head are rotated; None: all, 0: the layer has no positions
+             (arXiv 2305.19466). The others have the frequency 0. Files keep the rotated numbers
+             first; they are put where this module's halves have them when they are read (naming.py)
+    """
 
     theta: float
     scaling: Scaling | None = None
+    rotated: int | None = None
 
     def frequencies(self, head_size: int) -> Floats:
         """float32[E/2] radians per position."""
+        if self.rotated is None or self.rotated >= head_size:
+            return self._frequencies(head_size)
+        found: Floats = np.zeros(head_size // 2, np.float32)
+        if self.rotated:
+            found[: self.rotated // 2] = self._frequencies(self.rotated)
+        return found
+
+    def _frequencies(self, head_size: int) -> Floats:
         exponents = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
         theta = np.float64(np.float32(self.theta))
         powers: Floats = (theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -101,6 +115,15 @@ class Rope:
     def check(self, head_size: int) -> None:
         """Raise ModelError where a number would make the frequencies meaningless."""
         positive = {"theta": self.theta}
+        if self.rotated is not None and (self.rotated % 2 or not 0 <= self.rotated <= head_size):
+            raise ModelError(
+                f"rope: {self.rotated} of {head_size} numbers cannot be rotated in pairs"
+            )
+        head_size = head_size if self.rotated is None else self.rotated
+        if self.attention_factor != 1.0 and self.rotated is not None:
+            raise ModelError(
+                "rope: an attention factor where only a part of a head is rotated does not run here"
+            )
         match self.scaling:
             case Linear(factor):
                 positive["factor"] = factor

@@ -1,23 +1,41 @@
 """How the rotary embedding is written in config.json, in both spellings."""
 
+from dataclasses import replace
 from typing import Any
 
 from forerun.models.keys import Keys, shown
 from forerun.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 
 
-def rope_from(keys: Keys, context: int, theta: float = 10000.0) -> Rope:
+def rope_from(
+    keys: Keys,
+    context: int,
+    theta: float = 10000.0,
+    head_size: int | None = None,
+    share: float = 1.0,
+) -> Rope:
     """Both spellings: rope_theta with rope_scaling, and rope_parameters (transformers 5).
 
-    context  tokens the model was trained for; theta  the base where none is given. Raises
-    ModelError naming the key that cannot be used.
+    context    tokens the model was trained for; theta  the base where none is given
+    head_size  numbers of a head of which partial_rotary_factor says how many are rotated, `share`
+               where it is absent; None: the family rotates all
+
+    Raises ModelError naming the key that cannot be used.
     """
     scaling, parameters = keys.get("rope_scaling"), keys.get("rope_parameters")
     inner = _object(keys, "rope_scaling" if scaling else "rope_parameters", scaling or parameters)
     theta = keys.real("rope_theta", theta)
-    keys.require("partial_rotary_factor", 1.0)
     original = keys.integer("original_max_position_embeddings", context)
-    return _rope(inner, theta, context, original)
+    if head_size is None:
+        keys.require("partial_rotary_factor", 1.0)
+    else:
+        share = inner.real("partial_rotary_factor", keys.real("partial_rotary_factor", share))
+    rope = _rope(inner, theta, context, original, head_size is not None)
+    if head_size is None or share == 1.0:
+        return rope
+    if not 0 < share <= 1:
+        raise keys.unfit("partial_rotary_factor", share, "in (0, 1]")
+    return replace(rope, rotated=int(head_size * share))
 
 
 def ropes_by_kind(keys: Keys, context: int, thetas: dict[str, float]) -> dict[str, Rope]:
@@ -41,9 +59,10 @@ def _object(keys: Keys, name: str, value: Any) -> Keys:
     return Keys(value or {}, f"{keys.prefix}{name}.")
 
 
-def _rope(inner: Keys, theta: float, context: int, original: int) -> Rope:
-    """The rope that an object of rope parameters describes."""
-    inner.require("partial_rotary_factor", 1.0)
+def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool = False) -> Rope:
+    """The rope that an object of rope parameters describes. partial: it may rotate a part."""
+    if not partial:
+        inner.require("partial_rotary_factor", 1.0)
     theta = inner.real("rope_theta", theta)
     original = inner.integer("original_max_position_embeddings", original)
     kind = inner.text("rope_type", inner.text("type", "default"))

@@ -80,7 +80,7 @@ class WholeDraft:
     def cache(self) -> tuple[CacheLayer, ...]:
         """What each of its layers keeps of a position."""
         arch = self.checkpoint.architecture
-        return (CacheLayer(arch.kv_heads, arch.head_size),) * arch.layers
+        return (arch.cache_layer,) * arch.layers
 
     @property
     def vocab(self) -> int:

@@ -152,10 +152,12 @@ class DenseAuthor:
         rows = torch.tensor([row for row, _ in group], device=self._device)
         target = self._target
 
-        def keep(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def keep(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        ) -> Tensor:
             self._cache[layer, 0, rows, :, :length] = keys
-            self._cache[layer, 1, rows, :, :length] = values
-            return target.causal(layer, queries, keys, values)
+            self._cache[layer, 1, rows, :, :length, : values.shape[-1]] = values
+            return target.causal(layer, queries, keys, values, sinks)
 
         if length:
             tokens = torch.from_numpy(padded).to(self._device)
@@ -220,18 +222,21 @@ class DenseAuthor:
             for spec in dict.fromkeys(specs)
         }
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache = self._cache[layer]
+        def attend(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        ) -> Tensor:
+            cache, width = self._cache[layer], values.shape[-1]
             cache[0, self._rows, :, self._length] = keys[:, :, 0]
-            cache[1, self._rows, :, self._length] = values[:, :, 0]
+            cache[1, self._rows, :, self._length, :width] = values[:, :, 0]
             # The queries of a group stand side by side, as if they were positions: the keys
             # are read once for all of them.
             grouped = queries.view(self.width, groups, -1, queries.shape[-1])
             mask = biases[specs[layer]].expand(-1, groups, grouped.shape[2], -1)
-            context = masked_attention(
-                grouped, cache[0, :, :, :size], cache[1, :, :, :size], mask, specs[layer]
-            )
-            return context.reshape(queries.shape)
+            seen = cache[0, :, :, :size], cache[1, :, :, :size, :width]
+            # As if groups were heads: a sink for each of a group's queries.
+            own = None if sinks is None else sinks.view(groups, -1)
+            context = masked_attention(grouped, *seen, mask, specs[layer], own)
+            return context.reshape(*queries.shape[:-1], width)
 
         x, _ = target.forward(self._token[:, None], self._length[:, None], attend)
         self._advance(self._chosen(target.logits(target.final_norm(x[:, 0]))))

@@ -17,8 +17,10 @@ from forerun.executors.torch.layers import PLAIN, WholeLinear, softcapped
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import AttentionSpec
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E]) -> context [B,A,T,E]."""
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E], sinks) -> context [B,A,T,E]; as
+decoder.AttendApart, values may be narrower than keys.
+"""
 
 
 def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,9 +57,11 @@ class DenseTarget:
         """
         shape = tokens.shape
 
-        def attend_rows(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            parts = (part.unflatten(0, shape).transpose(1, 2) for part in (queries, keys, values))
-            return attend(layer, *parts).transpose(1, 2).flatten(0, 1)
+        def attend_rows(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        ) -> Tensor:
+            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (queries, keys, values))
+            return attend(layer, q, k, v, sinks).transpose(1, 2).flatten(0, 1)
 
         rotary = self._decoder.rotary(positions.expand(shape).flatten())
         last, streams = self._decoder.forward(
@@ -75,10 +79,13 @@ class DenseTarget:
         last, streams = self.forward(tokens, positions, self.causal, features)
         return torch.cat(streams, -1), self.final_norm(last)
 
-    def causal(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def causal(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         """Attention of a whole sequence to itself, as the layer's spec says."""
         spec, length = self.arch.layer_specs[layer].attention, queries.shape[-2]
-        if spec.softcap is None and (spec.window is None or spec.window >= length):
+        windowed = spec.window is not None and spec.window < length
+        if spec.softcap is None and not windowed and sinks is None:
             return scaled_dot_product_attention(
                 queries,
                 keys,
@@ -88,7 +95,8 @@ class DenseTarget:
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )
         place = torch.arange(length, device=queries.device)
-        return masked_attention(queries, keys, values, self.mask(spec, place[:, None], place), spec)
+        bias = self.mask(spec, place[:, None], place)
+        return masked_attention(queries, keys, values, bias, spec, sinks)
 
     def mask(self, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
         """What is added to the scores of queries at positions `query` with keys at positions
@@ -119,18 +127,28 @@ class DenseTarget:
 
 
 def masked_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, spec: AttentionSpec
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E].
 
-    bias  added to the scores, [T,S] or what broadcasts to [B,A,T,S]: see DenseTarget.mask
+    bias   added to the scores, [T,S] or what broadcasts to [B,A,T,S]: see DenseTarget.mask
+    sinks  float32[A] or what broadcasts to [A,T]: a score of each query that carries no value
     """
     shared = queries.shape[1] // keys.shape[1]
-    if spec.softcap is None:
+    if spec.softcap is None and sinks is None:
         return scaled_dot_product_attention(
             queries, keys, values, attn_mask=bias, scale=spec.scale, enable_gqa=shared > 1
         )
     keys, values = (part.repeat_interleave(shared, 1) for part in (keys, values))
     scores = (queries @ keys.transpose(-1, -2)).float() * spec.scale
-    weights = (softcapped(scores, spec.softcap) + bias).softmax(-1)
+    scores = softcapped(scores, spec.softcap) + bias
+    if sinks is not None:
+        own = sinks.view(len(sinks), -1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, own], -1)
+    weights = scores.softmax(-1)[..., : keys.shape[2]]
     return weights.to(values.dtype) @ values

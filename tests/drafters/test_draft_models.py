@@ -298,4 +298,4 @@ def test_layers_of_any_number_and_shape_are_counted():
     assert len(places) == 3
     held = sum(2 * 4 * shape.numel() for shape in shapes)
     assert DraftCache.bytes(layers, plan.limits, torch.float32) == held
-    assert KvShape(1, 2, 16).bytes(plan.limits, torch.float32) < held
+    assert KvShape(1, CacheLayer(2, 16)).bytes(plan.limits, torch.float32) < held

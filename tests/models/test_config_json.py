@@ -3,7 +3,7 @@ import pytest
 from forerun.errors import ModelError
 from forerun.models.arch import FAMILIES
 from forerun.models.config_json import architecture_from, read_json
-from forerun.models.layer_spec import AttentionSpec, Dense, Experts
+from forerun.models.layer_spec import AttentionSpec, Dense, Experts, Router
 from forerun.models.rope import Linear, Rope, Yarn
 from tests.models import tiny
 
@@ -19,7 +19,8 @@ def read(family, tmp_path, without=(), **changes):
 def test_numbers(family, tmp_path):
     arch = read(family, tmp_path)
     sizes = (arch.hidden, arch.heads, arch.kv_heads, arch.head_size, arch.vocab, arch.context)
-    assert (arch.family, *sizes) == (family, 64, 4, 2, 16, 320, 256)
+    heads = (1, 40) if family == "deepseek_v3" else (2, 16)  # What is kept: 32 + 8 numbers.
+    assert (arch.family, *sizes) == (family, 64, 4, *heads, 320, 256)
     assert (arch.norm_eps, arch.rope.theta) == (1e-5, 1e4)
     if family in tiny.LLAMAS:
         (spec,) = set(arch.layer_specs)
@@ -32,12 +33,14 @@ def test_numbers(family, tmp_path):
 def test_experts_are_data(tmp_path):
     changes = {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     arch = read("qwen2_moe", tmp_path, ["layer_types"], **changes)
-    experts = Experts(6, 2, 32, shared=48)
+    experts = Experts(6, 2, 32, shared=48, shared_gate=True)
     assert [spec.feed_forward for spec in arch.layer_specs] == [
         *(Dense(96), experts, Dense(96), Dense(96), Dense(96)),
     ]
     assert arch.ffn == 2 * 32 + 48
-    assert read("qwen3_moe", tmp_path).layer_specs[0].feed_forward == Experts(6, 2, 32, True)
+    assert read("qwen3_moe", tmp_path).layer_specs[0].feed_forward == Experts(
+        6, 2, 32, Router(normalised=True)
+    )
 
 
 def test_gemma_3_is_data(tmp_path):

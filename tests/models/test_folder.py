@@ -215,3 +215,70 @@ def test_chat_templates(folder):
     (folder / "chat_template.jinja").unlink()
     (folder / "tokenizer_config.json").unlink()
     assert chat_template(folder) is None
+
+
+def test_the_language_model_of_a_multimodal_checkpoint_runs_alone(tmp_path):
+    import transformers
+
+    text = tiny.config("gemma3_text", tie_word_embeddings=True)
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        image_size=32, patch_size=16,
+    )  # fmt: skip
+    whole = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    ).eval()
+    whole.save_pretrained(tmp_path)
+    checkpoint = FolderCheckpoint(tmp_path)
+    assert checkpoint.architecture.family == "gemma3_text"
+    ours = {name: checkpoint.tensor(name) for name in checkpoint.names()}
+    theirs = whole.model.language_model.state_dict()
+    assert ours.keys() == {f"model.{name}" for name in theirs}
+    for name, weight in theirs.items():
+        np.testing.assert_array_equal(ours[f"model.{name}"], weight.numpy())
+    rewrite(
+        tmp_path, lambda tensors: tensors.update({"model.norm.weight": np.ones(64, np.float32)})
+    )
+    with pytest.raises(ModelError, match=r"both model\.norm\.weight"):
+        FolderCheckpoint(tmp_path)
+
+
+def test_missing_experts_are_named_as_the_file_has_them(tmp_path):
+    tiny.save_folder(tiny.model("mixtral"), tmp_path)
+    rewrite(
+        tmp_path, lambda tensors: tensors.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight")
+    )
+    with pytest.raises(
+        ModelError, match=r"missing model\.layers\.1\.block_sparse_moe.experts\.3\.w2"
+    ):
+        FolderCheckpoint(tmp_path)
+
+
+def test_a_fused_matrix_of_the_wrong_height_is_named(tmp_path):
+    tiny.save_folder(tiny.model("phi3"), tmp_path)
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name][:-1]}))
+    with pytest.raises(ModelError, match=r"qkv_proj\.weight is \[127, 64\], not \[128, 64\]"):
+        FolderCheckpoint(tmp_path)
+
+
+def test_names_of_two_layouts_at_once_are_refused(tmp_path):
+    tiny.save_folder(tiny.model("phi3"), tmp_path)
+    more = {"model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32)}
+    rewrite(tmp_path, lambda tensors: tensors.update(more))
+    with pytest.raises(ModelError, match=r"unexpected model\.layers\.0\.self_attn\.q_proj"):
+        FolderCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "phi3", "glm4_moe", "deepseek_v3"])
+def test_pieces_in_16_bits_are_cut_as_stored(family, tmp_path):
+    hf = tiny.model(family)
+    checkpoint = FolderCheckpoint(tiny.save_folder(hf, tmp_path, dtype=torch.bfloat16))
+    rounded = type(hf)(hf.config)
+    rounded.load_state_dict(hf.state_dict())
+    for name, weight in tiny.weights(rounded.bfloat16()).items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+        packed = checkpoint.packed(name)
+        if packed is not None and packed.kind == "BF16":
+            numbers = torch.from_numpy(np.array(packed.rows, order="C")).view(torch.bfloat16)
+            np.testing.assert_array_equal(numbers.float().numpy(), weight)

@@ -46,6 +46,14 @@ _CLASSES = {
     "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
     "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
+    "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
+    "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -53,6 +61,9 @@ LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 """Families of Llama's block: what the compiled core and every format knows."""
 
 _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+_GROUPED = {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3}
+_GROUPED |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_hidden_layers": 3}
+_GROUPED |= {"routed_scaling_factor": 1.5}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -60,6 +71,15 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     # Scores large enough for the cap to bend them.
     "gemma2": {"query_pre_attn_scalar": 4, "attn_logit_softcapping": 5.0, "sliding_window": 24},
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "glm4_moe": _GROUPED | {"use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": _GROUPED
+    | {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    | {"v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
+    | {"residual_multiplier": 0.3, "logits_scaling": 2.0},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
 
@@ -87,6 +107,9 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
     numbers |= _OF_FAMILY.get(family, {})
+    partial = changes.pop("partial", 0.5 if family == "glm4_moe" else None)
+    if partial is not None:
+        numbers["rope_parameters"] |= {"partial_rotary_factor": partial}
     if family == "gemma3_text":
         count = changes.get("num_hidden_layers", numbers["num_hidden_layers"])
         kinds = ("sliding_attention", "full_attention")
@@ -105,12 +128,15 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
             for name, weight in made.named_parameters():
                 spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
                 weight.normal_(centre if "norm" in name else 0.0, spread)
+            for name, buffer in made.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.3)
     return made
 
 
 def _made(family: str, settings: Any) -> Any:
-    """Eager attention for Gemma 2: transformers caps scores nowhere else."""
-    settings._attn_implementation = "eager" if family == "gemma2" else "sdpa"
+    """Eager attention for Gemma 2 and gpt-oss: transformers has caps and sinks nowhere else."""
+    settings._attn_implementation = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     return _CLASSES[family][1](settings).eval()
 
 
@@ -122,22 +148,60 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         if tied and name == "lm_head.weight":
             continue
         array = tensor.detach().float().numpy().copy()
-        if ".mlp.experts." in name:
-            found |= _experts(name, array)
+        own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
+        if ".mlp.experts." in own:
+            found |= _experts(own, array, hf.config)
+        elif "qkv_proj" in own or "mlp.gate_up_proj" in own:
+            found |= _parts(own, array, hf.config)
         else:
-            found[name] = array
+            found[own] = _half_split(own, array, hf.config)
     return found
 
 
-def _experts(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """All experts' matrices, which transformers keeps as one tensor, as files have them."""
+def _experts(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]:
+    """All experts' matrices, which transformers keeps as one tensor, one by one."""
     prefix, kind = name.rsplit(".", 1)
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    end = "bias" if kind.endswith("_bias") else "weight"
+    parts = ("gate_proj", "up_proj") if kind.startswith("gate_up_proj") else ("down_proj",)
+    if settings.model_type == "gpt_oss":  # Matrices [in, out], gate and up in turns.
+        array = array if end == "bias" else array.swapaxes(1, 2)
+        array = np.concatenate([array[:, part :: len(parts)] for part in range(len(parts))], 1)
     return {
-        f"{prefix}.{expert}.{part}.weight": matrix
+        f"{prefix}.{expert}.{part}.{end}": matrix
         for expert, whole in enumerate(array)
         for part, matrix in zip(parts, np.split(whole, len(parts)), strict=True)
     }
+
+
+def _parts(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]:
+    """Phi-3's matrices that are several in one."""
+    query = settings.num_attention_heads * settings.head_dim
+    key = settings.num_key_value_heads * settings.head_dim
+    fused, cuts = "gate_up_proj", [settings.intermediate_size]
+    names = ["gate_proj", "up_proj"]
+    if "qkv" in name:
+        fused, cuts, names = "qkv_proj", [query, query + key], ["q_proj", "k_proj", "v_proj"]
+    whole = zip(names, np.split(array, cuts), strict=True)
+    split = {name.replace(fused, part): matrix for part, matrix in whole}
+    return {name: _half_split(name, matrix, settings) for name, matrix in split.items()}
+
+
+def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
+    """Rotated numbers where rope.py has them: half a head apart, over the whole head."""
+    kind = name.split(".")[-2]
+    partial = settings.rope_parameters.get("partial_rotary_factor", 1.0) == 0.5
+    if partial and kind in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        each = array.reshape(-1, 4, settings.head_dim // 4, *array.shape[1:])
+        return each[:, [0, 2, 1, 3]].reshape(array.shape)
+    if settings.model_type != "deepseek_v3":
+        return array
+    heads = {"q_b_proj": settings.num_attention_heads, "q_proj": settings.num_attention_heads}
+    heads |= {"kv_a_proj_with_mqa": 1}
+    if kind not in heads:
+        return array
+    each = array.reshape(heads[kind], -1, *array.shape[1:])
+    rest, turned = np.split(each, [-settings.qk_rope_head_dim], 1)
+    return np.concatenate([rest, turned[:, ::2], turned[:, 1::2]], 1).reshape(array.shape)
 
 
 def save_folder(hf: Any, folder: Path, shards: int = 1, dtype: torch.dtype = torch.float32) -> Path:

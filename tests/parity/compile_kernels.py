@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -24,6 +24,7 @@ from forerun.executors.torch import (
     triton_attention,
     triton_choice,
     triton_draft,
+    triton_experts,
     triton_future,
     triton_layers,
     triton_merge,
@@ -32,6 +33,7 @@ from forerun.executors.torch import (
 )
 from forerun.executors.torch.captured.declared import NODES
 from forerun.executors.torch.geometry import tile_nodes
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 from forerun.speculative.draft_tree import full_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -40,6 +42,10 @@ REGISTERS = 65_536
 """Of a multiprocessor, on all of them."""
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of a multiprocessor that programs may take, a kilobyte each beside."""
+
+
+ALIGNED = {"group_stride", "vocab", "inputs", "outputs", "line_stride"}
+"""Numbers that are multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Kernel:
         views = {p.name for p in self.function.params if p.do_not_specialize_on_alignment}
         pointers = {n for n, kind in self.signature.items() if kind.startswith("*")} - views
         varied = {p.name for p in self.function.params if p.do_not_specialize}
-        whole = [*pointers, *({"group_stride", "vocab"} & self.signature.keys() - varied)]
+        whole = [*pointers, *(ALIGNED & self.signature.keys() - varied)]
         source = ASTSource(
             self.function,
             self.signature | dict.fromkeys(self.constants, "constexpr"),
@@ -91,13 +97,16 @@ class Kernel:
         }
 
 
-def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False, counted=False):
+def attention(
+    dtype, gqa_group, size, lines, arch, pages=None, special=False, counted=False, values=None
+):
+    """values: numbers of a value that is part of its key; None: keys and values are alike."""
     number = f"*{dtype}"
     signature = {
         "queries": number,
         **dict.fromkeys(("keys", "values"), f"*{pages}" if pages else number),
         **dict.fromkeys(("key_scales", "value_scales"), "*fp32" if pages else number),
-        **{"out": number, "found": "*fp32", "sums": "*fp32"},
+        **{"sinks": "*fp32", "out": number, "found": "*fp32", "sums": "*fp32"},
         **dict.fromkeys(("tiles", "start", "kv_len", "table", "tree_intervals"), "*i32"),
         **dict.fromkeys(("slots", "position", "split"), "*i32"),
         "group_stride": "i64",
@@ -108,6 +117,7 @@ def attention(dtype, gqa_group, size, lines, arch, pages=None, special=False, co
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size, arch // 10)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
+        **{"SHARING": 1 if values is None else 8, "V": values or size, "SINKS": special},
         **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
         "COUNTED": counted,
         "KEYS": shape.keys,
@@ -265,12 +275,22 @@ def norm(wide, dtype, narrow=False):
     return layer(triton_layers._norm, pointers, numbers, *of_rows(wide, narrow), dtype)
 
 
-def gate(dtype, gelu=False, wide=0):
+def gate(dtype, gelu=False, wide=0, clamped=False):
     """wide: of a row that is wanted in float8; 0: of none."""
     numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out", "scales")
     constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
+    constants |= {"CLAMP": CLAMP, "SLOPE": CLAMP_SLOPE} if clamped else {"CLAMP": 0.0, "SLOPE": 1.0}
     warps = triton_layers.warps_for(wide, narrow=True) if wide else 4
     return layer(triton_layers._gate, pointers, numbers, constants, warps, dtype)
+
+
+def grouped(dtype, rows, stored=None, biased=False):
+    kinds = (f"*{dtype}", f"*{stored or dtype}", "*fp32", f"*{dtype}", f"*{dtype}")
+    constants = {"ROWS": rows, "COLUMNS": triton_experts.COLUMNS, "DEPTH": triton_experts.DEPTH}
+    constants |= {"SCALED": stored is not None, "BIASED": biased}
+    kinds = *kinds, "*i64", "*i64", ("i32", 4)
+    made = kernel(triton_experts._grouped, kinds, constants, 4)
+    return replace(made, stages=3)
 
 
 def quantised(wide, dtype):
@@ -360,6 +380,14 @@ def matrix(arch):
             for lines in attention_lines(4)
         },
         "gelu gate": gate("bf16", gelu=True),
+        "clamped gate": gate("bf16", clamped=True),
+        **{
+            f"attend latents, {lines} lines": attention("bf16", 16, 576, lines, arch, values=512)
+            for lines in (16, 32)
+        },
+        **{f"experts, tiles of {rows}": grouped("bf16", rows) for rows in (16, 32, 64)},
+        "experts in float8, tiles of 16": grouped("bf16", 16, "fp8e4nv"),
+        "experts with biases, tiles of 16": grouped("bf16", 16, biased=True),
         **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
         "edit": edit(masked=False),
         "edit under a grammar": edit(masked=True),

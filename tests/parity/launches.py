@@ -220,12 +220,22 @@ def counted_kernels(told):
 
 
 def modules():
-    names = "attention", "choice", "layers", "round", "draft", "future", "shaping", "merge"
+    names = (
+        "attention",
+        "choice",
+        "layers",
+        "round",
+        "draft",
+        "future",
+        "shaping",
+        "experts",
+        "merge",
+    )
     return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers, around, draft, future, shaping, _merge = modules()
+    attention, choice, layers, around, draft, future, shaping, experts, _merge = modules()
     compiling = import_module("forerun.executors.torch.compile_ahead")
     return Kernels(
         attend=attention.attend,
@@ -256,6 +266,8 @@ def kernels():
                 gate=layers.float8_gate,
                 gelu_gate=layers.float8_gelu_gate,
             ),
+            clamped_gate=layers.clamped_gate,
+            grouped=experts.grouped,
         ),
         ahead=compiling.compile_ahead,
     )
@@ -313,7 +325,7 @@ def decoder(arch, products):
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     """One round's, of which so many rows are real."""
     arch, limits = setting.arch, setting.limits
-    shape = KvShape(arch.layers, arch.kv_heads, arch.head_size)
+    shape = KvShape(arch.layers, arch.cache_layer)
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
     runner = CudaGraphRunner(decoder(arch, setting.products), cache, limits, kernels(), Nothing())

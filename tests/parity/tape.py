@@ -32,6 +32,7 @@ aten = torch.ops.aten
 WAITS = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default),
     *(aten.equal.default, aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default),
+    aten.bincount.default,
 }
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 PRODUCTS = re.compile(r"(aten|mkldnn)::(mm|bmm|addmm|baddbmm|linear|_linear_pointwise|_scaled_mm)$")

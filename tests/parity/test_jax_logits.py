@@ -35,8 +35,10 @@ def forward(executor, tokens, chunks):
     return torch.from_numpy(np.concatenate(found))
 
 
+BEYOND = {"deepseek_v3", "glm4_moe", "gpt_oss", "granite", "olmo2"}
+"""What test_jax_limits.py sees refused."""
 CASES = [
-    *((family, "plain") for family in FAMILIES),
+    *((family, "plain") for family in FAMILIES if family not in BEYOND),
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
 ]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.plan_geometry import places_of
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import positions
@@ -22,11 +23,14 @@ SIZE = 16
 class Pages:
     """A cache of one layer with random prefixes in shuffled pages."""
 
-    def __init__(self, kv_len, trees, heads, groups, page_size, seed, dtype=torch.float32):
+    def __init__(
+        self, kv_len, trees, heads, groups, page_size, seed, dtype=torch.float32, kept=None
+    ):
         self.random = np.random.default_rng(seed)
+        self.kept = kept or CacheLayer(groups, SIZE)
         width = 600 // page_size + 1
         self.cache = PagedCache(
-            KvShape(1, groups, SIZE),
+            KvShape(1, self.kept),
             limits(8, page_size=page_size, pages=len(kv_len) * width),
             torch.device("cpu"),
             dtype,
@@ -36,7 +40,7 @@ class Pages:
         object.__setattr__(self.plan, "page_table", table.astype(np.int32))
         self.trees, self.groups = trees, groups
         self.queries = self.normal(len(trees.tokens), heads)
-        self.keys, self.values = (self.normal(len(trees.tokens), groups) for _ in "kv")
+        self.keys, self.values = self.pair(len(trees.tokens))
         self.prefixes = [self.prefix(row, length) for row, length in enumerate(kv_len)]
         self.places = places_of(self.plan, trees, self.cache)
         self.write()
@@ -47,29 +51,35 @@ class Pages:
         self.cache.write(0, there, torch.from_numpy(self.keys), torch.from_numpy(self.values))
 
     def normal(self, count, heads):
-        return self.random.normal(size=(count, heads, SIZE)).astype(np.float32)
+        size = count, heads, self.kept.head_size
+        return self.random.normal(size=size).astype(np.float32)
+
+    def pair(self, count):
+        """Keys and values."""
+        keys, values = (self.normal(count, self.groups) for _ in "kv")
+        return keys, values if self.kept.value_size is None else keys[..., : self.kept.value_size]
 
     def prefix(self, row, length):
         """Random keys and values [kv_len,G,E], put into the row's pages."""
-        pair = self.normal(length, self.groups), self.normal(length, self.groups)
+        pair = self.pair(length)
         positions = np.arange(length)
         for part in np.array_split(positions, -(-length // 256) or 1):
             slots = torch.from_numpy(self.cache.slots(self.plan.page_table[row], part))
             self.cache.write(0, slots, *(torch.from_numpy(array[part]) for array in pair))
         return pair
 
-    def ours(self, spec=None):
+    def ours(self, spec=None, sinks=None):
         window = spec.window if spec else None
         blocks = key_blocks(
             self.plan, self.trees, self.places, self.cache, torch.device("cpu"), window
         )
         held = self.cache.of_layer(0)
-        return attend(torch.from_numpy(self.queries), *held, blocks, spec).numpy()
+        return attend(torch.from_numpy(self.queries), *held, blocks, spec, sinks).numpy()
 
-    def expected_by(self, spec):
+    def expected_by(self, spec, sinks=None):
         """Every node on its own: the keys along its path, by position, and a plain softmax."""
         place = positions(self.trees, self.plan.kv_len)
-        found = np.empty_like(self.queries)
+        found = np.empty((*self.queries.shape[:2], self.values.shape[2]), np.float32)
         for row, prefix in enumerate(self.prefixes):
             for node in self.trees.nodes(row):
                 path = [node]
@@ -80,7 +90,7 @@ class Pages:
                     for cached, own in zip(prefix, (self.keys, self.values), strict=True)
                 )
                 assert len(keys) == min(place[node] + 1, spec.window or 1 << 30)
-                found[node] = softmax_attention(self.queries[node], keys, values, spec)
+                found[node] = softmax_attention(self.queries[node], keys, values, spec, sinks)
         return found
 
     def expected(self):
@@ -93,15 +103,18 @@ class Pages:
         return np.concatenate(found)
 
 
-def softmax_attention(query, keys, values, spec):
+def softmax_attention(query, keys, values, spec, sinks=None):
     """[A,E] of one node's query [A,E] over keys and values [T,G,E], in float64."""
     shared = len(query) // keys.shape[1]
     keys, values = (np.repeat(each.astype(np.float64), shared, 1) for each in (keys, values))
     scores = np.einsum("ae,tae->at", query, keys) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * np.tanh(scores / spec.softcap)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks[:, None]], 1)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("at,tae->ae", weights / weights.sum(-1, keepdims=True), values)
+    weights = (weights / weights.sum(-1, keepdims=True))[:, : len(keys)]
+    return np.einsum("at,tae->ae", weights, values)
 
 
 SPECS = st.builds(

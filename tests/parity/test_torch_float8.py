@@ -85,6 +85,7 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     )
     torch.testing.assert_close(parts.gate(x, x), PLAIN.gate(x, x))
     torch.testing.assert_close(parts.gelu_gate(x, x), PLAIN.gelu_gate(x, x))
+    torch.testing.assert_close(parts.clamped_gate(x, x), PLAIN.clamped_gate(x, x))
     cos, sin = torch.rand(2, 3, 8)
     heads = torch.randn(3, 2, 16)
     torch.testing.assert_close(parts.rotate(heads, cos, sin), PLAIN.rotate(heads, cos, sin))
@@ -100,7 +101,7 @@ def test_compiled_parts_compute_the_same(monkeypatch):
     ):
         assert torch.equal(found.numbers.float(), wanted.numbers.float())
         assert torch.equal(found.scale, wanted.scale)
-    assert seen == [True] * 11
+    assert seen == [True] * 12
 
 
 def test_float8_pages_cost_little_and_take_half(checkpoint, random):

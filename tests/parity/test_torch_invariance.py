@@ -17,6 +17,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.experts import Mixture
 from forerun.executors.torch.layers import (
     MOST_ROWS,
+    PLAIN,
     Linear,
     geglu,
     padded_rows,
@@ -26,7 +27,7 @@ from forerun.executors.torch.layers import (
 )
 from forerun.executors.torch.row_sizes import SIZES, invariant_sizes
 from forerun.executors.torch.weights import Weights
-from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec
+from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec, Router
 from forerun.models.rope import Rope
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
@@ -140,6 +141,10 @@ MODELS = {
     "gemma3_text": {},
     "qwen2_moe": {},
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "glm4_moe": {},
+    "deepseek_v3": {},
+    "gpt_oss": {},
+    "olmo2": {},
 }
 """One model per family that differs in its block."""
 
@@ -169,7 +174,7 @@ def texts(executors):
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     family=st.sampled_from(list(MODELS)),
     page_size=st.sampled_from([1, 16, 256]),
@@ -205,18 +210,20 @@ class Moody(Linear):
 
 
 @pytest.mark.parametrize("products", [Linear, Moody])
-@pytest.mark.parametrize("about", [Experts(7, 3, 24), Experts(7, 2, 24, True, shared=40)])
+@pytest.mark.parametrize(
+    "about", [Experts(7, 3, 24), Experts(7, 2, 24, Router(normalised=True), 40, shared_gate=True)]
+)
 def test_experts_bits_do_not_depend_on_the_other_rows(about, products):
     """Rows alone, in any company and order, and where all of them want the same expert."""
     layer = LayerSpec(AttentionSpec(0.25), Rope(1e4), about)
     arch = replace(shape_named("tiny"), layer_specs=(layer,))
     weights = Weights(RandomCheckpoint(arch), torch.device("cpu"), torch.float32, products)
-    mixture = Mixture(weights, "model.layers.0.mlp", about, swiglu)
+    mixture = Mixture(weights, "model.layers.0.mlp", about, PLAIN)
     sizes = invariant_sizes(mixture.linears)
     x = torch.randn(MOST_ROWS, arch.hidden) * 8
     x[:40] = x[0] + torch.randn(40, arch.hidden) * 0.01
     expected = mixture(x, sizes)
-    _, chosen = mixture._routes(x)
+    chosen = mixture._router(x).topk(about.top_k, -1)[1]
     assert len(chosen[40:].unique()) == about.count
     for count in sizes:
         some = torch.randperm(MOST_ROWS)[:count]

@@ -9,8 +9,10 @@ import torch
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder import Decoder, apart
 from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.test_torch_invariance import half_true_draft
 
 VARIANTS = {
     "plain": {},
@@ -82,6 +84,50 @@ def forward(executor, tokens, chunks):
     return torch.cat(found)
 
 
+FURTHER = {
+    "mixtral": {
+        "plain": {},
+        "window": {"sliding_window": 20},
+        "tied": {"tie_word_embeddings": True},
+    },
+    "glm4_moe": {
+        "plain": {},
+        "no norms, no biases": {"use_qk_norm": False, "attention_bias": False},
+        "one group": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        "three shared, all sparse": {"n_shared_experts": 3, "first_k_dense_replace": 0},
+        "all dense": {"first_k_dense_replace": 3},
+    },
+    "deepseek_v3": {
+        "plain": {},
+        "queries by one product": {"q_lora_rank": None},
+        "biases": {"attention_bias": True},
+        "yarn": {"rope": tiny.YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+        "halves": {"rope_interleave": False},
+        "one group": {"n_group": 1, "topk_group": 1},
+    },
+    "gpt_oss": {
+        "plain": {},
+        "yarn": {"rope": tiny.YARN | {"truncate": False}},
+        "no biases of attention": {"attention_bias": False},
+        "all see all": {"layer_types": ["full_attention"] * 2},
+        "window over several blocks": {"sliding_window": 150},
+    },
+    "phi3": {"plain": {}, "window": {"sliding_window": 20}, "half of a head": {"partial": 0.5}},
+    "smollm3": {
+        "plain": {},
+        "chosen layers": {"no_rope_layers": [0, 1], "attention_bias": True, "mlp_bias": True},
+        "windows": {"sliding_window": 20, "use_sliding_window": True}
+        | {"layer_types": ["full_attention", "sliding_attention"]},
+    },
+    "granite": {"plain": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
+    "olmo2": {
+        "plain": {},
+        "biases": {"attention_bias": True},
+        "one key head": {"num_key_value_heads": 1},
+    },
+}
+"""Of the other families, what their configurations choose."""
+
 SLOW = {
     "mistral": set(VARIANTS) - {"plain"},
     "qwen2": set(VARIANTS) - {"plain", "one key head"} | {1, 16, 128, 256},
@@ -123,6 +169,7 @@ NEW_CASES = [
         ("qwen3_moe", EXPERTS | QWEN3_EXPERTS),
         ("gemma2", GEMMAS | ONLY["gemma2"]),
         ("gemma3_text", GEMMAS | ONLY["gemma3_text"]),
+        *FURTHER.items(),
     )
     for name, changes in variants.items()
 ]
@@ -159,11 +206,33 @@ def equals_transformers(found, random, count=300):
     assert (logits - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", list(FURTHER))
+def test_sixty_four_greedy_tokens_are_those_of_transformers(checkpoint, random, family):
+    found = checkpoint(family)
+    prompt, reference = random.integers(0, tiny.VOCAB, 30), tiny.reference(found)
+    with torch.no_grad():
+        told = reference.generate(
+            torch.from_numpy(prompt)[None], max_new_tokens=64, do_sample=False, eos_token_id=None
+        )
+    expected = told[0].tolist()
+    for page_size, guesses in ((16, 0), (1, 7)):
+        executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
+        with Driver(executor) as driver:
+            driver.open(0, prompt, Sampling(temperature=0.0))
+            sequence = driver.sequences[0]
+            driver.step([Row(0)])
+            while len(sequence.tokens) < len(expected):
+                rest = expected[len(sequence.tokens) :]
+                draft, _ = half_true_draft(random, rest, tiny.VOCAB, guesses)
+                driver.step([Row(0, draft=draft)])
+        assert sequence.tokens[: len(expected)] == expected
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", *FURTHER])
 def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family, page_size):
     """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
-    changes = {"sliding_window": 5} if family.startswith("gemma") else {}
+    changes = {"sliding_window": 5} if family.startswith(("gemma", "gpt")) else {}
     found = checkpoint(family, **changes)
     prompt = random.integers(0, tiny.VOCAB, 40)
     parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
@@ -195,7 +264,7 @@ def test_norms_after_attention_and_feed_forward_alone():
     decoder = Decoder(source, torch.device("cpu"), torch.float32)
     tokens, positions = torch.arange(5, 9), torch.zeros(4, dtype=torch.int64)
     found, _ = decoder.forward(
-        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v: v.repeat(1, 2, 1))
+        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v, sinks: v.repeat(1, 2, 1))
     )
 
     def weight(name):
@@ -220,7 +289,7 @@ def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, fami
     tokens = torch.from_numpy(random.integers(0, tiny.VOCAB, 20))
     positions = torch.arange(20)
     _, (entering,) = decoder.forward(
-        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v: q), (0,)
+        tokens, decoder.rotary(positions), apart(lambda layer, q, k, v, sinks: q), (0,)
     )
     expected = tiny.reference(found).bfloat16().model.embed_tokens(tokens)
     assert torch.equal(entering, expected)

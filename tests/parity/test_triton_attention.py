@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from forerun.errors import EngineError
 from forerun.executors.torch.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.geometry import KEYS, MOST_PARTS, attend_dense, programs_for, split_of
+from forerun.executors.torch.geometry import (
+    KEYS,
+    MOST_PARTS,
+    attend_dense,
+    program_heads,
+    programs_for,
+    split_of,
+    tile_heads,
+)
 from forerun.executors.torch.plan_geometry import geometry_of
+from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
@@ -25,14 +34,19 @@ attention = load("triton_attention")
 CPU = torch.device("cpu")
 
 
-def geometry(pages):
-    gqa_group = pages.queries.shape[1] // pages.groups
-    return geometry_of(pages.plan, pages.trees, pages.places, pages.cache, gqa_group, CPU)
+def geometry(pages, parts=None):
+    """parts: of every tile's prefix; None: by their lengths."""
+    group = tile_heads(pages.queries.shape[1] // pages.groups, pages.queries.shape[2])
+    made = geometry_of(pages.plan, pages.trees, pages.places, pages.cache, group, CPU)
+    if parts is None:
+        return made
+    return replace(made, split=attention.uniform(len(made.tiles), parts, CPU))
 
 
 def both(pages, parts=None, spec=None):
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0), geometry(pages), spec
-    return attention.attend(*inputs, parts).numpy(), attend_dense(*inputs).numpy()
+    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    made = geometry(pages, parts)
+    return attention.attend(*inputs, made, spec).numpy(), attend_dense(*inputs, made, spec).numpy()
 
 
 @settings(max_examples=200, deadline=None)
@@ -119,11 +133,11 @@ def test_a_block_sees_all_of_itself_over_its_tiles(parts):
     trees = batch([np.zeros(12, np.int32)] * 2, [as_draft([], [])] * 2)
     pages = Pages([70, 5], trees, 7, 1, 16, 0)
     inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
-    there = geometry(pages)
+    there = geometry(pages, parts)
     assert there.tile < 12
     both_ways = torch.tensor([[0], [1]], dtype=torch.int32).expand(2, 24).contiguous()
     whole = replace(there, tree_intervals=both_ways, both_ways=True)
-    found = attention.attend(*inputs, whole, parts=parts)
+    found = attention.attend(*inputs, whole)
     np.testing.assert_allclose(found, attend_dense(*inputs, whole), atol=3e-6)
     assert not np.allclose(found, attend_dense(*inputs, there))
 
@@ -157,7 +171,7 @@ def test_narrow_inputs(dtype):
     keys, values = (staging.to(dtype) for staging in pages.cache.of_layer(0))
     queries = torch.from_numpy(pages.queries).to(dtype)
     for parts in (1, 4):
-        found = attention.attend(queries, keys, values, geometry(pages), parts=parts)
+        found = attention.attend(queries, keys, values, geometry(pages, parts))
         assert found.dtype == dtype
         error = found.float().numpy() - pages.expected()
         assert 0 < np.linalg.norm(error) < 8e-3 * np.linalg.norm(pages.expected())
@@ -172,7 +186,7 @@ def test_float8_pages(dtype, parts):
     keys, values = pages.cache.of_layer(0)
     assert keys.numbers.dtype == FLOAT8
     queries = torch.from_numpy(pages.queries).to(dtype)
-    found = attention.attend(queries, keys, values, geometry(pages), parts=parts).float().numpy()
+    found = attention.attend(queries, keys, values, geometry(pages, parts)).float().numpy()
     expected = attend_dense(queries, keys, values, geometry(pages)).float().numpy()
     within = 3e-6 if dtype == torch.float32 else 2e-2
     np.testing.assert_allclose(found, expected, atol=within)
@@ -261,7 +275,12 @@ def test_context_as_float8_rows(parts, dtype):
     lengths = np.array([150, 0, 30])[whole.tiles[:, 0].numpy()]
     split = split_of(lengths, len(lengths) + 5)
     assert len(set(split[split[:, 0] >= 0, 2])) > 1
-    inputs = queries, keys, values, replace(whole, split=torch.from_numpy(split)), None, parts
+    mixed = (
+        torch.from_numpy(split)
+        if parts is None
+        else attention.uniform(len(whole.tiles), parts, CPU)
+    )
+    inputs = queries, keys, values, replace(whole, split=mixed), None
     wide, rows = attention.attend(*inputs), attention.attend(*inputs, float8=True)
     expected = float8_rows(wide.flatten(1))
     assert rows.numbers.dtype == FLOAT8 and torch.equal(rows.scale, expected.scale)
@@ -274,3 +293,55 @@ def test_context_as_float8_rows(parts, dtype):
 
 def test_parts_fill_the_device_and_are_few():
     assert [attention.parts_for(n) for n in (1, 8, 64, 132, 264, 5000)] == [32, 32, 8, 2, 1, 1]
+
+
+@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_part_and_carry_nothing(parts, window):
+    """As if each head saw one key more, whose score is the sink and whose value is zero."""
+    draft = as_draft([5, 6, 7], [-1, 0, -1])
+    trees = batch([np.zeros(3, np.int32), np.zeros(1, np.int32)], [draft, draft])
+    pages = Pages([130, 7], trees, 6, 2, 16, 3)
+    spec, sinks = AttentionSpec(0.3, window, sinks=True), torch.randn(6) * 2
+    held, queries = pages.cache.of_layer(0), torch.from_numpy(pages.queries)
+    inputs = queries, *held, geometry(pages, parts), spec
+    slow = attend_dense(*inputs, sinks=sinks)
+    expected = pages.expected_by(spec, sinks.numpy())
+    np.testing.assert_allclose(slow, expected, atol=3e-6)
+    np.testing.assert_allclose(attention.attend(*inputs, sinks=sinks), expected, atol=3e-6)
+    np.testing.assert_allclose(pages.ours(spec, sinks), expected, atol=3e-6)
+
+
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 24, 8), (16, 64, 16), (48, 260, 12)])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_values_that_are_the_keys_first_numbers(heads, rank, rope, parts):
+    """Latent attention: one head is kept for all, and many heads are cut into several programs."""
+    draft = as_draft([5, 6, 7], [-1, 0, -1])
+    trees = batch([np.zeros(3, np.int32), np.zeros(1, np.int32)], [draft, draft])
+    pages = Pages([130, 7], trees, heads, 1, 16, 3, kept=CacheLayer(1, rank + rope, rank))
+    spec, held = AttentionSpec((rank + rope) ** -0.5), pages.cache.of_layer(0)
+    queries = torch.from_numpy(pages.queries)
+    assert program_heads(heads, rank + rope) == min(heads, 16)
+    made = geometry(pages, parts)
+    expected = pages.expected_by(spec)
+    assert expected.shape == (len(trees.tokens), heads, rank)
+    for found in (
+        attend_dense(queries, *held, made, spec),
+        attention.attend(queries, *held, made, spec),
+        pages.ours(spec),
+    ):
+        np.testing.assert_allclose(found, expected, atol=5e-6)
+
+
+def test_what_is_not_finite_in_a_latent_stays_with_who_sees_it():
+    draft = as_draft([5, 6], [-1, -1])
+    trees = batch([np.zeros(1, np.int32)], [draft])
+    pages = Pages([40], trees, 4, 1, 16, 3, kept=CacheLayer(1, 24, 16))
+    pages.keys[2, 0, 3] = np.nan
+    pages.values = pages.keys[..., :16]
+    pages.write()
+    made, held = geometry(pages), pages.cache.of_layer(0)
+    spec, queries = AttentionSpec(0.3), torch.from_numpy(pages.queries)
+    for found in (attend_dense(queries, *held, made, spec), torch.from_numpy(pages.ours(spec))):
+        assert found[:2].isfinite().all() and not found[2].isfinite().any()
+    assert attention.attend(queries, *held, made, spec)[:2].isfinite().all()

@@ -6,6 +6,7 @@ import torch
 from forerun.executors.torch.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.kv import KvShape, PagedCache, enter, read
 from forerun.executors.torch.layers import PLAIN, Heads
+from forerun.models.cache_layer import CacheLayer
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
 
@@ -120,7 +121,7 @@ def written(heads, kinds):
     """Queries, keys and values by the kernel, then by plain torch."""
     size, slots = heads.qkv.shape[2], torch.tensor([40, 3, 77, 0, 16], dtype=torch.int32)
     for work in (layers.enter, enter):
-        cache = PagedCache(KvShape(2, 2, size), limits(8), torch.device("cpu"), kinds)
+        cache = PagedCache(KvShape(2, CacheLayer(2, size)), limits(8), torch.device("cpu"), kinds)
         queries = work(heads, cache.of_layer(1), slots)
         yield queries, torch.stack([read(cached, slots.long()) for cached in cache.of_layer(1)])
         untouched = torch.ones(cache.null + 1, dtype=torch.bool)

@@ -15,6 +15,7 @@ from forerun.executors.torch.captured.prepare_inputs import tree_intervals
 from forerun.executors.torch.float8 import FLOAT8
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.plain_round import RoundShape, accept, prepare
+from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
 from tests.models import tiny
 from tests.parity.driver import as_draft, limits
@@ -119,7 +120,7 @@ def test_kept_numbers_are_moved(dtype, chosen):
     kept = torch.tensor([True, True, False, True]) if chosen else None
     found = []
     for move in (rounds.move, PagedCache.move):
-        cache = PagedCache(KvShape(2, 3, 16), limits(8), CPU, dtype)
+        cache = PagedCache(KvShape(2, CacheLayer(3, 16)), limits(8), CPU, dtype)
         random = torch.Generator().manual_seed(0)
         cache._kv.copy_(torch.randn(cache._kv.shape, generator=random))
         if cache._scale is not None:

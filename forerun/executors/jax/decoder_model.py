@@ -3,6 +3,7 @@
 from forerun.executors.jax.draft_decoder import DraftDecoder, load_decoder
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.level_model import JaxLevelModel
+from forerun.executors.jax.limits import check_runs
 from forerun.interface.draft_model import DraftModelTraits
 from forerun.models.whole_draft import WholeDraft
 
@@ -11,6 +12,7 @@ class JaxDecoderModel(JaxLevelModel):
     """Raises MemoryPlanError where it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
+        check_runs(draft.checkpoint.architecture)
         traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,

@@ -21,6 +21,7 @@ from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
 from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
+from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
 from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
@@ -80,6 +81,7 @@ class JaxExecutor(Executor):
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
         self.capabilities = Capabilities(overlap=options.overlap)
+        check_runs(arch)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
         attention = attention_of(options.attention, sharding)

@@ -22,7 +22,7 @@ def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Arra
     chances = jnp.exp(chances - chances.max(-1, keepdims=True))
     chances = chances / chances.sum(-1, keepdims=True)
     taken, chosen = lax.top_k(chances, about.top_k)
-    if about.normalised:
+    if about.router.normalised:
         taken = taken / taken.sum(-1, keepdims=True)
     every = jnp.arange(about.count)
     share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)

@@ -97,9 +97,9 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
         match spec.feed_forward:
             case Dense(width):
                 parts["feed-forward columns"] = width
-            case Experts(count, _, _, _, shared):
-                parts["experts"] = count
-                parts["shared expert's columns"] = shared
+            case Experts() as experts:
+                parts["experts"] = experts.count
+                parts["shared expert's columns"] = experts.shared
     for what, count in parts.items():
         if count % shards:
             raise ConfigError(

@@ -211,17 +211,20 @@ def attend(
     values: CacheTensor,
     blocks: list[KeyBlock],
     spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values.
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent attention
+    [M,A,rank].
 
     The step's own keys and values must be where the blocks say. Queries that no block names get
     zeros.
-    spec  how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
+    spec   how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
+    sinks  float32[A]: a score of each head that carries no value
     """
     count, heads, size = queries.shape
-    groups = len(keys)
+    groups, value_size = len(keys), values.shape[-1]
     spec = spec or AttentionSpec(size**-0.5)
-    running = _Running(queries, groups)
+    running = _Running(queries, groups, value_size, sinks)
     query = queries.new_zeros(groups, count + 1, heads // groups, size)
     query[:, :count] = (queries * spec.scale).unflatten(1, (groups, -1)).transpose(0, 1)
     for block in blocks:
@@ -229,8 +232,8 @@ def attend(
         # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
         tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
         key, value = (
-            read(cached, block.slots).to(queries.dtype).view(-1, BLOCK, size)
-            for cached in (keys, values)
+            read(cached, block.slots).to(queries.dtype).reshape(-1, BLOCK, width)
+            for cached, width in ((keys, size), (values, value_size))
         )
         scores = softcapped(torch.bmm(tile, key.transpose(1, 2)).float(), spec.softcap)
         scores = scores.view(groups, tiles, TILE, -1, BLOCK)
@@ -243,14 +246,20 @@ def attend(
 class _Running:
     """Online softmax of all nodes: greatest score, sum of weights and weighted values so far.
 
-    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is nobody.
+    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is nobody. Sinks are seen first.
     """
 
-    def __init__(self, queries: Tensor, groups: int) -> None:
-        count, heads, size = queries.shape
+    def __init__(
+        self, queries: Tensor, groups: int, size: int, sinks: Tensor | None = None
+    ) -> None:
+        count, heads, _ = queries.shape
         shape = (groups, count + 1, heads // groups)
-        self._most = torch.full(shape, -torch.inf, device=queries.device)
-        self._total = torch.zeros(shape, device=queries.device)
+        if sinks is None:
+            self._most = torch.full(shape, -torch.inf, device=queries.device)
+            self._total = torch.zeros(shape, device=queries.device)
+        else:
+            self._most = sinks.view(groups, 1, -1).expand(shape).contiguous()
+            self._total = torch.ones(shape, device=queries.device)
         self._sum = torch.zeros((*shape, size), device=queries.device)
 
     def merge(self, nodes: Tensor, scores: Tensor, values: Tensor, windowed: bool) -> None:

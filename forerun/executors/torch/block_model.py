@@ -75,12 +75,10 @@ class TorchBlockModel:
     (`context`, `forward`, `logits`); captured rounds run the same ones
     (captured/block_drafting.py). `BlockDrafter` is their slow twin.
 
-    cache, ids, ropes, gqa_group, refusal  as of LevelModel
+    cache, ids, ropes, gqa_group  as of LevelModel
 
     Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
     """
-
-    refusal: str | None = None
 
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
         head, limits = draft.head, executor.limits

@@ -5,7 +5,7 @@ How nodes see each other is not known here: `attend` gets a layer's queries, key
 and returns the context.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.experts import Mixture
-from forerun.executors.torch.float8 import Float8Linear, Float8Rows, Rows
+from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.layers import (
     PLAIN,
+    AnyHeads,
     Elementwise,
     FeedForward,
-    Heads,
     Linear,
     Product,
     Rotary,
@@ -26,22 +26,25 @@ from forerun.executors.torch.layers import (
     rotation,
     softcapped,
 )
+from forerun.executors.torch.projections import projections
 from forerun.executors.torch.row_sizes import invariant_sizes
 from forerun.executors.torch.weights import Weights
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Attend = Callable[[int, Heads], Rows]
-"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]."""
+Attend = Callable[[int, AnyHeads], Rows]
+"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
+latent heads [M,A,rank].
+"""
 
-AttendApart = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]."""
+AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), rotated -> context [M,A,E]."""
 
 
 def apart(attend: AttendApart) -> Attend:
     """For a decoder: what attends to queries, keys and values that are rotated."""
-    return lambda layer, heads: attend(layer, *heads.turned())
+    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
 
 
 class Block:
@@ -51,7 +54,6 @@ class Block:
         self, weights: Weights, layer: int, spec: LayerSpec, arch: Architecture, parts: Elementwise
     ) -> None:
         prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
-        attention = f"{prefix}.self_attn"
         self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
 
         def norm(name: str | None) -> Tensor | None:
@@ -61,22 +63,19 @@ class Block:
         self._after_attention = norm(names.after_attention)
         self._before_feed_forward = norm(names.before_feed_forward)
         self._after_feed_forward = norm(names.after_feed_forward)
-        self._q_norm = norm("self_attn.q_norm" if spec.qk_norm else None)
-        self._k_norm = norm("self_attn.k_norm" if spec.qk_norm else None)
-        self._qkv = weights.block_linear(*(f"{attention}.{part}_proj" for part in "qkv"))
-        self._out = weights.block_linear(f"{attention}.o_proj")
-        self._float8 = isinstance(self._out, Float8Linear)
-        gate = parts.gate_for(spec.activation, self._float8)
+        self._attention = projections(weights, f"{prefix}.self_attn", spec, arch, parts)
+        self._float8 = self._attention.float8
+        gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
         self._feed_forward = (
-            FeedForward(*weights.feed_forward(f"{prefix}.mlp"), gate)
+            FeedForward(*weights.feed_forward(mlp), gate)
             if isinstance(spec.feed_forward, Dense)
-            else Mixture(weights, f"{prefix}.mlp", spec.feed_forward, gate)
+            else Mixture(weights, mlp, spec.feed_forward, parts, spec.activation, self._float8)
         )
 
     @property
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
-        return self._qkv, self._out, *self._feed_forward.linears
+        return *self._attention.linears, *self._feed_forward.linears
 
     def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Rows]:
         """The residual stream [M,H] entering this layer, which is x + more, and what its attention
@@ -92,22 +91,13 @@ class Block:
 
         sizes  row counts that experts' products may be run at; empty = any
         """
-        attended = self._normed(self._attention(normed, rotary, attend), self._after_attention)
+        context = attend(self._layer, self._attention.heads(normed, rotary))
+        attended = self._added(self._attention.out(context), self._after_attention)
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
         x, normed = self._joined(x, attended, self._before_feed_forward, float8)
         fed = self._feed_forward(normed, sizes)
-        return x, self._normed(fed, self._after_feed_forward)
-
-    def _attention(self, x: Rows, rotary: Rotary, attend: Attend) -> Tensor:
-        arch, norms = self._arch, (self._q_norm, self._k_norm)
-        qkv = self._qkv(x)
-        heads = Heads(
-            *(qkv.view(len(qkv), -1, arch.head_size), arch.kv_heads, *norms, arch.norm_eps),
-            *(rotary, self._parts, self._float8),
-        )
-        context = attend(self._layer, heads)
-        return self._out(context if isinstance(context, Float8Rows) else context.flatten(1))
+        return x, self._added(fed, self._after_feed_forward)
 
     def _joined(
         self, x: Tensor, more: Tensor | None, weight: Tensor | None, float8: bool
@@ -121,8 +111,10 @@ class Block:
             return x, parts.norm(x, weight, eps)
         return parts.add_norm(x, more, weight, eps)
 
-    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
+    def _added(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """What is added to the residual stream: `x`, normed if there is a weight."""
+        x = x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
+        return x if self._spec.residual == 1.0 else x * self._spec.residual
 
 
 class Decoder:
@@ -157,7 +149,7 @@ class Decoder:
         self.dtype = dtype
         self.ropes = tuple(dict.fromkeys(spec.rope for spec in arch.layer_specs))
         self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
-        frequencies = np.stack([rope.frequencies(arch.head_size) for rope in self.ropes])
+        frequencies = np.stack([rope.frequencies(arch.rope_size) for rope in self.ropes])
         self.frequencies = torch.from_numpy(frequencies).to(device)
         self.row_sizes: tuple[int, ...] = ()
         in_float32 = device.type == "cpu" and dtype == torch.float32
@@ -168,7 +160,8 @@ class Decoder:
     @property
     def logits_dtype(self) -> torch.dtype:
         """In which logits lose nothing: the head's own, or what caps them."""
-        return self.dtype if self.arch.final_softcap is None else torch.float32
+        plain = self.arch.final_softcap is None and self.arch.logit_scale == 1.0
+        return self.dtype if plain else torch.float32
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
         """Of positions int64[M], in the order of `ropes`."""
@@ -222,10 +215,12 @@ class Decoder:
         """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
         `out`. n as M in `forward`.
         """
-        cap = self.arch.final_softcap
-        if out is not None and isinstance(self.head, Linear) and cap is None:
+        cap, scale = self.arch.final_softcap, self.arch.logit_scale
+        if out is not None and isinstance(self.head, Linear) and cap is None and scale == 1.0:
             return self.head.into(normed[:count], out)
         logits = self.head(normed)[:count]
+        if scale != 1.0:
+            logits = logits.float() * scale
         if cap is not None:
             logits = softcapped(logits.float(), cap)
         return logits.float() if out is None else out.copy_(logits)
@@ -234,12 +229,3 @@ class Decoder:
         """[n,V] as `read`, but in `logits_dtype`."""
         shape = len(normed), self.head.shape[0]
         return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
-
-
-def refusal(specs: Iterable[LayerSpec]) -> str | None:
-    """Why a pass through such layers cannot be captured, in one clause; None where it only
-    launches.
-    """
-    if all(isinstance(spec.feed_forward, Dense) for spec in specs):
-        return None
-    return "which rows its experts get is known on the host only"

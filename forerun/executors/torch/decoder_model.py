@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder import Decoder, refusal
+from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.layers import PLAIN, Linear, padded_rows
 from forerun.executors.torch.level_model import LevelModel, Nodes
@@ -54,8 +54,7 @@ class TorchDecoderModel(LevelModel):
         arch = decoder.arch
         attention = tuple(spec.attention for spec in arch.layer_specs)
         cache = DraftCache(draft.cache, limits, device, dtype, roots=True, attention=attention)
-        self.refusal = refusal(arch.layer_specs)
-        heads = arch.heads, arch.head_size
+        heads = arch.heads, arch.rope_size
         super().__init__(executor, traits, cache, decoder.ropes, heads, 0)
 
     def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:

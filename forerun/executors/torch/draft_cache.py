@@ -25,10 +25,8 @@ from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
-AttendLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E]), rotated -> context [M,A,E]. There may
-be more rows than nodes: they pad a product.
-"""
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""decoder.AttendApart. There may be more rows than nodes: they pad a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,7 @@ class DraftCache:
         room = _room(limits)
         shapes = list(dict.fromkeys(kept))
         self.parts = [
-            PagedCache(KvShape(kept.count(shape), *_sizes(shape)), room, device, dtype)
-            for shape in shapes
+            PagedCache(KvShape(kept.count(shape), shape), room, device, dtype) for shape in shapes
         ]
         self.scratch_begin = self.parts[0].scratch_begin
         self.root_begin = self.scratch_begin + self._scratch
@@ -98,7 +95,7 @@ class DraftCache:
     def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
         """Bytes of a DraftCache."""
         room = _room(limits)
-        return sum(KvShape(1, *_sizes(layer)).bytes(room, dtype) for layer in layers)
+        return sum(KvShape(1, layer).bytes(room, dtype) for layer in layers)
 
     # --- passes --------------------------------------------------------------------------
 
@@ -209,7 +206,9 @@ class DraftCache:
         blocks: dict[tuple[int | None, int], list[KeyBlock]] = {}
         count = len(position)
 
-        def attend_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend_layer(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        ) -> Tensor:
             # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
             (part, number), spec = self._where[layer], self.attention[layer]
@@ -218,7 +217,7 @@ class DraftCache:
                 blocks[sight] = blocks_of(rows, position, null, self._device, *sight)
             place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
             self.parts[part].write(number, place, keys[:count], values[:count])
-            return attend(queries, *self.layers[layer], blocks[sight], spec)
+            return attend(queries, *self.layers[layer], blocks[sight], spec, sinks)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 
@@ -254,10 +253,6 @@ class DraftCache:
 def _room(limits: ExecutorLimits) -> ExecutorLimits:
     """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
     return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)
-
-
-def _sizes(layer: CacheLayer) -> tuple[int, int]:
-    return layer.kv_heads, layer.head_size
 
 
 def check_extension(

@@ -20,9 +20,16 @@ from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
+from forerun.executors.torch.geometry import tile_heads
 from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import PagedCache, Slots
-from forerun.executors.torch.layers import PLAIN, Heads, Linear, compiled, padded_rows
+from forerun.executors.torch.layers import (
+    PLAIN,
+    AnyHeads,
+    Linear,
+    compiled,
+    padded_rows,
+)
 from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
 from forerun.executors.torch.plan_geometry import choosing_nodes, geometry_of, places_of
 from forerun.executors.torch.prompt_attention import PromptAttention, prompt_rows, takes
@@ -206,28 +213,29 @@ class TorchExecutor(Executor):
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         count, specs = len(trees.tokens), [spec.attention for spec in arch.layer_specs]
         if kernels is not None:
-            gqa_group = arch.heads // arch.kv_heads
+            gqa_group = tile_heads(arch.heads // arch.kv_heads, arch.head_size)
             geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
             prompts: PromptAttention | None = None
             if self._prompts_natively and prompt_rows(trees, geometry.tile):
                 prompts = PromptAttention(kernels.attend, geometry, plan, trees, cache)
 
-            def launched(layer: int, heads: Heads) -> Rows:
+            def launched(layer: int, heads: AnyHeads) -> Rows:
                 held, spec = cache.of_layer(layer), specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
                 if prompts is not None and takes(spec):
                     return prompts(queries, *held, spec)
-                return kernels.attend(queries, *held, geometry, spec, float8=heads.float8)
+                float8, sinks = heads.float8, heads.sinks
+                return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
 
             return launched
         windows = dict.fromkeys(spec.window for spec in specs)
         blocks = {w: key_blocks(plan, trees, places, cache, self.device, w) for w in windows}
         there = torch.from_numpy(places).to(self.device)
 
-        def of_layer(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            cache.write(layer, there, keys[:count], values[:count])
+        def of_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            cache.write(layer, there, k[:count], v[:count])
             spec = specs[layer]
-            return attend(queries, *cache.of_layer(layer), blocks[spec.window], spec)
+            return attend(q, *cache.of_layer(layer), blocks[spec.window], spec, sinks)
 
         return apart(of_layer)
 

@@ -104,6 +104,23 @@ def split_of(lengths: AnyArray, programs: int) -> Ints:
     return found
 
 
+WIDE = 256
+"""Numbers of a head beyond which a tile holds half as many queries, of few heads."""
+
+
+def program_heads(gqa_group: int, size: int) -> int:
+    """How many of the heads, of `size` numbers, that share a key/value head one program takes: all,
+    but of wide heads 16 at most (latent attention, where all heads share one).
+    """
+    most = gqa_group if size <= WIDE else min(gqa_group, 16)
+    return next(heads for heads in range(most, 0, -1) if gqa_group % heads == 0)
+
+
+def tile_heads(gqa_group: int, size: int) -> int:
+    """As how many heads `tile_nodes` counts them."""
+    return program_heads(gqa_group, size) * (2 if size > WIDE else 1)
+
+
 def tile_nodes(nodes: int, gqa_group: int) -> int:
     """Nodes of a tile where the largest row has `nodes` and `gqa_group` heads share their keys."""
     tile = 1
@@ -136,6 +153,7 @@ def attend_dense(
     geometry: Geometry,
     spec: AttentionSpec | None = None,
     float8: bool = False,
+    sinks: Tensor | None = None,
 ) -> Rows:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
@@ -144,6 +162,7 @@ def attend_dense(
 
     spec    how scores are made; None: scaled by 1/sqrt(E), no window
     float8  give the context as float8 rows [Q,A*E] instead
+    sinks   float32[A]: a score of each head that carries no value
     """
     size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
     nodes = torch.arange(count, device=queries.device)
@@ -175,6 +194,10 @@ def attend_dense(
     grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
     scores = torch.einsum("gmae,gmte->gmat", grouped, key) * spec.scale
     scores = softcapped(scores, spec.softcap)
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        shape = *scores.shape[:3], 1
+        scores = torch.cat([scores, sinks.view(len(keys), 1, -1, 1).expand(shape)], -1)
+    weights = scores.softmax(-1)[..., : seen.shape[1]]
     context = torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
     return float8_rows(context.flatten(1)) if float8 else context

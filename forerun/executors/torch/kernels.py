@@ -1,7 +1,7 @@
 """Which kernels a device has: the one place that imports Triton."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -14,8 +14,15 @@ from forerun.executors.torch.captured.future_map import leave, resume
 from forerun.executors.torch.captured.future_trees import FutureState
 from forerun.executors.torch.float8 import Float8Parts, Rows
 from forerun.executors.torch.geometry import Geometry, attend_dense
+from forerun.executors.torch.grouped import grouped_loop
 from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter
-from forerun.executors.torch.layers import PLAIN, Elementwise, Heads, Rotary, rotation
+from forerun.executors.torch.layers import (
+    PLAIN,
+    AnyHeads,
+    Elementwise,
+    Rotary,
+    rotation,
+)
 from forerun.executors.torch.plain_round import (
     Accepted,
     Below,
@@ -48,9 +55,11 @@ class Attend(Protocol):
         spec: AttentionSpec | None = None,
         *,
         float8: bool = False,
+        sinks: Tensor | None = None,
     ) -> Rows:
         """Context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, whose scores are
         made as `spec` says; None: scaled by 1/sqrt(E), no window. float8: as float8 rows [Q,A*E].
+        sinks: float32[A], where the spec has them. Of latent attention [Q,A,rank].
         """
         ...
 
@@ -58,7 +67,7 @@ class Attend(Protocol):
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Enter = Callable[[Heads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
+Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
 """(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
 
 Prepare = Callable[[Facts, RoundShape], Prepared]
@@ -161,7 +170,7 @@ SLOW_TWINS = Kernels(
     descend=descend,
     resume=resume,
     leave=leave,
-    parts=PLAIN,
+    parts=replace(PLAIN, grouped=grouped_loop),
 )
 """All of them in plain torch, on any device."""
 
@@ -175,6 +184,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         triton_attention,
         triton_choice,
         triton_draft,
+        triton_experts,
         triton_future,
         triton_layers,
         triton_round,
@@ -210,6 +220,8 @@ def kernels_for(device: torch.device) -> Kernels | None:
                 gate=guarded(device, triton_layers.float8_gate),
                 gelu_gate=guarded(device, triton_layers.float8_gelu_gate),
             ),
+            clamped_gate=guarded(device, triton_layers.clamped_gate),
+            grouped=guarded(device, triton_experts.grouped),
         ),
         ahead=compile_ahead.compile_ahead,
     )

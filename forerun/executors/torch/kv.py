@@ -2,7 +2,8 @@
 
 A target has one such cache, its draft head another with one layer and the same pages.
 
-One tensor [L, 2, G, slots, E] (2: keys, values). Along `slots`:
+One tensor [L, 2, G, slots, E] (2: keys, values); of latent attention [L, 1, 1, slots, E], in which
+values are the keys' first numbers. Along `slots`:
 
     0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
     .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.layers import AnyHeads
 from forerun.interface.executor import ExecutorLimits
+from forerun.models.cache_layer import CacheLayer
 from forerun.types import AnyArray, Ints
 
 Slots = NDArray[np.int64]
@@ -37,17 +39,17 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What is kept of a position: E numbers for each of G heads, twice, in each of L layers."""
+    """What is kept of a position in each of L layers: see CacheLayer."""
 
     layers: int
-    kv_heads: int
-    head_size: int
+    layer: CacheLayer
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
         """Bytes of a PagedCache of this shape and dtype."""
         slots = limits.pages * limits.page_size + limits.scored_nodes + 1
-        head = self.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
-        return self.layers * 2 * self.kv_heads * head * slots
+        layer = self.layer
+        head = layer.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
+        return self.layers * layer.planes * layer.kv_heads * head * slots
 
 
 SCALE_BYTES = 4
@@ -63,6 +65,11 @@ class Narrow:
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[G,slots,E]."""
+        return self.numbers.shape
 
 
 CacheTensor = Tensor | Narrow
@@ -91,14 +98,35 @@ def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
         cached[:, place] = rows
 
 
-def enter(heads: Heads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
     """Queries [M,A,E] of `heads`, normed and rotated; their keys and values go into the slots
     int[M] of `layer`. The slow twin of forerun.executors.torch.triton_layers.enter.
     """
     queries, keys, values = heads.turned()
-    for cached, rows in zip(layer, _finite_values(keys, values), strict=True):
-        put(cached, slots.long(), rows)
+    write(layer, slots.long(), keys, values)
     return queries
+
+
+def write(
+    layer: tuple[CacheTensor, CacheTensor], place: slice | Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Put keys [M,G,E] and values [M,G,E] into the slots `place`, M of them, of `layer`; where
+    values are fewer numbers, they are the keys' first and the keys alone are put.
+    """
+    rank = values.shape[-1]
+    if rank < keys.shape[-1]:
+        put(layer[0], place, _finite_latent(keys, rank))
+        return
+    for cached, rows in zip(layer, _finite_values(keys, values), strict=True):
+        put(cached, place, rows)
+
+
+def _finite_latent(keys: Tensor, rank: int) -> Tensor:
+    """`_finite_values` where values are the keys' first `rank` numbers: what is not finite is moved
+    into the rest.
+    """
+    rest = keys[..., rank:] + (keys * 0).sum(-1, keepdim=True)
+    return torch.cat([keys[..., :rank].nan_to_num(0, 0, 0), rest], -1)
 
 
 def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,9 +153,11 @@ class PagedCache:
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.page_size, self._pages = limits.page_size, limits.pages
-        self.scratch_begin, self.groups = limits.pages * limits.page_size, shape.kv_heads
+        layer = shape.layer
+        self.scratch_begin, self.groups = limits.pages * limits.page_size, layer.kv_heads
         self.null = self.scratch_begin + limits.scored_nodes
-        sizes = (shape.layers, 2, shape.kv_heads, self.null + 1, shape.head_size)
+        sizes = (shape.layers, layer.planes, layer.kv_heads, self.null + 1, layer.head_size)
+        self._value_size = layer.value_size
         self._kv = torch.zeros(sizes, device=device, dtype=dtype)
         self._scale: Tensor | None = None
         if dtype == FLOAT8:
@@ -136,11 +166,12 @@ class PagedCache:
 
     def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
         """Keys and values of one layer."""
-        keys, values = self._kv[layer]
+        planes, size = self._kv[layer], self._value_size
+        keys, values = planes[0], planes[1] if size is None else planes[0, ..., :size]
         if self._scale is None:
             return keys, values
-        key_scale, value_scale = self._scale[layer]
-        return Narrow(keys, key_scale), Narrow(values, value_scale)
+        scales = self._scale[layer]
+        return Narrow(keys, scales[0]), Narrow(values, scales[-1])
 
     def slots_of(self, table: Ints, row: AnyArray, positions: AnyArray) -> Slots:
         """int64[n] slots of positions [n] in rows [n] of a page table int32[B,W].
@@ -171,12 +202,11 @@ class PagedCache:
 
     def write(self, layer: int, place: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [M,G,E] of one layer into the slots `place`, M of them."""
-        for cached, rows in zip(self.of_layer(layer), _finite_values(keys, values), strict=True):
-            put(cached, place, rows)
+        write(self.of_layer(layer), place, keys, values)
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Numbers [L,2,G,slots,E] of all layers' keys and values, and their scales
-        float32[L,2,G,slots], where there are any.
+        """Numbers [L,planes,G,slots,E] of all layers, and their scales float32[L,planes,G,slots],
+        where there are any.
         """
         return self._kv, self._scale
 

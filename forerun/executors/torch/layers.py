@@ -21,6 +21,8 @@ from forerun.executors.torch.float8 import (
     Rows,
     float8_rows,
 )
+from forerun.executors.torch.grouped import GroupedProduct
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
@@ -126,8 +128,9 @@ class DraftInputs(Protocol):
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, and before a draft model's first one `draft_inputs`, or what computes the same.
-    `float8`: where the next product is in float8.
+    `geglu`, `clamped_swiglu`, and before a draft model's first one `draft_inputs`, or what computes
+    the same. `float8`: where the next product is in float8. `grouped`: the product of experts,
+    which only launches; None: each expert's own, whose rows the host finds.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -137,15 +140,43 @@ class Elementwise:
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
     draft_inputs: DraftInputs
     float8: Float8Parts
+    clamped_gate: Callable[[Tensor, Tensor], Tensor]
+    grouped: GroupedProduct | None = None
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
-        """Of "silu" or another activation, which is GELU."""
+        """Of an activation by its name in layer_spec.py."""
+        if activation == "clamped_silu":
+            return self.clamped_gate
         parts = self.float8 if float8 else self
         return parts.gate if activation == "silu" else parts.gelu_gate
 
 
 Rotary = tuple[Tensor, Tensor]
 """Cos and sin, each float32[M,E/2]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Of latent attention (layer_spec.Latent), absorbed: all of one size, only not yet rotated.
+
+    queries  [M,A,rank] in the latent's space, and [M,A,rope] of them that are to be rotated
+    latent   [M,rank] normed, and [M,rope] that is to be rotated
+    rotary   of the positions of the M nodes
+    """
+
+    queries: tuple[Tensor, Tensor]
+    latent: tuple[Tensor, Tensor]
+    rotary: Rotary
+    parts: Elementwise
+    float8: bool = False
+    sinks: Tensor | None = None
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M,A,E], keys [M,1,E] and values [M,1,rank], E = rank + rope."""
+        rotate, (latent, key) = self.parts.rotate, self.latent
+        queries = torch.cat([self.queries[0], rotate(self.queries[1], *self.rotary)], -1)
+        latent = latent.unsqueeze(1)
+        return queries, torch.cat([latent, rotate(key.unsqueeze(1), *self.rotary)], -1), latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +189,7 @@ class Heads:
     eps             of those norms
     rotary          of the positions of the M nodes
     float8          the context may be given as float8 rows [M,A*E], which is what reads it
+    sinks           float32[A] a score of each query head that carries no value; None = none
     """
 
     qkv: Tensor
@@ -168,6 +200,7 @@ class Heads:
     rotary: Rotary
     parts: Elementwise
     float8: bool = False
+    sinks: Tensor | None = None
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
@@ -180,6 +213,10 @@ class Heads:
         return self.parts.rotate(q, *self.rotary), self.parts.rotate(k, *self.rotary), v
 
 
+AnyHeads = Heads | LatentHeads
+"""Of a layer, whatever its attention is."""
+
+
 def compiled(parts: Elementwise) -> Elementwise:
     """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
 
@@ -187,7 +224,7 @@ def compiled(parts: Elementwise) -> Elementwise:
         made = {
             field.name: torch.compile(getattr(functions, field.name), dynamic=True)
             for field in fields(functions)
-            if field.name != "float8"
+            if field.name not in ("float8", "grouped")
         }
         return replace(functions, **made)
 
@@ -263,6 +300,13 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-angle)) * up).to(gate.dtype)
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gpt-oss's gate (layer_spec.Activation), in float32; dtype of `gate`."""
+    wide = gate.float().clamp(max=CLAMP)
+    opened = wide / (1 + torch.exp(-CLAMP_SLOPE * wide))
+    return (opened * (up.float().clamp(-CLAMP, CLAMP) + 1)).to(gate.dtype)
+
+
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
     """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
     return x if cap is None else torch.tanh(x / cap) * cap
@@ -310,4 +354,5 @@ def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
 PLAIN = Elementwise(
     *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs),
     Float8Parts(float8_rows, _float8_norm, _float8_add_norm, _float8_swiglu, _float8_geglu),
+    clamped_swiglu,
 )

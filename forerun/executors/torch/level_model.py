@@ -30,8 +30,9 @@ from forerun.executors.torch.draft_cache import (
 )
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.float8 import Rows
+from forerun.executors.torch.geometry import tile_heads
 from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.layers import Heads, Rotary, rotation
+from forerun.executors.torch.layers import AnyHeads, Rotary, rotation
 from forerun.executors.torch.plan_geometry import PassRows
 from forerun.executors.torch.target import TorchTarget
 from forerun.interface.draft_model import (
@@ -76,10 +77,7 @@ class LevelModel:
     ids        int32[Vd] target id of every draft id
     ropes      frequencies float32[E/2] and factor of each kind of rotary positions
     gqa_group  query heads that share keys and values
-    refusal    why captured rounds cannot run it, in one clause; None where they can
     """
-
-    refusal: str | None = None
 
     def __init__(
         self,
@@ -91,10 +89,11 @@ class LevelModel:
         width: int,
         states: LayerStates | None = None,
     ) -> None:
-        """heads: A query heads of E numbers; width: W."""
+        """heads: A query heads, and numbers of one that a rope is over; width: W."""
         self.traits, self.cache, self.states = traits, cache, states
         self._executor, limits = executor, executor.limits
-        self.gqa_group = heads[0] // traits.cache[0].kv_heads
+        kept = traits.cache[0]
+        self.gqa_group = tile_heads(heads[0] // kept.kv_heads, kept.head_size)
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
         self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
         self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
@@ -201,11 +200,11 @@ class LevelModel:
         rows = PassRows(start, extension.kv_len, extension.pages, work.position)
         geometry = rows.chains(places, cache.parts[0], self.gqa_group, device)
 
-        def attend(layer: int, heads: Heads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Rows:
             held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, geometry.slots)
             seen = replace(geometry, begin=begin) if begin else geometry
-            return kernels.attend(queries, *held, seen, cache.attention[layer])
+            return kernels.attend(queries, *held, seen, cache.attention[layer], sinks=heads.sinks)
 
         return attend
 

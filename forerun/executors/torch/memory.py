@@ -19,7 +19,7 @@ DTYPES = {
 
 def kv_shape(arch: Architecture) -> KvShape:
     """What the cache keeps of a position."""
-    return KvShape(arch.layers, arch.kv_heads, arch.head_size)
+    return KvShape(arch.layers, arch.cache_layer)
 
 
 def planned_bytes(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
-from forerun.executors.torch.decoder import Block, refusal
+from forerun.executors.torch.decoder import Block
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.layers import PLAIN, Elementwise, Linear
 from forerun.executors.torch.level_model import LevelModel, Nodes
@@ -88,10 +88,9 @@ class TorchPredictionModel(LevelModel):
             attention=tuple(spec.attention for spec in arch.layer_specs),
             begins=tuple(range(draft.count)),
         )
-        ropes, heads = (arch.layer_specs[0].rope,), (arch.heads, arch.head_size)
+        ropes, heads = (arch.layer_specs[0].rope,), (arch.heads, arch.rope_size)
         super().__init__(executor, traits, cache, ropes, heads, draft.count * arch.hidden, states)
         self._draft, self._arch = draft, arch
-        self.refusal = refusal(arch.layer_specs)
         weights = Weights(draft, device, dtype, Linear, finite=True)
         parts = executor.kernels.parts if executor.kernels is not None else PLAIN
         self._layers = [_Layer(number, draft, weights, parts) for number in range(draft.count)]

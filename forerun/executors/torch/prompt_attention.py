@@ -74,7 +74,7 @@ class PromptAttention:
 
 def takes(spec: AttentionSpec) -> bool:
     """Whether `attend_chunk` makes such scores."""
-    return spec.window is None and spec.softcap is None
+    return spec.window is None and spec.softcap is None and not spec.sinks and spec.latent is None
 
 
 def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:

@@ -22,21 +22,19 @@ no program reads much longer than the others, and what was one part needs no mer
 The slow twin is `forerun.executors.torch.geometry.attend_dense`.
 """
 
-from functools import cache
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.torch.attention_shapes import lines_for, major_of, shape_for
 from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import (
-    KEYS,
     MOST_PARTS,
     PROGRAMS,
     Geometry,
     positions_of,
+    program_heads,
 )
 from forerun.executors.torch.kv import CacheTensor, Narrow
 from forerun.executors.torch.triton_merge import Found, merged, merged_rows
@@ -45,6 +43,7 @@ from forerun.models.layer_spec import AttentionSpec
 VIEWS = (
     "key_scales",
     "value_scales",
+    "sinks",
     "tiles",
     "start",
     "kv_len",
@@ -64,18 +63,27 @@ _LOG2E = 1.4426950408889634
 
 @triton.jit
 def _see(
-    most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there, scale, cap,
-    E: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
+    most, total, mixed, q, rest, keys, values, key_scales, value_scales, slot, seen, there, scale,
+    cap, E: tl.constexpr, V: tl.constexpr, NARROW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """One turn: the keys at `slot` [KEYS], of which each line sees `seen` [LINES,KEYS].
 
     Scores are dot products times `scale`, in units of log2; if CAPPED, `cap` times their tanh.
+    Where values are the first V of a key's E numbers, they are loaded once, and `rest` are the
+    queries' other numbers.
     """
-    WIDE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
+    WIDE: tl.constexpr = triton.next_power_of_2(V) if V > 16 else 16
     e = tl.arange(0, WIDE)
-    place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < E)
+    place, real = slot[:, None] * E + e[None, :], there[:, None] & (e[None, :] < V)
     k = tl.load(keys + place, mask=real, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if V < E:
+        FURTHER: tl.constexpr = triton.next_power_of_2(E - V) if E - V > 16 else 16
+        f = tl.arange(0, FURTHER)
+        beyond, more = slot[:, None] * E + V + f[None, :], there[:, None] & (f[None, :] < E - V)
+        further = tl.load(keys + beyond, mask=more, other=0.0).to(q.dtype)
+        scores += tl.dot(rest, tl.trans(further), input_precision="tf32x3")
+    scores = scores * scale
     if NARROW:
         scores = scores * tl.load(key_scales + slot, mask=there, other=0.0)[None, :]
     if CAPPED:
@@ -88,7 +96,9 @@ def _see(
     weights = tl.exp2(scores - level[:, None])
     fade = tl.exp2(most - level)
     total = total * fade + tl.sum(weights, 1)
-    v = tl.load(values + place, mask=real, other=0.0).to(q.dtype)
+    v = k
+    if V == E:
+        v = tl.load(values + place, mask=real, other=0.0).to(q.dtype)
     if NARROW:
         weights = weights * tl.load(value_scales + slot, mask=there, other=0.0)[None, :]
     mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="tf32x3")
@@ -97,9 +107,9 @@ def _see(
 
 @triton.jit
 def _prefix(
-    most, total, mixed, q, keys, values, key_scales, value_scales, pages, low, high, oldest,
-    scale, cap, E: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    most, total, mixed, q, rest, keys, values, key_scales, value_scales, pages, low, high, oldest,
+    scale, cap, E: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """All turns over cached positions from `low` to `high`, of a row with these `pages`; each line
     sees from `oldest` [LINES] on.
@@ -112,17 +122,17 @@ def _prefix(
         if WINDOWED:
             seen = seen & ((at + key)[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there,
-            scale, cap, E, NARROW, CAPPED,
+            most, total, mixed, q, rest, keys, values, key_scales, value_scales, slot, seen, there,
+            scale, cap, E, V, NARROW, CAPPED,
         )  # fmt: skip
     return most, total, mixed
 
 
 @triton.jit
 def _own(
-    most, total, mixed, q, keys, values, key_scales, value_scales,
+    most, total, mixed, q, rest, keys, values, key_scales, value_scales,
     tree_intervals, slots, position, begin, last, count, step, oldest,
-    scale, cap, E: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
+    scale, cap, E: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """All turns over the step's own nodes from `begin` to `last`, of whom each line sees those that
@@ -139,8 +149,8 @@ def _own(
             where = tl.load(position + at + key, mask=there, other=-1)
             seen = seen & (where[None, :] >= oldest[:, None])
         most, total, mixed = _see(
-            most, total, mixed, q, keys, values, key_scales, value_scales, slot, seen, there,
-            scale, cap, E, NARROW, CAPPED,
+            most, total, mixed, q, rest, keys, values, key_scales, value_scales, slot, seen, there,
+            scale, cap, E, V, NARROW, CAPPED,
         )  # fmt: skip
     return most, total, mixed
 
@@ -173,15 +183,18 @@ def _give(
     do_not_specialize_on_alignment=VIEWS,
 )
 def _attend(
-    queries, keys, values, key_scales, value_scales, out, found, sums,
+    queries, keys, values, key_scales, value_scales, sinks, out, found, sums,
     tiles, start, kv_len, table, tree_intervals, slots, position, split,
     group_stride, table_stride, asked, count, nodes, reach, window, since, most_parts, scale, cap,
-    GQA_GROUP: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
-    KEYS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    COUNTED: tl.constexpr,
+    GQA_GROUP: tl.constexpr, SHARING: tl.constexpr, E: tl.constexpr, V: tl.constexpr,
+    PAGE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Fill `found`, `sums` and `out` as triton_merge.Found says, for P = most_parts; its count of
     merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in Geometry.
+
+    SHARING programs of GQA_GROUP heads each read one key/value head; values are V numbers, of fewer
+    than E the keys' first. SINKS: each head's sums begin with its own score, once.
 
     Parts and nodes are arguments and no constants, so that a model needs few binaries.
     """
@@ -196,18 +209,28 @@ def _attend(
     line = tl.arange(0, LINES)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
     mine = (line < nodes * GQA_GROUP) & (node < end) & works
-    WIDE: tl.constexpr = triton.next_power_of_2(E) if E > 16 else 16
+    WIDE: tl.constexpr = triton.next_power_of_2(V) if V > 16 else 16
     e = tl.arange(0, WIDE)
     query = node - behind
-    place = (query * heads + head)[:, None] * E + e[None, :]
-    whole = mine[:, None] & (e[None, :] < E)
-    q = tl.load(queries + place, mask=whole, other=0.0)
-    away = group.to(tl.int64) * group_stride
+    which = (query * heads + head)[:, None]
+    place, whole = which * V + e[None, :], mine[:, None] & (e[None, :] < V)
+    q = tl.load(queries + which * E + e[None, :], mask=whole, other=0.0)
+    rest = q
+    if V < E:
+        FURTHER: tl.constexpr = triton.next_power_of_2(E - V) if E - V > 16 else 16
+        f = tl.arange(0, FURTHER)
+        beyond = mine[:, None] & (f[None, :] < E - V)
+        rest = tl.load(queries + which * E + V + f[None, :], mask=beyond, other=0.0)
+    away = (group // SHARING).to(tl.int64) * group_stride
     keys, values = keys + away, values + away
     # A scale for E numbers; without scales these lead nowhere and are not read.
     ks, vs = key_scales + away // E, value_scales + away // E
     most = tl.full([LINES], float("-inf"), tl.float32)
     total, mixed = tl.zeros([LINES], tl.float32), tl.zeros([LINES, WIDE], tl.float32)
+    if SINKS:
+        first_part = mine & (part == 0)
+        most = tl.load(sinks + head, mask=first_part, other=float("-inf")) * 1.4426950408889634
+        total = tl.where(first_part, 1.0, 0.0)
 
     cached = tl.where(works, tl.load(kv_len + row), 0)
     length = tl.cdiv(tl.cdiv(cached, KEYS), parts) * KEYS
@@ -220,19 +243,19 @@ def _attend(
         oldest = tl.maximum(own - window + 1, tl.minimum(own, since))
         low = tl.maximum(low, tl.min(oldest, 0) // KEYS * KEYS)
     most, total, mixed = _prefix(
-        most, total, mixed, q, keys, values, ks, vs, table + row * table_stride, low, high, oldest,
-        scale, cap, E, PAGE, KEYS, NARROW, WINDOWED, CAPPED,
+        most, total, mixed, q, rest, keys, values, ks, vs, table + row * table_stride, low, high,
+        oldest, scale, cap, E, V, PAGE, KEYS, NARROW, WINDOWED, CAPPED,
     )  # fmt: skip
     # A parent precedes its children, so in trees nobody sees a node that comes after the tile.
     last = tl.where(works & (part == parts - 1), tl.minimum(first + reach, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)
     most, total, mixed = _own(
-        most, total, mixed, q, keys, values, ks, vs, tree_intervals, slots, position, begin, last,
-        count, step, oldest, scale, cap, E, KEYS, NARROW, WINDOWED, CAPPED,
+        most, total, mixed, q, rest, keys, values, ks, vs, tree_intervals, slots, position, begin,
+        last, count, step, oldest, scale, cap, E, V, KEYS, NARROW, WINDOWED, CAPPED,
     )  # fmt: skip
     _give(
         found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
-        asked * heads, part, parts, most_parts, E, LINES,
+        asked * heads, part, parts, most_parts, V, LINES,
     )  # fmt: skip
     if COUNTED:
         # Of each query's heads none is merged yet; so say all that share the first keys.
@@ -262,75 +285,39 @@ def uniform(tiles: int, parts: int, device: torch.device) -> Tensor:
     return _uniform[key]
 
 
-def lines_for(queries: int) -> int:
-    """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
-    lines: int = max(16, triton.next_power_of_2(queries))
-    return lines
-
-
-class Shape(NamedTuple):
-    """How a program is laid out: keys of a turn, turns whose keys are fetched ahead, and warps."""
-
-    keys: int
-    stages: int
-    warps: int = 4
-
-
-def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
-    """Chosen so that no register is spilt and eight warps fit on a multiprocessor, on compute
-    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number, of which a
-    head has `size`; major: the first number of the compute capability. With 10, products are
-    summed in the tensor cores' own memory, whose contents pass through registers at every turn.
-    """
-    full, tensor_memory = lines == 64, major == 10
-    if size > 128:
-        keys = KEYS // 4 if itemsize == 4 or full else KEYS // 2
-        return Shape(keys, 3 if full and not tensor_memory else 2)
-    if itemsize == 4:
-        return Shape(KEYS // 4 if full else KEYS // 2, 2, 8 if full and tensor_memory else 4)
-    if full and tensor_memory and size > 64:
-        return Shape(KEYS // 2, 2, 8)
-    return Shape(KEYS, 2 if full else 3)
-
-
-@cache
-def major_of(device: torch.device) -> int:
-    """First number of the compute capability; 9 where kernels are interpreted, not compiled."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-
-
 def attend(
     queries: Tensor,
     keys: CacheTensor,
     values: CacheTensor,
     geometry: Geometry,
     spec: AttentionSpec | None = None,
-    parts: int | None = None,
     float8: bool = False,
+    sinks: Tensor | None = None,
 ) -> Rows:
-    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
+    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values; [Q,A,V] where values are
+    the first V numbers of the keys.
 
     The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
     here waits for the device.
 
     spec    how scores are made; None: scaled by 1/sqrt(E), no window
-    parts   for every tile, instead of those of the geometry
     float8  give the context as float8 rows [Q,A*E] instead
+    sinks   float32[A]: a score of each head that carries no value
     """
-    split, most = _split(geometry, len(keys), parts)
-    found = Found.of(queries, most, counted=float8)
+    split, most = _split(geometry, len(keys))
+    found = Found.of(queries, most, float8, values.shape[-1])
     spec = spec or AttentionSpec(queries.shape[2] ** -0.5)
-    _launch(queries.contiguous(), (keys, values), geometry, spec, split, found)
+    _launch(queries.contiguous(), (keys, values), geometry, spec, split, found, sinks)
     return merged_rows(found) if float8 else merged(found)
 
 
-def _split(geometry: Geometry, groups: int, parts: int | None) -> tuple[Tensor, int]:
+def _split(geometry: Geometry, groups: int) -> tuple[Tensor, int]:
     """As Geometry.split, for so many key/value heads, and the parts that a tile has at most."""
     tiles, split = len(geometry.tiles), geometry.split
-    if split is not None and not parts:
-        return split, min(MOST_PARTS, len(split) - tiles + 1)
-    parts = parts or parts_for(tiles * groups)
-    return uniform(tiles, parts, geometry.tiles.device), parts
+    if split is None:
+        parts = parts_for(tiles * groups)
+        return uniform(tiles, parts, geometry.tiles.device), parts
+    return split, min(MOST_PARTS, len(split) - tiles + 1)
 
 
 def _launch(
@@ -340,16 +327,20 @@ def _launch(
     spec: AttentionSpec,
     split: Tensor,
     found: Found,
+    sinks: Tensor | None,
 ) -> None:
     """`_attend` of whole queries [Q,A,E] over keys and values."""
     keys, (count, heads, size) = cached[0], queries.shape
     windowed, cap = spec.window is not None or geometry.begin > 0, spec.softcap
-    lines = lines_for(geometry.tile * (heads // len(keys)))
+    sharing = heads // len(keys)
+    taken = program_heads(sharing, size)
+    lines = lines_for(geometry.tile * taken)
     shape = shape_for(lines, queries.itemsize, size, major_of(queries.device))
     numbers, scales = zip(*(_parts_of(each) for each in cached), strict=True)
     nodes = len(geometry.slots)
-    _attend[len(split), len(keys)](
-        *(queries, *numbers, *scales, found.out, found.parts, found.sums),
+    _attend[len(split), heads // taken](
+        *(queries, *numbers, *scales, found.sums if sinks is None else sinks),
+        *(found.out, found.parts, found.sums),
         *(geometry.tiles, geometry.start, geometry.kv_len, geometry.table),
         *(geometry.tree_intervals, geometry.slots),
         positions_of(geometry) if windowed else geometry.tree_intervals,
@@ -359,14 +350,17 @@ def _launch(
         *(geometry.begin, found.most),
         spec.scale * _LOG2E if cap is None else spec.scale / cap,
         (cap or 0.0) * _LOG2E,
-        GQA_GROUP=heads // len(keys),
+        GQA_GROUP=taken,
+        SHARING=sharing // taken,
         E=size,
+        V=found.out.shape[2],
         PAGE=geometry.page_size,
         LINES=lines,
         KEYS=shape.keys,
         NARROW=isinstance(keys, Narrow),
         WINDOWED=windowed,
         CAPPED=cap is not None,
+        SINKS=sinks is not None,
         COUNTED=found.counted,
         num_warps=shape.warps,
         num_stages=shape.stages,

@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.torch import kv
 from forerun.executors.torch.float8 import FLOAT8, Float8Rows
 from forerun.executors.torch.kv import CacheTensor, Narrow
-from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.layers import AnyHeads, LatentHeads
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 
 @triton.jit
@@ -59,15 +61,19 @@ def _norm(
 @triton.jit
 def _gate(
     gate, up, out, scales, gate_stride, up_stride, width,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a row; NARROW: all of it."""
+    """A block of a row; NARROW: all of it. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
     opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
     value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
-    angle = opened
+    if CLAMP > 0:
+        opened = tl.minimum(opened, CLAMP)
+        value = tl.minimum(tl.maximum(value, -CLAMP), CLAMP) + 1
+    angle = opened * SLOPE
     if GELU:
         angle = 1.5957691216057308 * (opened + 0.044715 * opened * opened * opened)
     found = (opened / (1 + tl.exp(-angle)) * value).to(gate.dtype.element_ty)
@@ -230,8 +236,8 @@ def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Ten
     )
 
 
-def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
-    """layers.swiglu of [M,I] and [M,I]; with `gelu` layers.geglu."""
+def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
+    """layers.swiglu of [M,I] and [M,I]; with `gelu` layers.geglu, `clamped` clamped_swiglu."""
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
@@ -239,6 +245,8 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
         BLOCK=1024,
         GELU=gelu,
         NARROW=False,
+        CLAMP=CLAMP if clamped else 0.0,
+        SLOPE=CLAMP_SLOPE if clamped else 1.0,
         num_warps=4,
     )
     return out
@@ -247,6 +255,11 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Tensor:
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
     """layers.geglu of [M,I] and [M,I]."""
     return gate(opened, up, gelu=True)
+
+
+def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
+    """layers.clamped_swiglu of [M,I] and [M,I]."""
+    return gate(opened, up, clamped=True)
 
 
 def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
@@ -258,6 +271,8 @@ def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
         BLOCK=wide,
         GELU=gelu,
         NARROW=True,
+        CLAMP=0.0,
+        SLOPE=1.0,
         num_warps=warps_for(wide, narrow=True),
     )
     return out
@@ -316,10 +331,13 @@ def _launch_add_norm(
     )
 
 
-def enter(heads: Heads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
     """Queries [M,A,E] of `heads`, normed and rotated (Heads.turned); their keys and values go into
-    the slots int[M] of `layer` (PagedCache.write).
+    the slots int[M] of `layer` (PagedCache.write). Latent heads by the slow twin, which launches
+    only, too.
     """
+    if isinstance(heads, LatentHeads):
+        return kv.enter(heads, layer, slots)
     qkv, groups, normed = heads.qkv, heads.kv_heads, heads.q_norm is not None
     count, parts, size = qkv.shape
     assert qkv.stride(1) == size and normed == (heads.k_norm is not None)

@@ -36,9 +36,9 @@ class Found(NamedTuple):
     counted: bool
 
     @staticmethod
-    def of(queries: Tensor, most: int, counted: bool) -> "Found":
-        """Room for queries [Q,A,E]."""
-        (count, heads, size), several = queries.shape, most if most > 1 else 0
+    def of(queries: Tensor, most: int, counted: bool, size: int) -> "Found":
+        """Room for queries [Q,A,.] whose context is `size` wide."""
+        (count, heads, _), several = queries.shape, most if most > 1 else 0
         return Found(
             out=queries.new_empty((count, heads, size)),
             parts=queries.new_empty((several, count, heads, size), dtype=torch.float32),

@@ -14,7 +14,8 @@ from gguf.quants import dequantize
 from torch import Tensor, nn
 
 from forerun.errors import ModelError
-from forerun.executors.torch.float8 import Float8Linear
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.grouped import Stacked
 from forerun.executors.torch.layers import Linear, Product
 from forerun.models.checkpoint import Checkpoint, Repeated
 from forerun.models.mapped import Packed
@@ -111,6 +112,38 @@ class Weights:
         """What layers.FeedForward multiplies by."""
         gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return gate_up, self.block_linear(f"{prefix}.down_proj")
+
+    def wide_linear(self, *names: str) -> Product:
+        """The same in float32, whatever the dtype."""
+        weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
+        biases = [self.vector(f"{name}.bias") for name in names]
+        present = [bias for bias in biases if bias is not None]
+        return self._unnarrowed(weight, torch.cat(present) if present else None)
+
+    def experts(self, prefix: str, count: int, *parts: str) -> Stacked:
+        """`parts` of experts prefix.0 to prefix.(count - 1), one above the other, as one tensor; in
+        float8 where the blocks' products are.
+        """
+        rows = [self._checkpoint.shape(f"{prefix}.0.{part}.weight") for part in parts]
+        shape = count, sum(each[0] for each in rows), rows[0][1]
+        narrow = self._products is Float8Linear
+        numbers = torch.empty(shape, dtype=FLOAT8 if narrow else self.dtype, device=self.device)
+        scale = torch.empty(shape[:2], device=self.device) if narrow else None
+        biases = []
+        for expert in range(count):
+            names = [f"{prefix}.{expert}.{part}" for part in parts]
+            biases += [self.vector(f"{name}.bias") for name in names]
+            if scale is None:
+                for out, name in zip(
+                    numbers[expert].split([r[0] for r in rows]), names, strict=True
+                ):
+                    self._fill(out, f"{name}.weight")
+                continue
+            found = float8_rows(self._stacked(tuple(f"{name}.weight" for name in names)))
+            numbers[expert], scale[expert] = found.numbers, found.scale[:, 0]
+        present = [bias for bias in biases if bias is not None]
+        bias = torch.cat(present).view(shape[:2]).to(self.dtype) if present else None
+        return Stacked(numbers, scale, bias)
 
     def head(self, embedding: Tensor) -> Product:
         """The output head [V,H]; `embedding` is what it is tied to, if it is."""

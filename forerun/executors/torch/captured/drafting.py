@@ -42,7 +42,7 @@ from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.float8 import Rows
 from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.layers import Heads, Rotary
+from forerun.executors.torch.layers import AnyHeads, Rotary
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.plain_round import (
     Below,
@@ -94,11 +94,11 @@ class Drafting:
         """Of nodes whose keys and values go into `slots`."""
         kernels, cache = self._kernels, self._network.cache
 
-        def attend(layer: int, heads: Heads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Rows:
             held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, slots)
             seen = replace(geometry, begin=begin) if begin else geometry
-            return kernels.attend(queries, *held, seen, cache.attention[layer])
+            return kernels.attend(queries, *held, seen, cache.attention[layer], sinks=heads.sinks)
 
         return attend
 

@@ -38,7 +38,7 @@ from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.warm_up import warm_up
-from forerun.executors.torch.decoder import Decoder, refusal
+from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.executor import TorchExecutor, TorchRound
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.level_model import LevelModel
@@ -115,17 +115,8 @@ class CapturedExecutor(Executor):
         self.runner.request_aux_hidden_states(layers, self.dtype)
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
-        """Let rounds that a draft request comes with do this model's work at their end, or say in
-        the log why they cannot.
-        """
+        """Let rounds that a draft request comes with do this model's work at their end."""
         name = model.traits.name
-        if model.refusal is not None:
-            log.warning(
-                "%s drafts outside of captured rounds, in passes of its own: %s",
-                name,
-                model.refusal,
-            )
-            return
         log.info("%s drafts within captured rounds", name)
         limits = self.limits
         self.runner.drafting = drafting_of(model, self.kernels, limits.max_nodes, limits.slots)
@@ -320,13 +311,9 @@ class CapturedExecutor(Executor):
 
 def with_captures(eager: TorchExecutor, overlap: bool = False) -> TorchExecutor | CapturedExecutor:
     """The executor behind captured rounds, which may go on from each other (`overlap`), where its
-    device captures and all its layers can be; else itself, which the log says.
+    device captures; else itself.
     """
     records = recorder(eager.device)
     if records is None or eager.kernels is None:
-        return eager
-    reason = refusal(eager.decoder.arch.layer_specs)
-    if reason is not None:
-        log.warning("no step of this model is captured, each is launched bit by bit: %s", reason)
         return eager
     return CapturedExecutor(eager, eager.kernels, records, overlap)

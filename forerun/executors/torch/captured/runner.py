@@ -40,10 +40,10 @@ from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.float8 import Rows
-from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.geometry import Geometry, tile_heads
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
-from forerun.executors.torch.layers import Heads
+from forerun.executors.torch.layers import AnyHeads
 from forerun.executors.torch.plain_round import Accepted, Facts, Prepared, RoundShape
 from forerun.executors.torch.shaping import reported
 from forerun.interface.executor import ExecutorLimits
@@ -71,10 +71,11 @@ class CudaGraphRunner:
     ) -> None:
         self._decoder, self._cache, self._limits = decoder, cache, limits
         self.kernels, self._records = kernels, records
+        arch = decoder.arch
         self._dims = BufferDims(
             width=-(-limits.context // limits.page_size),
             slots=limits.slots,
-            gqa_group=decoder.arch.heads // decoder.arch.kv_heads,
+            gqa_group=tile_heads(arch.heads // arch.kv_heads, arch.head_size),
             vocab=limits.vocab,
             groups=cache.groups,
             page_size=cache.page_size,
@@ -209,11 +210,12 @@ class CudaGraphRunner:
             split=facts["split"],
         )
 
-        def attend(layer: int, heads: Heads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Rows:
             held = cache.of_layer(layer)
             queries = kernels.enter(heads, held, prepared.slots)
             spec = decoder.arch.layer_specs[layer].attention
-            return kernels.attend(queries, *held, geometry, spec, float8=heads.float8)
+            float8, sinks = heads.float8, heads.sinks
+            return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
 
         last, streams = decoder.forward(facts["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:

@@ -1,0 +1,34 @@
+"""What the jax executor cannot run yet."""
+
+from forerun.errors import ModelError
+from forerun.models.arch import Architecture
+from forerun.models.layer_spec import Experts, Router
+
+
+def refusal(arch: Architecture) -> str | None:
+    """Why jax cannot run this model, in one clause; None where it can."""
+    specs = arch.layer_specs
+    mixtures = [s.feed_forward for s in specs if isinstance(s.feed_forward, Experts)]
+    plain = {Router(), Router(normalised=True)}
+    beyond = {
+        "latent attention": arch.latent is not None,
+        "attention sinks": any(spec.attention.sinks for spec in specs),
+        "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),
+        "scaled residuals": any(spec.residual != 1.0 for spec in specs),
+        "scaled logits": arch.logit_scale != 1.0,
+        "a clamped gate": any(spec.activation == "clamped_silu" for spec in specs),
+        "a router that is not a softmax alone": any(m.router not in plain for m in mixtures),
+        "experts with biases": any(mixture.bias for mixture in mixtures),
+        "a shared expert without a gate": any(m.shared and not m.shared_gate for m in mixtures),
+    }
+    needed = [what for what, there in beyond.items() if there]
+    if not needed:
+        return None
+    return f"the jax executor cannot run this {arch.family} model yet: it needs {', '.join(needed)}"
+
+
+def check_runs(arch: Architecture) -> None:
+    """Raise ModelError where `refusal` has a reason."""
+    reason = refusal(arch)
+    if reason is not None:
+        raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -1,0 +1,232 @@
+"""Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
+
+`arch.layer_tensors` names what a layer has; a `Piece` says of each which stored tensor it is, or is
+a part of. Families differ in a table of names (_RENAMED) and in three layouts:
+
+    fused        queries, keys and values are one matrix, gate and up another (Phi-3)
+    stacked      all experts are one tensor, matrices [in, out], gate and up in turns (gpt-oss)
+    rotated      in a head the rotated numbers stand first (partial rotation), or pairs stand side
+                 by side (DeepSeek); here pairs stand half a head apart, over the whole head
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.models.arch import Architecture, Family, layer_tensors
+from forerun.models.layer_spec import LayerSpec
+from forerun.models.mapped import Packed, TensorFile
+from forerun.models.rope import Rope
+from forerun.types import AnyArray, Floats
+
+Order = NDArray[np.int64]
+_HALVES = ("F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A tensor as a part of a stored one.
+
+    stored      its name, without the layer's prefix
+    shape       its own
+    whole       the stored tensor's
+    expert      which one of a stored tensor of all experts; None: it is of no such
+    transposed  a matrix that is stored [in, out]
+    rows        which rows (of a vector: numbers) of what is left; None = all
+    order       in which order these are, int64[rows]; None = as they are
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    expert: int | None = None
+    transposed: bool = False
+    rows: slice | None = None
+    order: Order | None = None
+
+    @property
+    def alone(self) -> bool:
+        """The stored tensor is this one, number by number."""
+        return self.shape == self.whole and self.order is None and not self.transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece in the file that has it; `name` is the stored tensor's in full."""
+
+    file: TensorFile
+    name: str
+    piece: Piece
+
+    @property
+    def kind(self) -> str:
+        """Ggml's name of the storage."""
+        return self.file.tensors[self.name].kind
+
+    def floats(self) -> Floats:
+        """As float32; a read-only view of the file where it is stored like that."""
+        if self.piece.alone:
+            return self.file.floats(self.name)
+        piece, item = self.piece, self.file.tensors[self.name]
+        if len(piece.shape) == 1 or self.kind not in _HALVES:
+            found: Floats = self.cut(self.file.floats(self.name))
+            return found
+        rows = np.ascontiguousarray(self.rows())
+        part = {"": replace(item, shape=piece.shape, start=0, size=rows.nbytes)}
+        return TensorFile(self.file.path, part, rows.ravel()).floats("")
+
+    def rows(self) -> NDArray[np.uint8]:
+        """uint8[rows, bytes of a row] of a matrix."""
+        stored, piece = self.file.rows(self.name), self.piece
+        if piece.alone:
+            return stored
+        if not piece.transposed:
+            per = piece.whole[-2]
+            first = 0 if piece.expert is None else piece.expert * per
+            return self._ordered(stored[first : first + per])
+        width = stored.shape[1] // piece.whole[-1]
+        numbers = stored.view(f"u{width}").reshape(piece.whole)
+        matrix = numbers if piece.expert is None else numbers[piece.expert]
+        turned: NDArray[np.uint8] = np.ascontiguousarray(self._ordered(matrix.T)).view(np.uint8)
+        return turned
+
+    def packed(self) -> Packed | None:
+        """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
+        if self.piece.alone:
+            return self.file.packed(self.name)
+        if len(self.piece.shape) != 2 or self.kind not in ("F32", *_HALVES):
+            return None
+        return Packed(self.kind, self.rows(), self.piece.shape[-1])
+
+    def cut(self, whole: AnyArray) -> AnyArray:
+        """The piece of the stored tensor's numbers."""
+        piece = self.piece
+        found = whole if piece.expert is None else whole[piece.expert]
+        return self._ordered(found.T if piece.transposed else found)
+
+    def _ordered(self, rows: AnyArray) -> AnyArray:
+        piece = self.piece
+        rows = rows if piece.rows is None else rows[piece.rows]
+        return rows if piece.order is None else rows[piece.order]
+
+
+_SHARED = (r"mlp\.shared_expert\.", "mlp.shared_experts.")
+
+_RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (r"mlp\.gate\.", "block_sparse_moe.gate."),
+        (r"mlp\.experts\.(\d+)\.gate_proj\.", r"block_sparse_moe.experts.\1.w1."),
+        (r"mlp\.experts\.(\d+)\.down_proj\.", r"block_sparse_moe.experts.\1.w2."),
+        (r"mlp\.experts\.(\d+)\.up_proj\.", r"block_sparse_moe.experts.\1.w3."),
+    ),
+    "glm4_moe": (_SHARED,),
+    "deepseek_v3": (_SHARED,),
+    "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
+}
+"""By family: how canonical names begin, and how the files' do."""
+
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, Piece]:
+    """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
+    without the layer's prefix.
+    """
+    found = {}
+    for name, shape in layer_tensors(arch, spec).items():
+        piece = Piece(_renamed(name, arch.family), shape, shape)
+        if arch.family == "phi3":
+            piece = _fused(name, piece, arch, spec)
+        elif arch.family == "gpt_oss":
+            piece = _stacked(name, piece, spec)
+        order = _order_of(name, arch, spec)
+        found[name] = piece if order is None else replace(piece, order=order)
+    return found
+
+
+def _renamed(name: str, family: Family) -> str:
+    for begin, stored in _RENAMED.get(family, ()):
+        found, count = re.subn(f"^{begin}", stored, name)
+        if count:
+            return found
+    return name
+
+
+def _fused(name: str, piece: Piece, arch: Architecture, spec: LayerSpec) -> Piece:
+    """Phi-3's: q, k and v one above the other, and gate and up."""
+    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    width = spec.active_width
+    places = {
+        "self_attn.q_proj.weight": ("self_attn.qkv_proj.weight", 0, queries + 2 * keys),
+        "self_attn.k_proj.weight": ("self_attn.qkv_proj.weight", queries, queries + 2 * keys),
+        "self_attn.v_proj.weight": (
+            "self_attn.qkv_proj.weight",
+            queries + keys,
+            queries + 2 * keys,
+        ),
+        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0, 2 * width),
+        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", width, 2 * width),
+    }
+    if name not in places:
+        return piece
+    stored, first, rows = places[name]
+    part = slice(first, first + piece.shape[0])
+    return replace(piece, stored=stored, whole=(rows, piece.shape[1]), rows=part)
+
+
+def _stacked(name: str, piece: Piece, spec: LayerSpec) -> Piece:
+    """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return piece
+    count = spec.feed_forward.count  # type: ignore[union-attr]  # Named by an expert.
+    expert, part, kind = int(found[1]), found[2], found[3]
+    opens = part != "down"
+    stored = "mlp.experts." + ("gate_up_proj" if opens else "down_proj")
+    rows = slice(part == "up", None, 2) if opens else None
+    outputs = piece.shape[0] * (2 if opens else 1)
+    if kind == "bias":
+        return replace(
+            piece, stored=f"{stored}_bias", whole=(count, outputs), expert=expert, rows=rows
+        )
+    whole = count, piece.shape[1], outputs
+    return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
+
+
+def _order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
+    """Of the rows of what makes or norms queries and keys, where files have another."""
+    latent, rope = spec.attention.latent, spec.rope
+    if latent is not None:
+        if not latent.paired:
+            return None
+        head = np.arange(latent.rope).reshape(-1, 2).T.ravel()
+        if name.startswith("self_attn.kv_a_proj_with_mqa."):
+            return np.concatenate([np.arange(latent.rank), latent.rank + head])
+        if name in ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight"):
+            whole = np.concatenate([np.arange(latent.nope), latent.nope + head])
+            return _each_head(whole, arch.heads)
+        return None
+    if rope.rotated is None or not 0 < rope.rotated < arch.head_size:
+        return None
+    head = _rotated_first(rope, arch.head_size)
+    kind = name.removeprefix("self_attn.").rsplit(".", 1)[0]
+    heads = {"q_proj": arch.heads, "k_proj": arch.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
+    return None if heads is None else _each_head(head, heads)
+
+
+def _each_head(head: Order, heads: int) -> Order:
+    found: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
+    return found
+
+
+def _rotated_first(rope: Rope, size: int) -> Order:
+    """Of one head: pairs (i, i + rotated/2) of its first numbers become (i, i + size/2)."""
+    half, rotated = size // 2, rope.rotated or 0
+    rest = np.arange(rotated, size)
+    keep = half - rotated // 2
+    first = np.concatenate([np.arange(rotated // 2), rest[:keep]])
+    second = np.concatenate([np.arange(rotated // 2, rotated), rest[keep:]])
+    found: Order = np.concatenate([first, second])
+    return found

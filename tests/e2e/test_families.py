@@ -1,0 +1,70 @@
+"""Of every family: texts with speculation are those without, in pages of 1 and 16, with preempted
+requests and shared prefixes. Each model drafts for itself, so that its cache, its experts and its
+attention are a drafter's too.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from forerun.bench.prove import Trial
+from forerun.options.config import EngineConfig
+from tests.e2e.test_equality_matrix import PROMPTS, emulated, proved  # noqa: F401 - a fixture
+from tests.models import tiny
+
+TRIAL = Trial(PROMPTS[-4:], tokens=10, temperatures=(0.0, 1.0), group=4, mixed=True)
+ALWAYS = ("deepseek_v3", "gpt_oss")
+FAMILIES = (
+    *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
+    *("phi3", "smollm3", "granite", "olmo2", "gemma3_text"),
+)
+CASES = [
+    family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow)
+    for family in FAMILIES
+]
+
+
+def itself(folder, page):
+    """Little room, so that sequences are preempted; two prompts begin alike."""
+    return EngineConfig(
+        model=str(folder),
+        speculative_algorithm="STANDALONE",
+        speculative_draft_model_path=str(folder),
+        executor="torch",
+        device="cpu",
+        dtype="float32",
+        policy="fixed",
+        draft_on_error="stop",
+        page_size=page,
+        max_sequences=4,
+        chunked_prefill_size=320,
+        kv_tokens=176,
+        threads=1,
+        disable_cuda_graph=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    made = {}
+
+    def build(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = tiny.save_folder(tiny.model(family), folder)
+        return made[family]
+
+    return build
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("family", CASES)
+def test_texts_do_not_depend_on_drafting(folder_of, family, page):
+    proved(itself(folder_of(family), page), TRIAL, None, shapes=("tree",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_nor_in_captured_rounds(folder_of, emulated, family):  # noqa: F811
+    config = replace(itself(folder_of(family), 16), disable_cuda_graph=False)
+    proved(config, TRIAL, None, shapes=("tree",))
