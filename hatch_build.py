@@ -1,12 +1,15 @@
 """Build hook: compiles the CPU core into the package with whatever C++ compiler is there.
 
 No compiler, or one that fails, is a warning and not an error: the package then runs on its torch
-executor, and says so.
+executor, and says so. A wheel is made of a core compiled for it, beside the checkout: the one that
+an editable installation uses stays as it is.
 """
 
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,24 @@ class CustomBuildHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before the wheel (or editable install) is made."""
-        target = Path(self.root, LIBRARY)
+        editable = version == "editable"
+        self._scratch = Path(tempfile.mkdtemp(prefix="forerun-core-"))
+        target = Path(self.root, LIBRARY) if editable else self._scratch / "_core.so"
         script = Path(self.root, "csrc", "build.py")
         command = [sys.executable, str(script), str(target)]
         built = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if built.returncode:
-            target.unlink(missing_ok=True)  # Better none than one of other sources.
+            if editable:
+                target.unlink(missing_ok=True)  # Better none than one of other sources.
             reason = built.stderr.strip()
             print(f"warning: forerun's CPU core was not built: {reason}", file=sys.stderr)
             return
         machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{machine}"
         build_data["pure_python"] = False
-        build_data["artifacts"].append(LIBRARY)
+        if not editable:
+            build_data["force_include"][str(target)] = LIBRARY
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Called when it is made."""
+        shutil.rmtree(self._scratch, ignore_errors=True)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig
-from forerun.serve.metrics import LABELS, Meter
+from forerun.serve.metrics import LABELS, Metrics
 from forerun.serve.service import cache_facts
 
 PATH = Path(__file__).resolve().parents[1] / "metrics.md"
@@ -21,10 +21,10 @@ HEAD = """# Metrics
 <!-- Made by `python docs/site/metrics.py`; change forerun/serve/metrics.py instead. -->
 
 `GET /metrics` answers in Prometheus' text format. Families that vLLM has carry vLLM's names, so
-that its dashboards are filled; what only Forerun has begins with `forerun:`. Every family has the
-labels `model_name` and `engine` (always `0`). [grafana.json](grafana.json) is a dashboard of them.
-A counter is shown with `_total` at the end of its name, a histogram with `_bucket`, `_sum` and
-`_count`.
+that its dashboards are filled; what only Forerun has begins with `forerun:`. These have
+the labels `model_name` and `engine` (always `0`); `process_*` are memory, processor time and files
+of the server's process, on Linux. [grafana.json](grafana.json) is a dashboard of them. A counter is
+shown with `_total` at the end of its name, a histogram with `_bucket`, `_sum` and `_count`.
 
     scrape_configs:
       - job_name: forerun
@@ -42,9 +42,9 @@ def table() -> str:
     """A line per family, in the order in which they are shown."""
     loaded = load(EngineConfig(model="toy"))
     try:
-        facts = cache_facts(loaded.config)
-        meter = Meter("toy", loaded.engine.stats, lambda: None, facts, sglang=True)
-        page = meter.page().decode()
+        metrics = Metrics(sglang=True)
+        metrics.add("toy", loaded.engine.stats, lambda: None, cache_facts(loaded.config))
+        page = metrics.page().decode()
     finally:
         loaded.close()
     rows = []

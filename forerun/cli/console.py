@@ -3,7 +3,7 @@
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any
@@ -80,11 +80,11 @@ def _lines() -> Report:
 
 
 @contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Warnings as sentences, not as source lines."""
+def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
+    """Warnings as sentences, not as source lines, to whom `tell` tells them."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        say(f"forerun: {message}")
+        tell(f"forerun: {message}")
 
     before = warnings.showwarning
     warnings.showwarning = show
@@ -94,10 +94,15 @@ def plain_warnings() -> Iterator[None]:
         warnings.showwarning = before
 
 
-def load_shown(config: EngineConfig) -> Loaded:
+def load_with_progress(config: EngineConfig) -> Loaded:
     """Load and start a model while showing what takes long."""
     with plain_warnings(), bars() as report:
-        loaded = load(config, report)
+        return load(config, report)
+
+
+def load_shown(config: EngineConfig) -> Loaded:
+    """Load and start a model while showing what takes long, and say what was chosen."""
+    loaded = load_with_progress(config)
     _say_device(loaded.target)
     if loaded.info["profile"]:
         say(f"speculation as tuned on this machine: {loaded.info['profile']}")

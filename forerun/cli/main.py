@@ -46,7 +46,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
 
-EXTRAS = {"torch": "torch", "matplotlib": "plots"}
+EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel"}
 """Packages that a plain installation leaves out, and the extra that brings each."""
 
 

@@ -5,14 +5,20 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
-from forerun.build.engine import Loaded
-from forerun.cli.console import emit_json, load_shown, say
+from forerun.build.engine import Loaded, load
+from forerun.cli.console import load_with_progress, plain_warnings
 from forerun.cli.probing import probed
+from forerun.cli.start_log import StartLog
 from forerun.errors import ConfigError
+from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured
+from forerun.serve.logs import configure_logs
 from forerun.serve.server import run
+
+log = logging.getLogger("forerun")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -23,35 +29,25 @@ def main(arguments: argparse.Namespace) -> int:
     if settings.api_key_file:
         keys = read_keys(Path(settings.api_key_file))
         settings = replace(settings, api_keys=settings.api_keys + keys)
-    level = settings.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
+    configure_logs(settings.log_level, settings.log_format)
     if settings.host not in LOOPBACK and not settings.api_keys:
-        say(f"forerun: anyone who can reach {settings.host} may use this server; see --api-key")
-    run(
-        partial(_load, config, arguments.probe),
-        settings,
-        partial(_announce, as_json=arguments.json, ui=settings.ui),
-    )
+        log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
+    check_reference(config.model)
+    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
+    run(partial(_load, config, arguments.probe, start), settings, start.listening)
     return 0
 
 
-def _load(config: EngineConfig, probe: bool) -> Loaded:
-    loaded = load_shown(probed(config, probe)[0])
-    device = loaded.target.device
-    if device is not None and not device.gpu:  # Of a GPU `load_shown` has told.
-        say(device.sentence())
-    say(loaded.info["drafting"])
-    say(f"{loaded.name}: {loaded.target.memory.sentence()}")
-    return loaded
-
-
-def _announce(url: str, as_json: bool, ui: bool) -> None:
-    if as_json:
-        emit_json({"url": url})
+def _load(config: EngineConfig, probe: bool, start: StartLog) -> Loaded:
+    began = monotonic()
+    config = probed(config, probe)[0]
+    if start.as_log:
+        with plain_warnings(log.warning):
+            loaded = load(config)
     else:
-        say(f"listening on {url}")
-        if ui:
-            say(f"web UI at {url.removesuffix('v1')}")
+        loaded = load_with_progress(config)
+    start.loaded(loaded, began)
+    return loaded
 
 
 def read_keys(path: Path) -> tuple[str, ...]:

@@ -87,11 +87,27 @@ def open_model(
     if path.suffix == ".gguf" and path.is_file():
         return _open_gguf(path.stem, path)
     if path.exists():
-        raise ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
+        raise _no_model(path)
     hub = hub_reference(reference)
     if hub is not None:
         return _open_hub(hub, cache_dir and cache_dir / "hub", revision)
     raise _unknown(reference)
+
+
+def check_reference(reference: str) -> None:
+    """Raise ModelError where `open_model` could only fail: the name of no model that is built in,
+    here, or could be on the hub. Nothing is fetched.
+    """
+    if reference in BUILT_IN or reference == "toy":
+        return
+    path = _local(reference)
+    if path.is_dir():
+        folders.config_of(path)
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise _no_model(path)
+    elif hub_reference(reference) is None:
+        raise _unknown(reference)
 
 
 def is_reference(word: str) -> bool:
@@ -131,6 +147,10 @@ def _local(reference: str) -> Path:
             f"{reference[:200]!r} is not a usable path: {type(error).__name__}"
         ) from error
     return path
+
+
+def _no_model(path: Path) -> ModelError:
+    return ModelError(f"{path} is neither a .gguf file nor a folder with a config.json")
 
 
 def _unknown(reference: str) -> ModelError:

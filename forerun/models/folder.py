@@ -41,7 +41,7 @@ class FolderCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Map and check the files; ModelError names what is wrong with them."""
         self._folder = folder
-        self.config: dict[str, Any] = _config(folder)
+        self.config: dict[str, Any] = config_of(folder)
         self.architecture: Architecture = architecture_from(self.config, folder)
         self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
@@ -122,7 +122,8 @@ def text_only(
     return {new: renamed[id(files[old])] for new, old in names.items()}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. Raises ModelError that says what the folder is instead."""
     if (folder / "config.json").is_file():
         return read_json(folder / "config.json")
     hint = ""

@@ -380,6 +380,17 @@ class ServeSettings:
         choices=("debug", "info", "warning", "error", "critical"),
         spellings=str.lower,
     )
+    log_format: str = option(
+        "text",
+        "the log's lines: text, or json, one object per line",
+        choices=("text", "json"),
+        spellings=str.lower,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send a span per request to this OpenTelemetry collector, by OTLP over HTTP, such as "
+        "http://localhost:4318 (needs the extra otel)",
+    )
     decode_log_interval: int = option(
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )

@@ -2,8 +2,10 @@
 background.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -39,8 +41,13 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     """
     service = Service(source, settings)
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
+    traces = _traces(settings)
     guard = Middleware(
-        RequestMiddleware, keys=settings.api_keys, hosts=hosts, patience=settings.send_seconds
+        RequestMiddleware,
+        keys=settings.api_keys,
+        hosts=hosts,
+        patience=settings.send_seconds,
+        traces=traces and traces.ended,
     )
 
     @asynccontextmanager
@@ -48,6 +55,8 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
         service.start()
         yield
         await service.close()
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
 
     app = Starlette(
         routes=[*_API, *(ui_routes() if settings.ui else ())],
@@ -60,6 +69,17 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
     app.state.responses = ResponseStore()
     app.state.running = set()
     return app
+
+
+def _traces(settings: ServeSettings) -> Any:
+    """What sends spans, where an endpoint is set: OpenTelemetry is loaded for that alone. Raises
+    ImportError where it is not installed.
+    """
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from forerun.serve.tracing import RequestTraces
+
+    return RequestTraces(settings.otlp_traces_endpoint)
 
 
 def _browsers(settings: ServeSettings) -> list[Middleware]:

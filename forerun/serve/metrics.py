@@ -1,10 +1,11 @@
 """/metrics: the engine's counters for Prometheus, under vLLM's names where vLLM has them."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -110,131 +111,159 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
 )
 
 
-class Meter:
-    """All that /metrics shows of one engine that serves the model `name`.
+_LABELLED: tuple[
+    tuple[str, str, tuple[str, ...], Callable[[Stats], Iterable[tuple[Any, ...]]]], ...
+] = (
+    (
+        "vllm:request_success",
+        "Ended sequences.",
+        ("finished_reason",),
+        lambda s: s.finished.items(),
+    ),
+    (
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts whose draft token at this depth (from 0) was accepted.",
+        ("position",),
+        lambda s: enumerate(s.accepted_at),
+    ),
+    (
+        "forerun:draft_tokens",
+        "Draft tokens verified, by who proposed them and depth (from 0).",
+        ("source", "position"),
+        lambda s: ((count.source, count.depth - 1, count.verified) for count in s.by_source),
+    ),
+    (
+        "forerun:accepted_draft_tokens",
+        "Draft tokens accepted, by who proposed them and depth (from 0).",
+        ("source", "position"),
+        lambda s: ((count.source, count.depth - 1, count.accepted) for count in s.by_source),
+    ),
+    ("forerun:step_part_seconds", "Time of steps.", ("part",), lambda s: s.seconds.items()),
+)
+"""Counters with labels of their own: family, meaning, labels, (values of the labels, count)."""
 
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """What is measured of one engine, which serves the model `name`.
+
+    stats      its counters now
     fault      why nothing is drafted although it should be; None = all is well
     gap        called with the seconds between two pieces of news of one sequence
     per_token  called with the seconds per token of an ended request, after its first news
     cache      facts about the key/value cache, by name
-    sglang     SGLang's names too
     """
 
-    def __init__(
-        self,
-        name: str,
-        stats: Callable[[], Stats],
-        fault: Callable[[], str | None],
-        cache: Mapping[str, Any] | None = None,
-        sglang: bool = False,
-    ) -> None:
+    name: str
+    stats: Callable[[], Stats]
+    fault: Callable[[], str | None]
+    gap: Callable[[float], None]
+    per_token: Callable[[float], None]
+    cache: Mapping[str, Any]
+
+
+class Metrics:
+    """All that /metrics shows: the process, and every engine that was `add`ed.
+
+    sglang  under SGLang's names too
+    """
+
+    def __init__(self, sglang: bool = False) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(name, stats, fault, cache or {}, sglang))
-        self.gap = self._seconds(
+        self._engines = EngineCollector(sglang)
+        self._registry.register(self._engines)
+        ProcessCollector(registry=self._registry)
+        self._gap = self._seconds(
             "vllm:inter_token_latency_seconds",
             "Between two pieces of news of one sequence; a step may bring several tokens.",
-            name,
         )
-        self.per_token = self._seconds(
+        self._per_token = self._seconds(
             "vllm:request_time_per_output_token_seconds",
             "Per request, time per token after the first news.",
-            name,
         )
 
-    def page(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self._registry)
-
-    def _seconds(self, family: str, text: str, name: str) -> Callable[[float], None]:
-        histogram = Histogram(family, text, LABELS, registry=self._registry, buckets=SECONDS)
-        return histogram.labels(name, ENGINE).observe
-
-
-class EngineCollector(Collector):
-    """Reads a snapshot of the engine whenever it is asked: nothing is counted twice."""
-
-    def __init__(
+    def add(
         self,
         name: str,
         stats: Callable[[], Stats],
         fault: Callable[[], str | None],
         cache: Mapping[str, Any],
-        sglang: bool,
-    ) -> None:
-        self._cache = {key: str(value) for key, value in cache.items()}
+    ) -> Meter:
+        """Show an engine from now on. Arguments as in Meter."""
+        gap = self._gap.labels(name, ENGINE).observe
+        per_token = self._per_token.labels(name, ENGINE).observe
+        meter = Meter(name, stats, fault, gap, per_token, cache)
+        self._engines.meters.append(meter)
+        return meter
+
+    def remove(self, meter: Meter) -> None:
+        """Show its engine no longer: its counters begin anew when it comes back."""
+        self._engines.meters.remove(meter)
+
+    def page(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def _seconds(self, family: str, text: str) -> Histogram:
+        return Histogram(family, text, LABELS, registry=self._registry, buckets=SECONDS)
+
+
+class EngineCollector(Collector):
+    """Reads a snapshot of every engine whenever it is asked: nothing is counted twice."""
+
+    def __init__(self, sglang: bool) -> None:
+        self.meters: list[Meter] = []
         self._counters = (*_COUNTERS, *(_SGLANG_COUNTERS if sglang else ()))
         self._gauges = (*_GAUGES, *(_SGLANG_GAUGES if sglang else ()))
         self._histograms = (*_HISTOGRAMS, *(_SGLANG_HISTOGRAMS if sglang else ()))
-        self._labels = [name, ENGINE]
-        self._stats = stats
-        self._fault = fault
 
     def collect(self) -> Iterable[Metric]:
-        """One family per counter."""
-        stats, one = self._stats(), self._labels
+        """One family per counter, with a sample per engine."""
+        engines = [([meter.name, ENGINE], meter.stats()) for meter in self.meters]
         for name, text, value in self._counters:
             counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(one, value(stats))
+            for labels, stats in engines:
+                counter.add_metric(labels, value(stats))
             yield counter
         for name, text, value in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
-            gauge.add_metric(one, value(stats))
+            for labels, stats in engines:
+                gauge.add_metric(labels, value(stats))
             yield gauge
-        yield self._state()
-        yield self._config()
+        yield self._faults()
+        yield self._caches()
         for name, text, counts in self._histograms:
-            yield self._histogram(name, text, counts(stats))
-        yield self._labelled(
-            "vllm:request_success", "Ended sequences.", ("finished_reason",), stats.finished.items()
-        )
-        yield self._labelled(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts whose draft token at this depth (from 0) was accepted.",
-            ("position",),
-            enumerate(stats.accepted_at),
-        )
-        yield self._labelled(
-            "forerun:draft_tokens",
-            "Draft tokens verified, by who proposed them and depth (from 0).",
-            ("source", "position"),
-            ((count.source, count.depth - 1, count.verified) for count in stats.by_source),
-        )
-        yield self._labelled(
-            "forerun:accepted_draft_tokens",
-            "Draft tokens accepted, by who proposed them and depth (from 0).",
-            ("source", "position"),
-            ((count.source, count.depth - 1, count.accepted) for count in stats.by_source),
-        )
-        yield self._labelled(
-            "forerun:step_part_seconds", "Time of steps.", ("part",), stats.seconds.items()
-        )
+            yield _histogram(name, text, [(labels, counts(stats)) for labels, stats in engines])
+        for name, text, names, values in _LABELLED:
+            family = CounterMetricFamily(name, text, labels=[*LABELS, *names])
+            for labels, stats in engines:
+                for *keys, count in values(stats):
+                    family.add_metric([*labels, *map(str, keys)], count)
+            yield family
 
-    def _state(self) -> Metric:
-        fault = self._fault()
+    def _faults(self) -> Metric:
         text = "1 where nothing is drafted although it should be, and why."
         family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[*LABELS, "reason"])
-        family.add_metric([*self._labels, fault or ""], float(fault is not None))
+        for meter in self.meters:
+            fault = meter.fault()
+            family.add_metric([meter.name, ENGINE, fault or ""], float(fault is not None))
         return family
 
-    def _config(self) -> Metric:
+    def _caches(self) -> Metric:
         """VLLM's gauge of 1 whose labels are facts."""
+        names = dict.fromkeys(name for meter in self.meters for name in meter.cache)
         text = "The key/value cache, in labels."
-        labels = [*LABELS, *self._cache]
-        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
-        family.add_metric([*self._labels, *self._cache.values()], 1.0)
+        family = GaugeMetricFamily("vllm:cache_config_info", text, labels=[*LABELS, *names])
+        for meter in self.meters:
+            values = (str(meter.cache.get(name, "")) for name in names)
+            family.add_metric([meter.name, ENGINE, *values], 1.0)
         return family
 
-    def _histogram(self, name: str, text: str, counts: Counts) -> Metric:
+
+def _histogram(name: str, text: str, engines: list[tuple[list[str], Counts]]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=LABELS)
+    for labels, counts in engines:
         bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
-        family = HistogramMetricFamily(name, text, labels=LABELS)
         buckets = list(zip(bounds, accumulate(counts.counts), strict=True))
-        family.add_metric(self._labels, buckets, counts.total)
-        return family
-
-    def _labelled(
-        self, name: str, text: str, names: tuple[str, ...], values: Iterable[tuple[Any, ...]]
-    ) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*LABELS, *names])
-        for *keys, value in values:
-            family.add_metric([*self._labels, *map(str, keys)], value)
-        return family
+        family.add_metric(labels, buckets, counts.total)
+    return family

@@ -3,13 +3,7 @@
 import asyncio
 import hmac
 import logging
-import re
-import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import accumulate
-from time import monotonic
-from urllib.parse import quote
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,86 +12,24 @@ from forerun.errors import ForerunError
 from forerun.serve.dialects.wording import error_body, request_ids
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
 from forerun.serve.hosts import AllowedHosts
-from forerun.serve.session import GenerationSession
+from forerun.serve.logs import FIELDS
+from forerun.serve.record import Record
 from forerun.serve.wire import dump_json
 
 log = logging.getLogger("forerun.serve")
 
-CLIENT_GONE = 499
-"""Logged as the status where nobody was left to answer, as nginx does."""
 OPEN_PATHS = ("/health", "/")
 """Paths that need no key."""
 OPEN_PREFIX = "/ui/"
 """The page's files need none either: they are the same everywhere, and ask for the key."""
-QUIET_PATHS = ("/health", "/metrics", "/server_info")
-"""Paths that are asked every few seconds: their lines are for debugging only."""
-
-IGNORED = b"x-forerun-ignored"
-"""Header that names the fields of a request that changed nothing."""
-
-UNENFORCED = b"x-forerun-unenforced"
-"""Header that names the schema keywords that an answer need not follow."""
-
-LOSSY = b"x-forerun-lossy"
-"""Header that names the accept thresholds, where an answer may differ from plain decoding's."""
-
-LONGEST = 1000
-"""Bytes of the names in such a header, at most: proxies keep a few kilobytes for all headers. The
-answer's body names all."""
-
 MOST_HEADERS = 256
 """Headers of a request: no client sends a tenth of them."""
 
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
 
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-@dataclass(slots=True)
-class Record:
-    """What the log says of one request. Never a prompt or an answer.
-
-    ignored     fields of it that change nothing
-    unenforced  keywords of its schemas that are not enforced
-    lossy       its accept thresholds, where they may change the answer
-    """
-
-    id: str
-    began: float = field(default_factory=monotonic)
-    status: int | None = None
-    note: str = ""
-    session: GenerationSession | None = None
-    ignored: tuple[str, ...] = ()
-    unenforced: tuple[str, ...] = ()
-    lossy: dict[str, float] | None = None
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """What an answer says of the request beside itself."""
-        found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
-        if self.unenforced:
-            found.append(
-                (UNENFORCED, _names([quote(path, safe="[]$:") for path in self.unenforced]))
-            )
-        if self.lossy:
-            found.append((LOSSY, ", ".join(f"{k}={v:g}" for k, v in self.lossy.items())))
-        return [(name, value.encode()) for name, value in found]
-
-    def line(self, method: str, path: str) -> str:
-        """One line: id, status, times, and for generations tokens and acceptance length."""
-        seconds = monotonic() - self.began
-        status = self.status or CLIENT_GONE
-        parts = [f"{method} {quote(path)[:200]} {status} id={self.id} ms={seconds * 1000:.0f}"]
-        if self.session is not None:
-            tally, first = self.session.tally, self.session.events.first
-            parts.append(f"in={tally.prompt_tokens} out={tally.output_tokens}")
-            if first is not None:
-                parts.append(f"ttft_ms={(first - self.began) * 1000:.0f}")
-            steps = sum(stats.steps for stats in tally.stats)
-            accepted = sum(stats.accepted for stats in tally.stats)
-            if steps:
-                parts.append(f"accept={1 + accepted / steps:.2f}")
-        return " ".join(parts) + (f" ({self.note})" if self.note else "")
+Traces = Callable[[Record, str, str, Mapping[str, str]], None]
+"""Takes a request that has ended: what is known of it, its method, path and headers."""
 
 
 class RequestMiddleware:
@@ -106,12 +38,19 @@ class RequestMiddleware:
     keys      the API keys, none = open
     hosts     the names that requests may call the server by
     patience  seconds within which a client must read a piece of its answer
+    traces    told of every request whose line is in the log
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], hosts: AllowedHosts, patience: float
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        hosts: AllowedHosts,
+        patience: float,
+        traces: Traces | None = None,
     ) -> None:
         self._app = app
+        self._traces = traces
         self._patience = patience
         self._hosts = hosts
         self._keys = tuple(key.encode() for key in keys)
@@ -121,7 +60,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(_request_id(Headers(scope=scope)))
+        headers = Headers(scope=scope)
+        record = Record.of(headers)
         scope.setdefault("state", {})["record"] = record
 
         async def stamped(message: Message) -> None:
@@ -141,9 +81,20 @@ class RequestMiddleware:
         except ClientGoneError as error:
             record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         finally:
-            quiet = scope["path"] in QUIET_PATHS or scope["path"].startswith(OPEN_PREFIX)
-            level = logging.DEBUG if quiet else logging.INFO
-            log.log(level, record.line(scope["method"], scope["path"]))
+            self._note(record, scope["method"], scope["path"], headers)
+
+    def _note(self, record: Record, method: str, path: str, headers: Headers) -> None:
+        """Into log and traces. What only looks and succeeds is for debugging: monitors, pages and
+        clients ask every few seconds.
+        """
+        poll = method in ("GET", "HEAD", "OPTIONS") and record.answered() < 400
+        fields = {"method": method, "path": path, "status": record.answered(), **record.fields()}
+        if record.note:
+            fields["note"] = record.note
+        level = logging.DEBUG if poll else logging.INFO
+        log.log(level, record.line(method, path), extra={FIELDS: fields})
+        if self._traces is not None and not poll:
+            self._traces(record, method, path, headers)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
         try:
@@ -205,14 +156,6 @@ class RequestMiddleware:
             )
 
 
-def _names(paths: list[str]) -> str:
-    """Paths for a header: those that fit, and how many there are more."""
-    ends = accumulate(len(path) + 2 for path in paths)
-    count = sum(end <= LONGEST for end in ends)
-    more = len(paths) - count
-    return ", ".join([*paths[:count], *([f"{more} more"] if more else [])])
-
-
 def _pieces(message: Message) -> Iterator[Message]:
     """A message, or a long body in pieces: sending one waits until the one before is read."""
     body = message.get("body", b"")
@@ -232,9 +175,3 @@ async def _answer(path: str, error: ApiError, send: Send, record: Record) -> Non
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})
-
-
-def _request_id(headers: Headers) -> str:
-    """The client's own id, if it is a harmless one, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else uuid.uuid4().hex

@@ -97,8 +97,8 @@ async def health(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
-    served = service_of(request).served()
-    return Response(served.meter.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    page = service_of(request).metrics.page()
+    return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def version(request: Request) -> Response:

@@ -20,7 +20,7 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
-from forerun.serve.metrics import Meter
+from forerun.serve.metrics import Meter, Metrics
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
 from forerun.version import __version__
@@ -59,6 +59,7 @@ class Service:
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
         self.workers = Workers()
+        self.metrics = Metrics(settings.sglang_metrics)
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
         self._source = source
@@ -186,13 +187,8 @@ class Service:
         names = self.settings.served_name or model_names(loaded.name, loaded.config.model)
         name = names[0]
         facts = f"{name} {loaded.config} {__version__}".encode()
-        meter = Meter(
-            name,
-            loaded.engine.stats,
-            lambda: loaded.engine.fault,
-            cache_facts(loaded.config),
-            self.settings.sglang_metrics,
-        )
+        engine, cache = loaded.engine, cache_facts(loaded.config)
+        meter = self.metrics.add(name, engine.stats, lambda: engine.fault, cache)
         self._served = Served(
             loaded=loaded,
             name=name,

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forerun.build.engine import load
 from forerun.client.completion import complete, make_request
 from forerun.options.config import EngineConfig
-from forerun.serve.metrics import Meter
+from forerun.serve.metrics import Metrics
 from forerun.serve.service import cache_facts
 from tests.shape.tree import ROOT
 
@@ -23,6 +23,9 @@ def samples(page):
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
+            if family.name.startswith("process_"):
+                found[sample.name,] = sample.value
+                continue
             assert labels.pop("model_name") == "toy"
             assert labels.pop("engine") == "0"
             found[sample.name, *labels.values()] = sample.value
@@ -33,9 +36,11 @@ def test_sglangs_names_and_the_cache():
     loaded = load(EngineConfig(model="toy"))
     try:
         stats = loaded.engine.stats
-        meter = Meter("toy", stats, lambda: None, cache_facts(loaded.config), sglang=True)
+        both, alone = Metrics(sglang=True), Metrics()
+        for metrics in (both, alone):
+            metrics.add("toy", stats, lambda: None, cache_facts(loaded.config))
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
-        found, plain = samples(meter.page()), Meter("toy", stats, lambda: None).page()
+        found, plain = samples(both.page()), alone.page()
         blocks = loaded.config.kv_tokens // loaded.config.page_size
     finally:
         loaded.close()
@@ -49,18 +54,20 @@ def test_sglangs_names_and_the_cache():
 def test_the_page_shows_the_snapshot():
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
-        before = samples(meter.page())
+        metrics = Metrics()
+        meter = metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
+        before = samples(metrics.page())
         assert before["vllm:generation_tokens_total",] == 0
         assert before["forerun:speculation_fault", ""] == 0
         prompts = [loaded.tokenizer.encode(text) for text in ("Hi", "Hello")]
         complete(loaded.engine, [make_request(p, max_tokens=90) for p in prompts])
         meter.gap(0.02)
         meter.per_token(0.004)
-        stats, after = loaded.engine.stats(), samples(meter.page())
+        stats, after = loaded.engine.stats(), samples(metrics.page())
     finally:
         loaded.close()
     assert after["vllm:prompt_tokens_total",] == 7
+    assert after["process_resident_memory_bytes",] > 1 << 20
     assert after["vllm:generation_tokens_total",] == 180
     assert after["vllm:request_success_total", "length"] == 2
     assert after["vllm:request_success_total", "abort"] == 0
@@ -95,11 +102,12 @@ def test_where_the_time_and_the_tokens_of_requests_went():
     """Queue, prefill and decode of a sequence are all of its time, and nothing is counted twice."""
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
+        metrics = Metrics()
+        metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
         asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
         complete(loaded.engine, asked)
-        found = samples(meter.page())
+        found = samples(metrics.page())
     finally:
         loaded.close()
     names = ("queue", "prefill", "decode", "inference")
@@ -136,9 +144,10 @@ STOCK = [
 def test_both_dashboards_find_what_they_ask_for():
     loaded = load(EngineConfig(model="toy"))
     try:
-        meter = Meter("toy", loaded.engine.stats, lambda: loaded.engine.fault)
+        metrics = Metrics()
+        metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
-        found = samples(meter.page())
+        found = samples(metrics.page())
     finally:
         loaded.close()
     there = {name for name, *_ in found}

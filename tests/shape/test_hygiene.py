@@ -24,10 +24,11 @@ LAZY = {
     "forerun/cli/main.py",
     "forerun/cli/terminal.py",
     "forerun/executors/torch/kernels.py",
+    "forerun/serve/app.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when
 chosen, torch where `doctor` and `eval` look at it or a GPU is there, jax where a TPU is, Triton on
-CUDA, matplotlib for a picture.
+CUDA, matplotlib for a picture, OpenTelemetry where traces are wanted.
 """
 
 HOSTS = [

@@ -1,0 +1,71 @@
+"""What a server says of itself when it starts: one screen, before its log goes on by itself."""
+
+import logging
+from time import monotonic
+from typing import Any
+
+from forerun import __version__
+from forerun.build.engine import Loaded
+from forerun.build.memory import human
+from forerun.cli.console import emit_json, say
+from forerun.serve.logs import FIELDS
+
+log = logging.getLogger("forerun")
+
+
+class StartLog:
+    """Says where the server listens, then what each model is that was loaded.
+
+    as_log   as events of the log with fields, not as lines for people
+    as_json  the address as an object on standard output too (--json)
+    """
+
+    def __init__(self, as_log: bool, as_json: bool, ui: bool) -> None:
+        self.as_log, self._as_json, self._ui = as_log, as_json, ui
+        self._url = ""
+
+    def listening(self, url: str) -> None:
+        """At `url`, from now on; answers come when a model is loaded."""
+        self._url = url
+        if self._as_json:
+            emit_json({"url": url})
+        if self.as_log:
+            log.info("listening on %s", url, extra={FIELDS: {"url": url}})
+        elif not self._as_json:
+            say(f"forerun {__version__}, listening on {url}")
+            if self._ui:
+                say(f"web UI at {url.removesuffix('v1')}")
+
+    def loaded(self, loaded: Loaded, began: float) -> None:
+        """A model is ready. began: when loading did, on the monotonic clock."""
+        facts = model_facts(loaded) | {
+            "ready": f"after {monotonic() - began:.1f} s, at {self._url}"
+        }
+        if self.as_log:
+            log.info("ready: %s", loaded.name, extra={FIELDS: facts})
+            return
+        width = max(map(len, facts)) + 2
+        for name, value in facts.items():
+            say(f"  {name:<{width}}{value}")
+
+
+def model_facts(loaded: Loaded) -> dict[str, Any]:
+    """What runs, where, what drafts and why, what it takes and holds: a sentence each."""
+    target, config = loaded.target, loaded.config
+    about, memory = target.executor.describe(), target.memory
+    limits, device = memory.limits, target.device
+    parts = [config.executor, str(about.get("kernels", "")), f"{about.get('threads', 0)} threads"]
+    executor = ", ".join(part for part in parts if part and part != "0 threads")
+    facts = {
+        "model": f"{loaded.name}, {about['dtype']}" if "dtype" in about else loaded.name,
+        "executor": f"{executor} on {device.device}: {device.why}" if device else executor,
+        "draft": loaded.info["drafting"].removeprefix("drafting: "),
+        "memory": f"weights {human(memory.weights)}, cache {human(memory.cache)} "
+        f"(filled as it is used), scratch {human(memory.scratch)}",
+        "context": f"{limits.context:,} tokens; {limits.slots} sequences at once, together "
+        f"{limits.pages * limits.page_size:,} tokens",
+    }
+    for name in ("profile", "lossy"):
+        if loaded.info[name]:
+            facts[name] = loaded.info[name]
+    return facts

@@ -1,0 +1,88 @@
+"""The server's log: text for people, JSON for machines, no line for what only looks."""
+
+import json
+import logging
+
+import pytest
+from starlette.testclient import TestClient
+
+from forerun.build.engine import load
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app
+from forerun.serve.logs import configure_logs
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.fixture
+def logged(capsys):
+    """Configure the log; afterwards it is as before. Gives the lines so far."""
+    names = ("", "uvicorn.error", "httpx", "httpcore", "asyncio")
+    before = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    handlers = logging.getLogger().handlers[:]
+
+    def begin(level, kind):
+        configure_logs(level, kind)
+
+        def lines():
+            return capsys.readouterr().err.splitlines()
+
+        return lines
+
+    yield begin
+    logging.getLogger().handlers[:] = handlers
+    for logger, level in before:
+        logger.setLevel(level)
+
+
+def asked(headers=None):
+    loaded = load(EngineConfig(model="toy"))
+    with TestClient(create_app(loaded, ServeSettings()), base_url="http://localhost") as client:
+        body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
+        for path in ("/health", "/metrics", "/v1/models", "/", "/server_info"):
+            assert client.get(path).status_code == 200
+        assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.post("/v1/completions", json={"prompt": 5}).status_code == 400
+
+
+def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
+    lines = logged("info", "text")
+    asked()
+    found = [line.partition(" forerun.serve: ")[2] for line in lines()]
+    assert [line.split(" id=")[0] for line in found if " id=" in line] == [
+        "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
+    ]  # fmt: skip
+    assert "in=2 out=5" in " ".join(found)
+
+
+def test_json_has_the_same_as_fields(logged):
+    lines = logged("info", "json")
+    asked({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"})
+    found = [json.loads(line) for line in lines()]
+    (request,) = [line for line in found if line.get("id") == "mine"]
+    assert (request["method"], request["path"], request["status"]) == (
+        "POST",
+        "/v1/completions",
+        200,
+    )
+    assert (request["in"], request["out"], request["trace"]) == (2, 5, TRACE)
+    assert request["ms"] >= request["ttft_ms"] >= 0 and request["level"] == "info"
+    assert [line["status"] for line in found if line.get("path") == "/v1/nothing"] == [404]
+
+
+def test_libraries_speak_under_our_names_and_say_nothing_of_their_own_start(logged):
+    lines = logged("info", "text")
+    logging.getLogger("uvicorn.error").info("Started server process")
+    logging.getLogger("uvicorn.error").error("Exception in ASGI application")
+    (line,) = lines()
+    assert line.endswith("forerun.http error: Exception in ASGI application")
+    lines = logged("info", "json")
+    try:
+        raise ValueError("no\nbody")
+    except ValueError:
+        logging.getLogger("uvicorn.error").exception("it failed")
+    (line,) = lines()
+    found = json.loads(line)
+    assert (found["logger"], found["level"]) == ("forerun.http", "error")
+    assert "ValueError: no\nbody" in found["exception"]
