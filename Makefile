@@ -25,8 +25,10 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 	and none is on the PATH. Install one, or say where it is: make setup PYTHON=/path/to/python3"; \
 	exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "1 of 2: installing the package and compiling its CPU core, about a minute"
 	$(PIP) -e ".[plots]"
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
+	@echo "2 of 2: fetching the default model, 93 MB"
 	$(BIN)/forerun fetch smollm2-135m
 	@touch $@
 

@@ -45,6 +45,11 @@ class Grid:
     repeats: int = 3
     temperature: float = 0.0
 
+    @property
+    def runs(self) -> int:
+        """Pairs of runs per batch."""
+        return self.repeats * len(self.settings)
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -97,26 +102,39 @@ def settings_of(
     return found, refused
 
 
-def measure(target: Target, grid: Grid, progress: Progress = lambda *_: None) -> list[Cell]:
-    """Run the grid. Raises ContextError where a prompt does not fit, EngineError."""
+def measure(
+    target: Target,
+    grid: Grid,
+    progress: Progress = lambda *_: None,
+    cells: list[Cell] | None = None,
+) -> list[Cell]:
+    """Run the grid. Raises ContextError where a prompt does not fit, EngineError.
+
+    cells  takes what is measured; after a KeyboardInterrupt it has all settings that ran at least
+           once
+    """
     plain = replace(target.config, speculative_algorithm="OFF")
-    cells: list[Cell] = []
+    cells = [] if cells is None else cells
     draw = np.random.default_rng(0)
     for batch in grid.batches:
         requests = _requests(target, grid, batch)
         reference = answers(target, plain, requests, 1)  # Also warms up.
         pairs: dict[Setting, list[tuple[Answers, Answers]]] = {s: [] for s in grid.settings}
-        for number, setting in enumerate(_visits(grid, draw)):
-            name = f"{batch} at once, {setting.name}"
-            progress(name, number, grid.repeats * len(grid.settings))
-            sides = [plain, setting.on(target.config)]
-            first = int(draw.integers(2))
-            runs = {
-                side: answers(target, sides[side], requests, batch) for side in (first, 1 - first)
-            }
-            pairs[setting].append((runs[0], runs[1]))
-        progress(f"{batch} at once", 1, 1)
-        cells += [_cell(setting, batch, reference, runs) for setting, runs in pairs.items()]
+        try:
+            for number, setting in enumerate(_visits(grid, draw)):
+                progress(f"{batch} at once: {setting.name}", number, grid.runs)
+                sides = [plain, setting.on(target.config)]
+                first = int(draw.integers(2))
+                runs = {
+                    side: answers(target, sides[side], requests, batch)
+                    for side in (first, 1 - first)
+                }
+                pairs[setting].append((runs[0], runs[1]))
+            progress(f"{batch} at once", 1, 1)
+        finally:
+            cells += [
+                _cell(setting, batch, reference, runs) for setting, runs in pairs.items() if runs
+            ]
     return cells
 
 

@@ -21,7 +21,7 @@ from forerun.machine import stamp
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import configured
 
-TOPK = (1, 4, 8)
+TOPK = (1, 4)
 """Widths where nobody says; the other defaults are those of the options."""
 
 
@@ -33,24 +33,37 @@ def main(arguments: argparse.Namespace) -> int:
     ask = configured(AskConfig, arguments)
     config = replace(config, max_sequences=max(arguments.concurrency), policy="fixed")
     target = open_shown(config)
+    cells: list[Cell] = []
+    interrupted = False
     try:
         grid = _grid(target, arguments, ask)
+        batches, pairs = ", ".join(map(str, grid.batches)), len(grid.batches) * grid.runs
+        say(
+            f"{len(grid.settings)} settings, {grid.repeats} times at each of {batches} at once: "
+            f"{pairs} pairs of runs; what is measured is kept when you interrupt it"
+        )
         with bars() as progress:
-            cells = measure(target, grid, progress)
+            measure(target, grid, progress, cells)
+    except KeyboardInterrupt:
+        if not cells:
+            raise
+        interrupted = True
     finally:
         target.close()
     facts = {"model": target.name, "machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
-    result = facts | {"cells": as_dict(cells)}
+    result = facts | {"interrupted": interrupted, "cells": as_dict(cells)}
     if arguments.json:
         emit_json(result)
     else:
         out.print(table(cells, target.name))
     if arguments.out:
         _write(Path(arguments.out), result, cells, target.name)
-    if arguments.keep:
+    if arguments.keep and not interrupted:
         setting = best(cells)
         say(f"best: {setting.name}; serve, run and chat use it from now on")
         save(target.config, setting, result)
+    if interrupted:
+        raise KeyboardInterrupt
     return int(any(cell.identical < cell.answers for cell in cells))
 
 

@@ -250,9 +250,9 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
 def _grid_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("--speculative-grid")
     for name, what, usual in (
-        ("steps", "draft steps", "1,3,5"),
-        ("topk", "top-k, where the method has one", "1,4,8"),
-        ("tokens", "draft tokens, the last accepted token included", "2,4,6,16,32"),
+        ("steps", "draft steps", "3,5"),
+        ("topk", "top-k, where the method has one", "1,4"),
+        ("tokens", "draft tokens, the last accepted token included", "4,16"),
     ):
         group.add_argument(
             f"--grid-{name}",

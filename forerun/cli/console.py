@@ -49,6 +49,7 @@ def bars() -> Iterator[Report]:
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
+        TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
@@ -58,9 +59,15 @@ def bars() -> Iterator[Report]:
             amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
             task = what.partition(":")[0]
             if task not in tasks:
-                tasks[task] = drawn.add_task(what, total=total, amount=amount)
+                tasks[task] = drawn.add_task(what, total=total, amount=amount, speed="")
+            rate = drawn.tasks[tasks[task]].speed or 0 if total > 10_000 else 0
             drawn.update(
-                tasks[task], description=what, completed=done, total=total or None, amount=amount
+                tasks[task],
+                description=what,
+                completed=done,
+                total=total or None,
+                amount=amount,
+                speed=f"{human(int(rate))}/s" if rate else "",
             )
 
         yield report

@@ -44,7 +44,8 @@ _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
-    """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet.
+    """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet, which
+    draws its own progress: files, bytes, speed and the rest.
 
     cache     where to keep it; None = where huggingface_hub's own settings say
     revision  branch, tag or commit; None = main

@@ -87,3 +87,21 @@ def test_the_frontier_leaves_out_what_another_beats():
 
     good, better, beaten = cell(4.0, 1.2), cell(6.0, 1.9), cell(7.0, 1.5)
     assert frontier([beaten, better, good]) == [good, better]
+
+
+def test_what_was_measured_before_an_interruption_is_written(capsys, monkeypatch, tmp_path):
+    real, calls = grid.answers, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 6:  # One reference, two pairs, half of a third.
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(grid, "answers", interrupted)
+    out = ("--out", str(tmp_path / "out"))
+    assert main([*FLAGS, *SMALL, *out, "--grid-steps", "2,3,4,5", "--grid-tokens", "9"]) == 130
+    written = json.loads((tmp_path / "out" / "grid.json").read_text())
+    assert written["interrupted"] and len(written["cells"]) == 2
+    assert all(cell["answers"] == 4 == cell["identical"] for cell in written["cells"])
+    assert "4 settings, 2 times at each of 1, 2 at once: 16 pairs" in capsys.readouterr().err

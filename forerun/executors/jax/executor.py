@@ -118,7 +118,7 @@ class JaxExecutor(Executor):
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:
             self.programs.keep_state(*self._within)
-        told = partial(progress, "preparing step sizes")
+        told = partial(progress, "compiling step sizes, kept for the next start")
         self.programs.warm_up(self._buckets, draft, cores(), told)
 
     # --- beside a draft network --------------------------------------------------------------
