@@ -1,6 +1,7 @@
 """/v1/responses through the official openai client, against a real server process."""
 
 import json
+import tracemalloc
 
 import openai
 import pytest
@@ -210,6 +211,7 @@ BAD = [
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+    ({"include": ["x"]}, "include[0]"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
@@ -236,6 +238,21 @@ def test_a_client_that_leaves_is_noticed(server):
         sock.sendall(request_bytes("/v1/responses", body))
         read_until(sock, b"response.output_text.delta")
     assert server.idle()
+
+
+def test_the_store_holds_what_it_counts():
+    """As Python objects an answer of many small items takes several times its bytes of JSON."""
+    store, items = ResponseStore(max_bytes=200_000), [{"a": n, "b": [n, n]} for n in range(500)]
+    tracemalloc.start()
+    try:
+        for index in range(40):
+            store.put({"id": str(index)}, items, ({"role": "user", "content": "Hi"},))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 150_000 < held < 250_000
+    kept = store.get("39")
+    assert kept.input == items and kept.messages == ({"role": "user", "content": "Hi"},)
 
 
 def test_the_store_forgets_the_oldest():
