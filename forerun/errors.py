@@ -6,6 +6,7 @@ ForerunError
 ├── RequestError      a request cannot be honoured; `field` names the culprit
 │   ├── ContextError      it is longer than the model's context
 │   └── BusyError         the queue is full; try again later
+│       └── WorkerError       a process that worked for it was ended or stopped by somebody
 ├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
 ├── ConfigError       flags that contradict each other or the machine
 └── EngineError       the engine itself failed; never the request's fault
@@ -58,6 +59,10 @@ class BusyError(RequestError):
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class WorkerError(BusyError):
+    """A process that worked for the request was ended or stopped by somebody else."""
 
 
 class MemoryPlanError(ForerunError):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from forerun.errors import EngineError
@@ -26,8 +27,12 @@ STARTS = 4
 
 SILENCE = 12.0
 """A process is given up when it has neither answered nor worked for so many times the processor
-time that it may take: it was stopped, or waits for something. On a busy machine one that works a
-little from time to time goes on."""
+time that it may take: it waits for something. On a busy machine one that works a little from time
+to time goes on."""
+
+LOOK = 1.0
+"""Seconds between two looks at a process that has not answered. One that is found stopped (SIGSTOP)
+twice in a row is given up."""
 
 
 class Fault(StrEnum):
@@ -139,10 +144,12 @@ class SandboxProcess:
         silent, heard = threading.Event(), threading.Event()
 
         def watch() -> None:
-            worked = _processor_time(process.pid)
-            while not heard.wait(patience):
+            worked, since, stopped = _processor_time(process.pid), monotonic(), 0
+            while not heard.wait(min(LOOK, patience)):
                 before, worked = worked, _processor_time(process.pid)
-                if worked == before:
+                since = since if worked == before else monotonic()
+                stopped = stopped + 1 if _state(process.pid)[:1] == ["T"] else 0
+                if stopped > 1 or monotonic() - since >= patience:
                     silent.set()
                     process.kill()
                     return
@@ -184,11 +191,15 @@ _BY_SIGNAL: dict[int, Fault] = {
 
 def _processor_time(pid: int) -> int:
     """Of a process, in clock ticks; 0 where that is not known."""
+    return sum(map(int, _state(pid)[11:13]))
+
+
+def _state(pid: int) -> list[str]:
+    """What Linux says of a process behind its name, its state first; elsewhere nothing."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0
-    return sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+        return []
 
 
 def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from math import ceil
 from time import monotonic
 
-from forerun.errors import BusyError, ContextError, EngineError, ForerunError, RequestError
+from forerun.errors import (
+    BusyError,
+    ContextError,
+    EngineError,
+    ForerunError,
+    RequestError,
+    WorkerError,
+)
 
 
 class ApiError(Exception):
@@ -48,6 +55,8 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
 
 def api_error(error: ForerunError) -> ApiError:
     """How one of Forerun's own errors is answered."""
+    if isinstance(error, WorkerError):
+        return unavailable(str(error), "worker_process_lost", error.retry_after)
     if isinstance(error, BusyError):
         wait = {"retry-after": str(ceil(error.retry_after))}
         return ApiError(429, str(error), "queue_full", headers=wait)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Rules, Tag, tag_rules
+from forerun.constrain.schema.checks import check_members
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.fields import (
@@ -36,7 +37,9 @@ _text = text(2**31 - 1)
 @takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
     """A JSON schema: an object, or JSON text of one. What cannot be enforced is left out."""
-    return Rules(Grammar.json_schema(_parsed(value, where), True, where))
+    schema = _parsed(value, where)
+    check_members(schema, where)
+    return Rules(Grammar.json_schema(schema, True, where))
 
 
 @takes({"type": "string"})
@@ -165,6 +168,7 @@ def named_rules(schema: Any, strict: bool, place: str) -> Rules:
     """A schema as OpenAI's clients send it. What is strict has objects without further keys; what
     is not may have keywords that are not honoured.
     """
+    check_members(schema, place)
     found = Grammar.json_schema(schema, not strict, place)
     return Rules(closed_grammar(found) if strict else found)
 

@@ -19,6 +19,7 @@ from forerun.serve.messages import messages, plain_text
 from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
 from forerun.serve.tools import Tool, tools
+from forerun.serve.wire import dump_large
 from forerun.types import Ints
 
 
@@ -90,7 +91,8 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = await service.workers.run(len(data), read, TokenizeBody, value)
     loaded = service.named(body.model).loaded
-    return Json(await rendered(service, len(data), _tokens, body, loaded))
+    answer = await rendered(service, len(data), _answer, body, loaded)
+    return Response(answer, media_type=Json.media_type)
 
 
 async def detokenize(request: Request) -> Response:
@@ -133,6 +135,11 @@ TOKEN_ROUTES = [
     Route("/v1/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info),
 ]
+
+
+def _answer(body: TokenizeBody, loaded: Loaded) -> bytes:
+    """The answer's JSON, made where the tokens are: there may be millions of them."""
+    return dump_large(_tokens(body, loaded))
 
 
 def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:

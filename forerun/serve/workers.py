@@ -12,8 +12,9 @@ LARGE = 1 << 14
 """Bodies above this many bytes are parsed and encoded on another thread: others go on."""
 
 HUGE = 1 << 20
-"""After a body above this many bytes the memory that its work took is given back to the system:
-glibc keeps some 200 bytes for each byte of a text that was encoded, 800 MB after 4 MB."""
+"""Bodies above this many bytes are worked on one at a time, and the memory that it took is given
+back to the system: glibc keeps some 200 bytes for each byte of a text that was encoded, 800 MB
+after 4 MB."""
 
 SMALL_AT_ONCE, LARGE_AT_ONCE = 4, 2
 """Threads for small bodies whose work waits for another process, and for large bodies."""
@@ -23,16 +24,17 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads beside the event loop. Small bodies never wait for large ones."""
+    """Threads beside the event loop. No body waits for one of a larger class."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(SMALL_AT_ONCE, "forerun-small")
         self._large = ThreadPoolExecutor(LARGE_AT_ONCE, "forerun-large")
+        self._huge = ThreadPoolExecutor(1, "forerun-huge")
 
     def close(self) -> None:
         """Take no more work; what is under way is not waited for."""
-        self._small.shutdown(wait=False, cancel_futures=True)
-        self._large.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._small, self._large, self._huge):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(
         self,
@@ -44,12 +46,10 @@ class Workers:
         """Do `work` for a body of `size` bytes, on another thread where that may take long."""
         if size <= LARGE:
             return work(*args, **kwargs)
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._large, partial(work, *args, **kwargs))
-        finally:
-            if size > HUGE:
-                await loop.run_in_executor(self._large, give_memory_back)
+        loop, call = asyncio.get_running_loop(), partial(work, *args, **kwargs)
+        if size <= HUGE:
+            return await loop.run_in_executor(self._large, call)
+        return await loop.run_in_executor(self._huge, _and_memory_back, call)
 
     async def apart(
         self,
@@ -63,6 +63,13 @@ class Workers:
             return await self.run(size, work, *args, **kwargs)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._small, partial(work, *args, **kwargs))
+
+
+def _and_memory_back(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    finally:
+        give_memory_back()
 
 
 def give_memory_back() -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.text.pieces import SPACE_MARK
+from forerun.text.tokenizer_limits import steps
 
 _PRINTABLE = bytes(range(33, 127))
+_SPACE = b" \t\n\r"
 _BLANK = bytes(value for value in range(128) if value not in _PRINTABLE)
 _COMPOSING = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"}
 _CUTTING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
@@ -19,12 +21,14 @@ _CUTTING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
 class LengthBound:
     """A bound that holds for every text.
 
-    longest   most counted bytes that one token stands for; 0: nothing is known of this tokenizer
-    ascii     only ASCII is counted, because a normalizer may shorten or drop the rest
+    longest   most visible bytes that one token stands for; 0: nothing is known of this tokenizer
+    ascii     of those only ASCII is counted, because a normalizer may shorten or drop the rest
+    blanks    most spaces, tabs and line breaks that one token stands for; 0: they may be swallowed
     """
 
     longest: int
     ascii: bool
+    blanks: int = 0
 
     def least(self, text: str) -> int:
         """Tokens that `text` has at least, whatever control strings in it become. Takes a
@@ -34,7 +38,8 @@ class LengthBound:
             return 0
         encoding = "ascii" if self.ascii else "utf-8"
         data = text.replace(SPACE_MARK, "").encode(encoding, "ignore")
-        return -(-len(data.translate(None, _BLANK)) // self.longest)
+        least = -(-len(data.translate(None, _BLANK)) // self.longest)
+        return max(least, -(-_spaces(data) // self.blanks)) if self.blanks else least
 
 
 UNKNOWN = LengthBound(0, ascii=True)
@@ -46,11 +51,11 @@ def length_bound(
 ) -> LengthBound:
     """The bound for a `tokenizer.json` document, whose ids stand for `pieces`.
 
-    White space and control characters are never counted: normalizers, pre-tokenizers and added
-    tokens may swallow them. Where a step may drop anything else, nothing is known.
+    White space is not counted where a normalizer or an added token may swallow it, control
+    characters never are. Where a step may drop anything else, nothing is known.
     """
-    normalizers = _steps(spec.get("normalizer"), "normalizers")
-    cuts = _steps(spec.get("pre_tokenizer"), "pretokenizers")
+    normalizers = list(steps(spec.get("normalizer"), "normalizers"))
+    cuts = steps(spec.get("pre_tokenizer"), "pretokenizers")
     known = not spec.get("truncation")
     known = known and all(_keeps_ascii(step) for step in normalizers)
     known = known and all(_cuts_only(step) for step in cuts)
@@ -64,16 +69,13 @@ def length_bound(
     )
     exact = len(single) == 256 and not swallowing
     exact = exact and not any(step.get("type") in _COMPOSING for step in normalizers)
-    return LengthBound(longest, not exact)
+    kept = not swallowing and single.issuperset(_SPACE)
+    kept = kept and not any(step.get("type") == "Strip" for step in normalizers)
+    return LengthBound(longest, not exact, max(map(_spaces, tokens)) if kept else 0)
 
 
-def _steps(step: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """A step of the document, or those of a sequence of them, also of one within another."""
-    if not step:
-        return []
-    if step.get("type") != "Sequence":
-        return [step]
-    return [inner for member in step.get(members) or [] for inner in _steps(member, members)]
+def _spaces(data: bytes) -> int:
+    return len(data) - len(data.translate(None, _SPACE))
 
 
 def _keeps_ascii(step: dict[str, Any]) -> bool:

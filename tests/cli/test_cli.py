@@ -325,6 +325,15 @@ def test_prove_with_everything(capsys):
     assert "speculation was at work" in err.replace("\n", " ")
 
 
+def test_a_signal_while_the_command_line_is_built_is_no_traceback(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("forerun.cli.main.build_parser", interrupted)
+    assert main(["serve"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
 FULL = Path("/dev/full")
 
 

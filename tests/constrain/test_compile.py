@@ -17,6 +17,7 @@ import pytest
 from forerun import sandbox
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation import compile as compile_module
+from forerun.constrain.isolation import llguidance_worker
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.isolation.fair_queue import FairQueue
 from forerun.constrain.matcher.jump_forward import MAX_AHEAD
@@ -24,7 +25,7 @@ from forerun.constrain.matcher.llguidance_backend import LONG
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
-from forerun.errors import BusyError, EngineError, ModelError, RequestError
+from forerun.errors import BusyError, EngineError, ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
@@ -195,6 +196,22 @@ def test_what_dies_or_does_not_answer_is_told_apart(monkeypatch):
     assert worker.ask({}) is None and worker.fault is Fault.SILENT
 
 
+def test_a_grammar_that_takes_all_memory_is_told_in_words(monkeypatch):
+    def hungry(**_):
+        raise MemoryError
+
+    monkeypatch.setattr(llguidance_worker, "translate", hungry)
+    assert llguidance_worker.answer({}, None) == {"error": "it takes more than 2048 MiB of memory"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says that a process is stopped")
+def test_a_stopped_process_is_given_up_long_before_a_silent_one(monkeypatch):
+    monkeypatch.setattr(sandbox, "LOOK", 0.01)
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    worker = SandboxProcess([sys.executable, "-c", code], 1000.0)
+    assert worker.ask({}) is None and worker.fault is Fault.SILENT
+
+
 def test_a_process_that_works_a_little_is_not_given_up(monkeypatch, tmp_path):
     """On a busy machine all do. It answers only once it has been looked at five times."""
     monkeypatch.setattr(sandbox, "SILENCE", 1.0)
@@ -302,8 +319,8 @@ class Faulty:
     [
         (Fault.TIME, RequestError, "more than 5 seconds of processor time"),
         (Fault.DIED, RequestError, "ended, for want of memory perhaps"),
-        (Fault.KILLED, BusyError, "ended by somebody else; try again later"),
-        (Fault.SILENT, BusyError, "did not answer in time; try again later"),
+        (Fault.KILLED, WorkerError, "ended by somebody else; try again later"),
+        (Fault.SILENT, WorkerError, "did not answer in time; try again later"),
     ],
 )
 def test_only_what_the_library_refuses_is_remembered(fault, error, said):

@@ -29,6 +29,7 @@ BODIES = {
     "/v1/responses": {"input": LONG},
     "/api/generate": {"prompt": LONG, "raw": True},
     "/generate": {"text": LONG},
+    "/v1/completions?blank": {"prompt": " \n" * 1_000_000},
 }
 
 

@@ -85,3 +85,40 @@ def test_a_long_list_is_cut_in_the_header_and_whole_in_the_body(client):
     whole = answer.json()["metadata"]["unenforced"]
     assert len(header) < 1100
     assert whole[: len(told)] == told and more == f"{200 - len(told)} more" and len(whole) == 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": {"foo": "bar"}}, "properties.foo must be a schema"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum cannot be honoured: Unsat"),
+        ({"properties": {"a": False}, "required": ["a"], "type": "object"}, "Unsatisfiable"),
+    ],
+)
+def test_no_schema_and_one_that_no_text_satisfies_are_refused_though_not_strict(
+    client, schema, told
+):
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for field in ({"guided_json": schema}, {"response_format": wrapped}):
+        answer = client.post("/v1/chat/completions", json=CHAT | field)
+        assert answer.status_code == 400, field
+        assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"properties": {"foo": "bar"}},
+        {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}},
+        {"properties": {"a": {"$ref": "#/nowhere"}}},
+    ],
+)
+def test_one_odd_tool_does_not_refuse_the_others(client, odd):
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in [("odd", odd), ("even", {"properties": {"b": {"type": "integer"}}})]
+    ]
+    answer = client.post(
+        "/v1/chat/completions", json=CHAT | {"tools": tools, "tool_choice": "auto"}
+    )
+    assert answer.status_code == 200, answer.text

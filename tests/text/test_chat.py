@@ -11,8 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.errors import ModelError, RequestError
+from forerun.errors import ModelError, RequestError, WorkerError
 from forerun.hub.catalog import open_model
+from forerun.sandbox import Fault
 from forerun.text import rendering
 from forerun.text.chat import ChatTemplate, clean_message
 from forerun.text.conversation import adapted
@@ -368,6 +369,20 @@ def test_a_text_whose_process_is_killed_meanwhile_is_rendered_again(monkeypatch)
     made.close()
 
 
+def test_a_process_that_is_ended_again_and_again_is_no_fault_of_the_messages(monkeypatch):
+    made = Apart("{{ messages[0] }}!")
+
+    def killed(request):
+        made._child.fault = Fault.KILLED
+
+    monkeypatch.setattr(made._child, "ask", killed)
+    with pytest.raises(WorkerError, match="ended by somebody else"):
+        made.render({"messages": ["Hi"]})
+    monkeypatch.undo()
+    assert made.render({"messages": ["Hi"]}) == "Hi!"
+    made.close()
+
+
 def test_rendering_goes_on_after_its_process_was_killed():
     long = "{% if messages | length > 1 %}{{ 'x' * 90000000 }}{% endif %}"
     source = long + "{{ messages[0].content }}"
@@ -385,7 +400,7 @@ def test_what_a_large_conversation_takes_is_its_own_doing():
     long = "{{ 'x' * 9000000 if loop.index > 1 }}"
     source = f"{{% for m in messages %}}{long}{{{{ m.content }}}}{{% endfor %}}"
     template = chat_template(source, BYTES)
-    large = [{**USER, "content": "a" * 20000}]
+    large = [{**USER, "content": "a" * 40000}]
     assert template.render([USER])
     assert template.render(large)
     with pytest.raises(ModelError, match=r"chat template writes \d+ characters"):

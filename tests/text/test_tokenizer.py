@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import generate_merges
 
 from forerun.errors import ModelError, RequestError
 from forerun.text.length_bound import length_bound
+from forerun.text.pieces import byte_alphabet
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import (
     CONTROLS,
@@ -363,6 +364,17 @@ def test_nothing_is_told_of_tokenizers_that_may_drop_text(step):
     assert length_bound({}, [bytes([value]) for value in range(256)], []).least("1" * 9) == 9
 
 
+def test_white_space_is_counted_where_nothing_swallows_it():
+    pieces = [bytes([value]) for value in range(256)] + [b"    "]
+    assert length_bound({}, pieces, []).least(" \t\n\r" * 100) == 100
+    assert length_bound({"normalizer": {"type": "NFC"}}, pieces, []).least(" " * 100) == 25
+    for step in (
+        {"normalizer": {"type": "Strip"}},
+        {"added_tokens": [{"content": "<x>", "lstrip": True}]},
+    ):
+        assert length_bound(step, pieces, []).least(" " * 100) == 0
+
+
 def test_what_tokens_may_swallow_is_not_counted():
     pieces = [bytes([value]) for value in range(256)]
     assert length_bound({}, pieces, []).least("é") == 2
@@ -390,3 +402,49 @@ def test_other_threads_run_while_a_text_is_encoded():
     done.set()
     other.join()
     assert after - before > 10
+
+
+DECODER = {
+    **{"type": "ByteLevel", "use_regex": True},
+    **{"add_prefix_space": True, "trim_offsets": True},
+}
+
+
+def small_spec(**parts):
+    vocab = {letter: id for id, letter in enumerate(byte_alphabet().values())}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], **parts.pop("model", {})}
+    return {"model": model, "decoder": DECODER, "added_tokens": [], **parts}
+
+
+def doubling(times):
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    inner = {"type": "Sequence", "normalizers": [step] * times}
+    return {"type": "Sequence", "normalizers": [inner]}
+
+
+INSERTING = {"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b" * 100}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": doubling(28)}, "normalizer makes 268435456 characters of one"),
+        ({"normalizer": INSERTING}, "normalizer makes 101 characters of one"),
+        ({"model": {"merges": ["a b"] * 256 * 60}}, "15360 merges for 256 tokens"),
+    ],
+)
+def test_tokenizers_that_ask_for_too_much_are_refused_unbuilt(tmp_path, parts, message):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(small_spec(**parts)))
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.from_file(path)
+
+
+def test_a_text_that_the_tokenizer_cannot_cut_is_refused(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    cut = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    path.write_text(json.dumps(small_spec(pre_tokenizer=cut)))
+    ours = Tokenizer.from_file(path)
+    assert len(ours.encode("ab")) == 2
+    with pytest.raises(RequestError, match="cannot cut this text"):
+        ours.encode("a" * 40 + "b")

@@ -14,7 +14,7 @@ from forerun.constrain.matcher.automaton import Automaton
 from forerun.constrain.matcher.limits import SECONDS
 from forerun.constrain.matcher.llguidance_backend import Guidance
 from forerun.constrain.matcher.matcher import Compiled, Translated
-from forerun.errors import BusyError, ModelError, RequestError
+from forerun.errors import BusyError, ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ class Compiler:
         client  on whose behalf: of several that wait, who has used least comes first
 
         Raises RequestError naming the field and, where it can be told, the place at fault;
-        BusyError when too many wait, or the compiling process does not answer.
+        BusyError when too many wait, WorkerError when the compiling process does not answer.
         """
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
@@ -132,7 +132,7 @@ class Compiler:
             fault = worker.fault or Fault.DIED
             message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
             if fault.ours:
-                raise BusyError(f"{message}; try again later.")
+                raise WorkerError(f"{message}; try again later.")
             raise RequestError(message, grammar.field)
         found: Translated | str
         if "error" in answer:

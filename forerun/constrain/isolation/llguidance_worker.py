@@ -43,7 +43,7 @@ def translate(
     if kind == "regex":
         return str(matcher.grammar_from_regex(source)), []
     if kind == "json_schema":
-        schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary)
+        schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary, alone=True)
         options: Any = json_options(one_line)
         return str(
             matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
@@ -55,9 +55,16 @@ def translate(
 
 
 def fitted(
-    schema: Any, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
+    schema: Any,
+    lenient: bool,
+    one_line: bool,
+    vocabulary: llguidance.LLTokenizer,
+    alone: bool = False,
 ) -> tuple[Any, list[str]]:
     """A schema that llguidance honours, and the paths of what is left out of a lenient one.
+
+    alone  it is all that was asked for: where no text satisfies it nothing is left out, and
+           llguidance says why. Of tools, one that cannot be called does not keep others from it.
 
     Raises ValueError naming the path where a strict one asks for more.
     """
@@ -75,16 +82,19 @@ def fitted(
             found = rewritten(schema, plain=False, brief=True)
             left_out = [fault.path for fault in found.unenforced]
             continue
-        path = message and without(found.schema, message)
+        unsatisfiable = alone and _UNSATISFIABLE in message
+        path = message and not unsatisfiable and without(found.schema, message)
         if not path:
             break
         left_out.append(found.original(path))
     return found.schema, left_out
 
 
+_UNSATISFIABLE = "Unsatisfiable schema"
+
 _TOO_MUCH = (
     *("schema too large", "Schema intersection stack level exceeded", "grammar size"),
-    "Unsatisfiable schema",
+    _UNSATISFIABLE,
 )
 """What llguidance says of a schema that grows beyond its limits as it joins its parts, or to which
 rewriting has left no value.
@@ -151,7 +161,9 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
     """Translate one grammar, compile it, ask for its first mask and try a few steps."""
     try:
         grammar, left_out = translate(**request, vocabulary=vocabulary)
-    except (ValueError, RecursionError, MemoryError) as error:
+    except MemoryError:
+        return {"error": f"it takes more than {MEMORY >> 20} MiB of memory"}
+    except (ValueError, RecursionError) as error:
         return {"error": str(error) or type(error).__name__}
     except UNREADABLE as error:
         return {"error": f"it cannot be read ({type(error).__name__}: {error})"}

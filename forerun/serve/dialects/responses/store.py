@@ -1,15 +1,16 @@
 """Answers that a later request may refer to, in memory, the oldest forgotten first."""
 
+import json
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from forerun.serve.dialects.responses.conversation import Messages
 from forerun.serve.wire import dump_json
 
 MAX_BYTES = 1 << 26
-"""What is kept, counted as JSON."""
+"""What is kept, as JSON."""
 MAX_ANSWERS = 4096
 
 
@@ -20,23 +21,24 @@ class Stored:
     response  as it was sent
     input     the items that were asked with it
     messages  the conversation so far, this answer included
-    size      bytes of all of it as JSON
     """
 
     response: dict[str, Any]
     input: list[dict[str, Any]]
     messages: Messages
-    size: int = field(default=0)
 
 
 class ResponseStore:
-    """Keeps answers within bounds of number and size. Safe to share between threads."""
+    """Keeps answers within bounds of number and size. Safe to share between threads.
+
+    They are kept as bytes of JSON: as Python objects they would take four times as much memory.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_answers: int = MAX_ANSWERS) -> None:
         self._max_bytes = max_bytes
         self._max_answers = max_answers
         self._lock = threading.Lock()
-        self._answers: OrderedDict[str, Stored] = OrderedDict()
+        self._answers: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -47,22 +49,26 @@ class ResponseStore:
         self, response: dict[str, Any], input: list[dict[str, Any]], messages: Messages
     ) -> None:
         """Keep an answer under its id, and forget the oldest where there is no room."""
-        size = len(dump_json([response, input, messages]))
+        data = dump_json([response, input, messages])
         with self._lock:
-            self._answers[response["id"]] = Stored(response, input, messages, size)
-            self._bytes += size
+            self._answers[response["id"]] = data
+            self._bytes += len(data)
             while self._bytes > self._max_bytes or len(self._answers) > self._max_answers:
                 _, oldest = self._answers.popitem(last=False)
-                self._bytes -= oldest.size
+                self._bytes -= len(oldest)
 
     def get(self, id: str) -> Stored | None:
         """The answer, if it is still kept."""
         with self._lock:
-            return self._answers.get(id)
+            data = self._answers.get(id)
+        if data is None:
+            return None
+        response, input, messages = json.loads(data)
+        return Stored(response, input, tuple(messages))
 
     def drop(self, id: str) -> bool:
         """Forget an answer. False where there is none."""
         with self._lock:
-            found = self._answers.pop(id, None)
-            self._bytes -= found.size if found is not None else 0
-        return found is not None
+            data = self._answers.pop(id, None)
+            self._bytes -= 0 if data is None else len(data)
+        return data is not None
