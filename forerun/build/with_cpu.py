@@ -10,7 +10,6 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
-from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
@@ -67,13 +66,6 @@ def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> Draf
     return CpuEagleModel(executor, checkpoint, draft)
 
 
-def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> DraftModel:
-    from forerun.executors.cpu import CpuExecutor, cpu_block_model
-
-    assert isinstance(executor, CpuExecutor)
-    return cpu_block_model(executor, checkpoint, draft)
-
-
 def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> DraftModel:
     from forerun.executors.cpu import CpuDecoderModel, CpuExecutor
 
@@ -99,7 +91,6 @@ ENTRY = ExecutorEntry(
     build=_build,
     draft_models={
         DraftFile.kind: _eagle,
-        BlockFile.kind: _block,
         WholeDraft.kind: _whole,
         PredictionLayers.kind: _layers,
     },

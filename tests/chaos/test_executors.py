@@ -62,6 +62,7 @@ CONFIGS |= {
     for where in EXECUTORS
     for what in MODELS
     if NIGHTLY or where == "cpu" or f"{where}, {what}" in ALWAYS
+    if not (where == "cpu" and "block" in what)  # The native core has no block drafters.
 }
 
 

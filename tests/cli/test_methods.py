@@ -36,6 +36,7 @@ def flags(made, name):
     for flag, value in zip(("num-steps", "eagle-topk", "num-draft-tokens"), shape, strict=True):
         line += [f"--speculative-{flag}", str(value)] if value else []
     model = made / ("layered" if "MiMo" in name else "target")
+    line += ["--executor", "torch"] if name == "DFLASH" else []  # The native core has none.
     return ["--model-path", str(model), "--draft-on-error", "stop", "--policy", "fixed", *line]
 
 
@@ -55,7 +56,9 @@ COMMON = ("--kv-tokens", "512", "--mem-fraction-static", "0.5", "--threads", "1"
 @pytest.mark.parametrize("name", LINES)
 def test_run(made, answer, name):
     line = ["run", "the quick", "--raw", "--max-tokens", "16", "--ignore-eos", *COMMON]
-    plain = answer(*line, "--model-path", str(made / "target"), "--speculative-algorithm", "none")
+    where = ["--executor", "torch"] if name == "DFLASH" else []
+    target = ["--model-path", str(made / "target"), *where]
+    plain = answer(*line, *target, "--speculative-algorithm", "none")
     found = answer(*line, *flags(made, name))
     assert (plain[0], found[0]) == (0, 0), found
     assert found[1]["text"] == plain[1]["text"] != ""
@@ -74,3 +77,12 @@ def test_prove(made, answer, tmp_path, name):
     assert code == (0 if proof["holds"] else 1)
     assert proof["identical"]
     assert all(run["draft_tokens"] > 0 for run in proof["runs"] if run["speculation"] != "OFF")
+
+
+def test_a_block_drafter_beside_the_native_core_is_refused_with_what_to_do(made, answer):
+    line = ["run", "the quick", "--raw", "--draft-on-error", "stop", "--executor", "cpu"]
+    draft = ["--speculative-draft-model-path", str(made / "block")]
+    code, problem = answer(*line, *COMMON, "--model-path", str(made / "target"), *draft)
+    assert code == 3
+    assert "the cpu executor has no draft model for this kind of draft" in problem
+    assert "--executor jax or torch" in problem

@@ -12,7 +12,6 @@ import torch
 from forerun.build.engine import load, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.errors import ConfigError, EngineError
-from forerun.executors.host_block import BorrowedRows, HostBlockModel
 from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.features import on_device
 from forerun.interface.draft_model import DraftBlock, Extension
@@ -21,6 +20,7 @@ from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
+from tests.twins.host_block import BorrowedRows, HostBlockModel
 
 TOKENS = 16
 PROMPTS = [np.random.default_rng(n).integers(3, tiny.VOCAB, 9 + 13 * n) for n in range(4)]

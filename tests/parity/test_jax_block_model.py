@@ -12,7 +12,6 @@ import forerun.executors.jax as on_jax
 from forerun.build import with_jax
 from forerun.build.engine import open_target
 from forerun.errors import EngineError
-from forerun.executors.host_block import BorrowedRows, HostBlockModel
 from forerun.executors.jax import JaxBlockModel, JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchBlockModel
 from tests.drafters.draft_models import Told
@@ -28,6 +27,7 @@ from tests.parity.test_block_model import (
     served,
 )
 from tests.parity.test_jax_eagle_model import stepped
+from tests.twins.host_block import BorrowedRows, HostBlockModel
 
 TOKENS = 16
 SMALL = {"max_sequences": 2, "kv_tokens": 512}

@@ -1,6 +1,5 @@
 """Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
-from forerun.executors.cpu.block_model import cpu_block_model
 from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel
 from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
@@ -18,6 +17,5 @@ __all__ = [
     "available",
     "cache_bytes_per_token",
     "check_runs",
-    "cpu_block_model",
     "refusal",
 ]

@@ -1,5 +1,4 @@
-"""A block drafter in NumPy, one row and one place at a time: the oracle of faster ones, and what
-drafts beside an executor that has none of its own.
+"""A block drafter in NumPy, one row and one place at a time: the oracle of faster ones.
 
 Keys and values of the target's features lie under the target's page ids, in float32.
 """
