@@ -29,13 +29,12 @@ from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import failed, grammar_ended, step_trace
 from forerun.engine.output import Ending, Kept, News, delta, ended, keep, parted
+from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.slots import SlotRegistry
-from forerun.engine.step import Parts, Step, begin, finish
-from forerun.engine.timing import StageTimer
-from forerun.engine.trace import MAX_STEPS, NO_DRAFT_ROW, draft_row
+from forerun.engine.step import StageTimer, Step, begin, finish
+from forerun.engine.trace import MAX_STEPS
 from forerun.errors import EngineError
 from forerun.interface.executor import NotYetError
 from forerun.interface.grammars import Committed
@@ -70,7 +69,6 @@ class EngineCore:
         self._parts = parts
         self._grammars = parts.grammars
         self._eos_ids = parts.tokenizer.eos_ids
-        self._registry = SlotRegistry(parts)
         self._max_failures = max_failures
         self._ended = ended
         self._failures = 0
@@ -136,7 +134,7 @@ class EngineCore:
         self.scheduler.check()
         running, waiting = self.scheduler.running, self.scheduler.waiting
         leaving = self.scheduler.leaving
-        assert set(self._registry.open_slots) == {s.slot for s in running + leaving}, (
+        assert set(self._parts.open_slots) == {s.slot for s in running + leaving}, (
             "a slot is open to nobody"
         )
         assert all(map(self._growing, leaving)), "nothing runs that it waits for"
@@ -160,7 +158,7 @@ class EngineCore:
 
     def abandon(self, ending: Ending) -> None:
         """End everything without speaking to executor and drafter: they cannot be trusted."""
-        self._registry.abandon()
+        self._parts.abandon()
         self._steps.clear()
         self.end_all(ending)
 
@@ -177,7 +175,7 @@ class EngineCore:
     def _open_slots(self, schedule: Schedule) -> bool:
         """Close and open slots as planned. False when that ended a request: plan anew."""
         for slot in schedule.closed:
-            self._registry.close(slot)
+            self._parts.close(slot)
         self.metrics.preemptions += len(schedule.closed)
         sound = True
         for sequence in schedule.opened:
@@ -185,7 +183,7 @@ class EngineCore:
                 continue
             sequence.admitted = sequence.admitted or monotonic()
             try:
-                self._registry.open(sequence)
+                self._parts.open(sequence)
             except Exception as error:
                 log.exception("request %s could not be opened", sequence.request.id)
                 self.end(sequence.request.id, failed(error))
@@ -272,7 +270,7 @@ class EngineCore:
         """Take slots and pages from the sequences that are over and in no running step."""
         for sequence in tuple(self.scheduler.leaving):
             if not self._growing(sequence):
-                self._registry.close(self.scheduler.release(sequence))
+                self._parts.close(self.scheduler.release(sequence))
 
     def _commit_outputs(self, step: Step, outcome: Outcome) -> list[News]:
         """Make the outcome of every row permanent. The rows that have news."""
@@ -307,10 +305,7 @@ class EngineCore:
             return  # Ended with another row of the same request.
         tokens = outcome.output_tokens[row]
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
-        drafted = NO_DRAFT_ROW
-        if draft_tokens:
-            drafted = draft_row(step.round.trees, row, outcome.paths[row])
-        self.metrics.row(draft_tokens, accepted, drafted)
+        self.metrics.row(step.round.trees, row, outcome)
         sequence.tally.add(draft_tokens, accepted)
         try:
             kept, again = self._keep(sequence, tokens, committed)
@@ -319,10 +314,10 @@ class EngineCore:
             self.end(sequence.request.id, failed(error))
             return
         if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
-            sequence.unsent_trace.append(step_trace(sequence, kept, drafted, step, row))
+            sequence.unsent_trace.append(step_trace(sequence, kept, step, row, outcome))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
         if again and not sequence.over:
-            self._registry.close(self.scheduler.preempt(sequence))
+            self._parts.close(self.scheduler.preempt(sequence))
             self.metrics.preemptions += 1
             sequence.drop(len(tokens) - len(kept.tokens))
 
@@ -386,7 +381,7 @@ class EngineCore:
         slot = self.scheduler.remove(sequence, held=self._growing(sequence) > 0)
         self.live[request].remove(sequence)
         if slot is not None:
-            self._registry.close(slot)
+            self._parts.close(slot)
         if not self.live[request]:
             del self.live[request]
             self.metrics.longest_output.add(self._longest.pop(request))

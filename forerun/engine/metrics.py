@@ -10,8 +10,9 @@ from forerun.control.report import STAGES, StepReport
 from forerun.engine.request import Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Histogram, Load, SourceCount, Stats
-from forerun.engine.trace import NO_DRAFT_ROW, DraftRow
-from forerun.speculative.tree import DraftSource
+from forerun.interface.plan import Outcome
+from forerun.speculative.tree import DraftSource, TreeBatch
+from forerun.types import Ints
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
@@ -62,11 +63,10 @@ class Metrics:
         self._recent: deque[int] = deque(maxlen=RECENT)
         self._recent_sum = 0
 
-    def row(self, draft_tokens: int, accepted: int, drafted: DraftRow = NO_DRAFT_ROW) -> None:
-        """One row sampled: it carried `draft_tokens`, of which a path of `accepted` was kept.
-
-        drafted  the same in detail, where it is known
-        """
+    def row(self, trees: TreeBatch, row: int, outcome: Outcome) -> None:
+        """One row of a step sampled."""
+        draft_tokens = int(outcome.n_draft_tokens[row])
+        accepted = len(outcome.output_tokens[row]) - 1
         if len(self._recent) == RECENT:
             self._recent_sum -= self._recent[0]
         self._recent.append(accepted + 1)
@@ -79,10 +79,20 @@ class Metrics:
         self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for depth in range(accepted):
             self.accepted_at[depth] += 1
-        for place in zip(drafted.sources, drafted.depth, strict=True):
+        self._count_sources(trees, row, outcome.paths[row])
+
+    def _count_sources(self, trees: TreeBatch, row: int, path: Ints) -> None:
+        """Who proposed the row's draft tokens, and which of them were accepted: nodes `path`."""
+        root = trees.root(row)
+        depth = (trees.depth[root + 1 : trees.start[row + 1]] - trees.depth[root]).tolist()
+        sources = [DraftSource.UNKNOWN] * len(depth)
+        if trees.drafts:
+            sources = trees.drafts[row].sources()
+        places = list(zip(sources, depth, strict=True))
+        for place in places:
             self._by_source.setdefault(place, [0, 0])[0] += 1
-        for node in drafted.accepted:
-            self._by_source[drafted.sources[node], drafted.depth[node]][1] += 1
+        for node in path.tolist():
+            self._by_source[places[node - root - 1]][1] += 1
 
     def ended(self, sequence: Sequence, finish: Finish) -> None:
         """A sequence is over: count its lengths, and where its time went."""

@@ -4,8 +4,9 @@ from forerun.engine.output import Ending, Kept
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
-from forerun.engine.trace import DraftRow, StepTrace, bounded
+from forerun.engine.trace import StepTrace, bounded, draft_row
 from forerun.interface.grammars import Committed
+from forerun.interface.plan import Outcome
 
 
 def failed(error: Exception) -> Ending:
@@ -28,10 +29,9 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
     return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
 
 
-def step_trace(
-    sequence: Sequence, kept: Kept, drafted: DraftRow, step: Step, row: int
-) -> StepTrace:
+def step_trace(sequence: Sequence, kept: Kept, step: Step, row: int, outcome: Outcome) -> StepTrace:
     """What the step that was just counted did for a sequence."""
+    drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
         number=sequence.tally.steps - 1,

@@ -10,25 +10,46 @@ may be at work between them, with the host free for something else: `begin` ends
 pass has been handed over, `finish` begins by waiting for it (see engine/core.py).
 """
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from time import perf_counter
 
-from forerun.control.policy import Policy, off
+from forerun.control.report import STAGES
+from forerun.engine.parts import Parts
 from forerun.engine.sequence import Sequence
-from forerun.engine.timing import StageTimer
-from forerun.interface.drafter import Drafter
-from forerun.interface.executor import Executor
-from forerun.interface.grammars import Grammars
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.speculative.tree import NO_DRAFT, NO_TREES, Draft, batch
-from forerun.text.tokenizer import Tokenizer
 
-log = logging.getLogger("forerun.engine")
 
-Answer = TypeVar("Answer")
+class StageTimer:
+    """Milliseconds of the stages of one step, from now on: the only clock of speculation.
+
+    since     when it was begun, or when the step before it was over (perf_counter)
+    ms        by the names of STAGES
+    known_ms  until its outcome was known
+    """
+
+    def __init__(self) -> None:
+        self.ms = dict.fromkeys(STAGES, 0.0)
+        self.since = self._last = perf_counter()
+        self.known_ms = 0.0
+
+    def resume(self) -> None:
+        """A stage begins now: what went before belongs to none."""
+        self._last = perf_counter()
+
+    def known(self, before: float) -> None:
+        """The outcome is known. A step that was begun before the one before it was over has what is
+        left of the time since then.
+        """
+        self.since = max(self.since, before)
+        self.known_ms = 1000.0 * (perf_counter() - self.since)
+
+    def lap(self, stage: str) -> None:
+        """The stage that began with the last lap, or `resume`, ends now."""
+        now = perf_counter()
+        self.ms[stage] += 1000.0 * (now - self._last)
+        self._last = now
 
 
 @dataclass(frozen=True)
@@ -52,37 +73,6 @@ class Step:
         plan = self.round.plan
         bounds = zip(plan.slots.tolist(), plan.known, plan.max_depth.tolist(), strict=True)
         return {slot: len(known) + depth for slot, known, depth in bounds}
-
-
-@dataclass(slots=True)
-class Parts:
-    """What an engine is put together from.
-
-    fault  why nothing is drafted although it should be, in the words of `off`; None = all is well
-    """
-
-    executor: Executor
-    drafter: Drafter
-    policy: Policy
-    tokenizer: Tokenizer
-    grammars: Grammars
-    fault: str | None = None
-
-    def ask_drafter(self, question: Callable[[Drafter], Answer], otherwise: Answer) -> Answer:
-        """The drafter's answer, until it raises for the first time: that ends speculation, but no
-        request. From then on it is not asked again, since what it knows of the sequences may be
-        half written; the answer is `otherwise`.
-        """
-        if self.fault is not None:
-            return otherwise
-        try:
-            return question(self.drafter)
-        except Exception as error:
-            name, what = self.drafter.traits.name, f"{type(error).__name__}: {error}"
-            self.fault = off(f"the drafter {name} failed with {what}")
-            log.exception("%s", self.fault)
-            self.policy.disable(self.fault)
-            return otherwise
 
 
 def begin(plan: Plan, rows: tuple[Sequence, ...], parts: Parts, timer: StageTimer) -> Step:

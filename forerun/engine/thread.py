@@ -13,10 +13,10 @@ from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
 from forerun.engine.options import EngineOptions
 from forerun.engine.output import Ending
+from forerun.engine.parts import Parts
 from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Stats
-from forerun.engine.step import Parts
 from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RequestError
 from forerun.interface.drafter import Drafter

@@ -1,4 +1,4 @@
-"""What a step did for one sequence, for statistics and for whoever asked to be told."""
+"""What a step did for one sequence, for whoever asked to be told."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,9 +28,6 @@ class DraftRow(NamedTuple):
     scores: list[float]
     sources: list[DraftSource]
     accepted: list[int]
-
-
-NO_DRAFT_ROW = DraftRow([], [], [], [], [], [])
 
 
 @dataclass(frozen=True, slots=True)
