@@ -204,8 +204,11 @@ class Outcome:
     @cached_property
     def paths(self) -> list[Ints]:
         """Per row, int32[.] the nodes of its accepted draft tokens, downwards."""
-        ends = np.maximum(self.n_tokens - 1, 0).cumsum()
-        return np.split(self.accepted, ends[:-1])
+        paths, end = [], 0
+        for count in self.n_tokens.tolist():
+            begin, end = end, end + max(count - 1, 0)
+            paths.append(self.accepted[begin:end])
+        return paths
 
     def permanent(self, trees: TreeBatch, row: int) -> Ints:
         """int32[.] nodes of a row whose keys and values stay: known ones, then accepted ones."""

@@ -139,11 +139,6 @@ class Programs:
         self._compiled.clear()
 
     @property
-    def carries(self) -> bool:
-        """Whether rounds can carry on from each other."""
-        return self._functions.future is not None
-
-    @property
     def _streams(self) -> int:
         """Numbers of features of a node."""
         assert self.state.draft is not None, "a draft network was attached"
