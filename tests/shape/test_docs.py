@@ -21,6 +21,22 @@ def test_links_lead_to_files(document):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+def test_the_index_of_the_log_leads_to_sections():
+    """Links of log.md into itself and into its archive name headings that are there."""
+    texts = {name: (ROOT / "docs" / name).read_text() for name in ("log.md", "log-archive.md")}
+    anchors = {
+        name: {
+            re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-")
+            for line in re.findall(r"(?m)^## (.*)$", text)
+        }
+        for name, text in texts.items()
+    }
+    links = re.findall(r"\]\((log-archive\.md)?#([^)]+)\)", texts["log.md"])
+    assert len(links) > 50
+    missing = [link for link in links if link[1] not in anchors[link[0] or "log.md"]]
+    assert not missing
+
+
 def test_the_path_of_a_token_names_what_exists():
     """Each link of docs/path.md to a source, followed by symbols, names symbols of that file."""
     text = (ROOT / "docs" / "path.md").read_text()
