@@ -25,6 +25,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.config_variants import layers_read_as
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
@@ -226,7 +227,10 @@ def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLa
     if isinstance(target, FolderCheckpoint):
         files = target.prediction_files
         declared = target.config.get("num_nextn_predict_layers")
-    return _deep_enough(config, open_prediction_layers(target, files, declared))
+    layers = _deep_enough(config, open_prediction_layers(target, files, declared))
+    if config.draft_reading is None:
+        return layers
+    return layers_read_as(layers, config.draft_reading)
 
 
 def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLayers:

@@ -18,6 +18,7 @@ from itertools import product
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture
 from forerun.models.draft_config import DraftHead
+from forerun.models.prediction_layers import PredictionLayers
 
 EAGLE_THETA = 10_000.0
 """What EAGLE's trainer turns by, whatever the configuration says."""
@@ -62,6 +63,20 @@ def read_as(head: DraftHead, variant: str) -> DraftHead:
         else:
             raise ConfigError(f"draft-reading: {part.strip()!r} is not of the form {_SHAPE}")
     return head
+
+
+def layers_read_as(layers: PredictionLayers, variant: str) -> PredictionLayers:
+    """Prediction layers with what `variant` says in the place of what their family does.
+
+    Raises ConfigError where it is not feedback=normed or feedback=raw.
+    """
+    name, _, value = variant.strip().partition("=")
+    if name != "feedback" or value not in _KINDS:
+        raise ConfigError(
+            f"draft-reading: {variant.strip()!r} is not feedback=normed or feedback=raw, which is "
+            "all that prediction layers leave open"
+        )
+    return replace(layers, carries_normed=_KINDS[value])
 
 
 def _features(text: str, head: DraftHead) -> tuple[int, ...]:

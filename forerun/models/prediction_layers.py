@@ -26,10 +26,11 @@ from typing import ClassVar
 import numpy as np
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture, expected_tensors
+from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint, shortened
 from forerun.models.mapped import Packed, TensorFile
+from forerun.models.naming import Held, Piece, layer_pieces
 from forerun.types import Floats, Ints
 
 EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
@@ -94,6 +95,8 @@ _QWEN = Naming(
     },
     apart=True,
 )
+_ZEROED = ("glm4_moe",)
+"""Families whose own code does so."""
 _BORROWED = (_EMBEDDING, _HEAD)
 """The target's, of which a file may hold a copy."""
 
@@ -131,18 +134,24 @@ class PredictionLayers:
     count         K: layer k drafts depth k, the last one all that is deeper
     target_ids    int32[Vd] the tokens that may be proposed, and whose rows the head has
     folder        where they are, if not in the target's checkpoint
+    zeroed        the embedding of the entry at position 0 counts as zeros
+    carries_normed  the next draft step reads o_k as its head does; else what it was before norm_f
+                    (`--draft-reading feedback=raw`; projects disagree, and lose acceptance at the
+                    second position silently)
     """
 
     kind: ClassVar[str] = "prediction layers"
     warnings: ClassVar[tuple[str, ...]] = ()
 
     target: Checkpoint
-    files: Mapping[str, tuple[TensorFile, str]]
+    files: Mapping[str, Held]
     hidden_first: bool
     apart: bool
     count: int
     target_ids: Ints
     folder: Path | None = None
+    zeroed: bool = False
+    carries_normed: bool = True
 
     @property
     def architecture(self) -> Architecture:
@@ -176,25 +185,23 @@ class PredictionLayers:
         """Shape of a tensor; KeyError for an unknown name."""
         if name not in self.files:
             return self.target.shape(name)
-        file, stored = self.files[name]
-        return file.tensors[stored].shape
+        return self.files[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
         """The tensor as float32; KeyError, ModelError where it is not finite."""
         if name not in self.files:
             return self.target.tensor(name)
-        file, stored = self.files[name]
-        values = file.floats(stored)
+        held = self.files[name]
+        values = held.floats()
         if not np.isfinite(values).all():
-            raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the file is damaged")
+            raise ModelError(f"{self.path}: {held.name} holds NaN or infinity; the file is damaged")
         return values
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as stored; None for a vector."""
         if name not in self.files:
             return self.target.packed(name)
-        file, stored = self.files[name]
-        return file.packed(stored)
+        return self.files[name].packed()
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
         """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where
@@ -265,33 +272,31 @@ def open_prediction_layers(
             f"(num_nextn_predict_layers), its tensors are those of {count}"
         )
     arch = _layers(target.architecture, count)
-    found: dict[str, tuple[TensorFile, str]] = {}
-    faults = []
-    for stored, file in files.items():
-        name = _canonical(stored, naming, first)
-        if name is None:
-            faults.append(f"unexpected {stored}")
-        else:
-            found[name] = (file, stored)
-    wanted = _shapes(arch, count, naming.apart)
+    wanted = _pieces(arch, naming, first, count)
     borrowed = {_copy(name, layer): name for name in _BORROWED for layer in range(count)}
-    missing = wanted.keys() - borrowed.keys() - found.keys()
-    faults += [f"missing {_as_stored(name, naming, first)}" for name in missing]
-    for name, (file, stored) in found.items():
-        shape, right = file.tensors[stored].shape, wanted.get(borrowed.get(name, name))
-        if right is None:
-            faults.append(f"unexpected {stored}")
-        elif shape != right:
+    whole = {stored: piece.whole for stored, piece in wanted.values()}
+    faults = [f"unexpected {stored}" for stored in files if stored not in whole]
+    needed = {stored for name, (stored, _) in wanted.items() if name not in borrowed}
+    faults += [f"missing {stored}" for stored in needed if stored not in files]
+    for stored, right in whole.items():
+        shape = files[stored].tensors[stored].shape if stored in files else right
+        if shape != right:
             faults.append(f"{stored} is {list(shape)}, not {list(right)}")
     if faults:
         raise ModelError(
             f"{where}: its prediction layers are not those of {naming.title}: "
             + shortened(sorted(faults))
         )
+    found = {
+        name: Held(files[stored], stored, piece)
+        for name, (stored, piece) in wanted.items()
+        if stored in files
+    }
     kept = {name: item for name, item in found.items() if name not in borrowed}
     kept |= _copies(target, found, borrowed, where)
     ids = np.arange(arch.vocab, dtype=np.int32) if target_ids is None else target_ids
-    return PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids, folder)
+    layers = PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids, folder)
+    return replace(layers, zeroed=folder is None and arch.family in _ZEROED)
 
 
 def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
@@ -309,21 +314,25 @@ def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int,
     raise ModelError(f"{where}: prediction layers without a layer: {shortened(sorted(files))}")
 
 
-def _canonical(stored: str, naming: Naming, first: int) -> str | None:
-    """None for a tensor that has no place."""
-    if naming.apart and stored in naming.own:
-        return _placed(naming.own[stored], 0)
-    found = naming.layer.match(stored)
-    if found is None:
-        return None
-    layer, rest = int(found[1]) - first, stored[found.end() :]
-    if not naming.apart and rest in naming.own:
-        return _placed(naming.own[rest], layer)
-    return f"model.layers.{layer}.{rest}"
-
-
-def _placed(part: str, layer: int) -> str:
-    return _copy(part, layer) if part in _BORROWED else _own(layer, part)
+def _pieces(
+    arch: Architecture, naming: Naming, first: int, count: int
+) -> dict[str, tuple[str, Piece]]:
+    """Canonical name -> stored name and piece of all that a file may have."""
+    wanted: dict[str, tuple[str, Piece]] = {}
+    vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
+    shapes = {_EMBEDDING: vocabulary, _HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
+    for layer, spec in enumerate(arch.layer_specs):
+        pattern = naming.layer.pattern.replace("\\", "")
+        prefix = pattern.replace("(d+)", str(layer + first))
+        for name, piece in layer_pieces(arch, spec).items():
+            wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
+        if naming.apart and layer:
+            continue
+        for stored, part in naming.own.items():
+            shape = shapes.get(part, width)
+            name = _copy(part, layer) if part in _BORROWED else _own(layer, part)
+            wanted[name] = stored if naming.apart else prefix + stored, Piece(stored, shape, shape)
+    return wanted
 
 
 def _copy(name: str, layer: int) -> str:
@@ -331,61 +340,35 @@ def _copy(name: str, layer: int) -> str:
     return f"copy.{layer}.{name}" if layer else name
 
 
-def _as_stored(name: str, naming: Naming, first: int) -> str:
-    """What a canonical name is called in the file."""
-    kind, layer, part = name.removeprefix("model.").removesuffix(".weight").split(".", 2)
-    if kind == "layers":
-        part = name.split(".", 3)[3]
-    else:
-        part = next(stored for stored, known in naming.own.items() if known == part)
-    if kind == "predict" and naming.apart:
-        return part
-    pattern = naming.layer.pattern.replace("\\", "")
-    return pattern.replace("(d+)", str(int(layer) + first)) + part
-
-
-def _shapes(arch: Architecture, count: int, apart: bool) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of all that a file may have."""
-    hidden = arch.hidden
-    shapes = expected_tensors(replace(arch, tied_head=False))
-    del shapes["model.norm.weight"]  # Each layer has its own.
-    for layer in range(1 if apart else count):
-        shapes[_own(layer, FUSE)] = (hidden, 2 * hidden)
-        norms = (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)
-        shapes |= {_own(layer, norm): (hidden,) for norm in norms}
-    return shapes
-
-
 def _copies(
     target: Checkpoint,
-    found: Mapping[str, tuple[TensorFile, str]],
+    found: Mapping[str, Held],
     borrowed: Mapping[str, str],
     where: Path,
-) -> dict[str, tuple[TensorFile, str]]:
+) -> dict[str, Held]:
     """The file's embedding and head, by the target's names, where they are others than the
     target's. Raises ModelError where not all layers have the same.
     """
-    kept: dict[str, tuple[TensorFile, str]] = {}
+    kept: dict[str, Held] = {}
     for name in _BORROWED:
         mine = [found[copy] for copy in borrowed if borrowed[copy] == name and copy in found]
         others = [item for item in mine if _differs(target, name, item)]
         odd = [i for i in others if len(others) < len(mine) or not _equal(i, others[0])]
         if odd:
             raise ModelError(
-                f"{where}: {odd[0][1]} is another than that of the other prediction layers, which "
-                "share one embedding and one head"
+                f"{where}: {odd[0].name} is another than that of the other prediction layers, "
+                "which share one embedding and one head"
             )
         kept |= {name: others[0]} if others else {}
     return kept
 
 
-def _equal(one: tuple[TensorFile, str], other: tuple[TensorFile, str]) -> bool:
-    return np.array_equal(one[0].rows(one[1]), other[0].rows(other[1]))
+def _equal(one: Held, other: Held) -> bool:
+    return np.array_equal(one.rows(), other.rows())
 
 
-def _differs(target: Checkpoint, name: str, item: tuple[TensorFile, str]) -> bool:
+def _differs(target: Checkpoint, name: str, item: Held) -> bool:
     """Whether a file's copy of the target's embedding or head is another one."""
-    file, stored = item
     tied = name == _HEAD and target.architecture.tied_head
     theirs = target.packed(_EMBEDDING if tied else name)
-    return theirs is None or not np.array_equal(file.rows(stored), theirs.rows)
+    return theirs is None or not np.array_equal(item.rows(), theirs.rows)

@@ -60,6 +60,21 @@ def random_layer(hf, seed):
     return made, *norms, torch.randn(width, 2 * width) / width**0.5
 
 
+def as_stored(made):
+    """A layer's tensors as files have them: experts one by one."""
+    found = {}
+    for name, weight in made.state_dict().items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith("experts") or "proj" not in kind:
+            found[name] = weight.detach().clone()
+            continue
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for expert, whole in enumerate(weight.detach()):
+            for part, matrix in zip(parts, whole.chunk(len(parts)), strict=True):
+                found[f"{prefix}.{expert}.{part}.weight"] = matrix.clone()
+    return found
+
+
 def with_layers(hf, layers, folder, naming, extra=None):
     """The model's folder with the layers under one of the namings."""
     tiny.save_folder(hf, folder)
@@ -68,9 +83,7 @@ def with_layers(hf, layers, folder, naming, extra=None):
     tensors = load_file(folder / "model.safetensors")
     for depth, (made, *own) in enumerate(layers):
         prefix = f"{before}.{int(number) + depth}."
-        tensors |= {
-            prefix + name: weight.detach().clone() for name, weight in made.state_dict().items()
-        }
+        tensors |= {prefix + name: weight for name, weight in as_stored(made).items()}
         order = dict(zip(("embedding", "hidden", "final", "fuse"), own, strict=True))
         for kind, name in zip(("embedding", "hidden", "fuse", "final"), names, strict=True):
             stored = name if name.startswith("mtp.") else prefix + name
@@ -115,7 +128,7 @@ def rms(x, weight, eps):
 
 
 @torch.no_grad()
-def dense(hf, layers, hidden_first, text, drafted):
+def dense(hf, layers, hidden_first, text, drafted, zeroed=False, raw=False):
     """Logits of what follows `text` and then each of `drafted`, which hangs below it, as the paper
     has them: row i of layer k reads row i of layer k - 1, the normed hidden state of the target for
     k = 1, and the token at i + k; the last row predicts. The last layer goes on with further rows,
@@ -126,21 +139,25 @@ def dense(hf, layers, hidden_first, text, drafted):
     found = []
     for k, layer in enumerate(layers[: len(drafted) + 1], 1):
         read, tokens = states, whole[k : k + rows]
-        states = layer_rows(hf, layer, hidden_first, read, tokens)
+        states, carried = layer_rows(hf, layer, hidden_first, read, tokens, zeroed)
         found.append(hf.lm_head(states[-1]))
+        states = carried if raw else states
     for token in whole[rows + len(layers) :]:
         read, tokens = torch.cat([read, states[-1:]]), [*tokens, token]
-        states = layer_rows(hf, layers[-1], hidden_first, read, tokens)
+        states, carried = layer_rows(hf, layers[-1], hidden_first, read, tokens, zeroed)
         found.append(hf.lm_head(states[-1]))
+        states = carried if raw else states
     return found
 
 
-def layer_rows(hf, layer, hidden_first, states, tokens):
-    """Outputs of one layer's rows, which read a hidden state and a token each."""
+def layer_rows(hf, layer, hidden_first, states, tokens, zeroed):
+    """Outputs of one layer's rows, which read a hidden state and a token each, and what they were
+    before the final norm. zeroed: the first row reads no token.
+    """
     made, embedding_norm, hidden_norm, final_norm, fuse = layer
     eps = hf.config.rms_norm_eps
     parts = [
-        rms(hf.model.embed_tokens(torch.tensor(tokens)), embedding_norm, eps),
+        rms(embedded(hf, tokens, zeroed), embedding_norm, eps),
         rms(states, hidden_norm, eps),
     ]
     x = (torch.cat(parts[::-1] if hidden_first else parts, -1) @ fuse.T)[None]
@@ -148,7 +165,16 @@ def layer_rows(hf, layer, hidden_first, states, tokens):
     mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
     rotary = hf.model.rotary_emb(x, position)
     y = made(x, attention_mask=mask, position_ids=position, position_embeddings=rotary)
-    return rms((y[0] if isinstance(y, tuple) else y).view(len(tokens), -1), final_norm, eps)
+    y = (y[0] if isinstance(y, tuple) else y).view(len(tokens), -1)
+    return rms(y, final_norm, eps), y
+
+
+def embedded(hf, tokens, zeroed):
+    """Embeddings [n,H], the first one zeros where `zeroed`."""
+    found = hf.model.embed_tokens(torch.tensor(tokens)).clone()
+    if zeroed:
+        found[0] = 0
+    return found
 
 
 @pytest.mark.parametrize(
@@ -179,6 +205,79 @@ def test_drafts_are_what_the_description_says(hf, layer, folders, executor, nami
         assert 0 <= accepted < drafted
     finally:
         target.close()
+    compared, worst = compare(
+        asked, done, lambda text, chain: dense(hf, [layer], naming == "mimo", text, chain)
+    )
+    assert compared > 30
+    # Float32, and 8 bits, where what reads or sees something else is wrong by several nats.
+    most, usual = (1e-3, 1e-3) if executor == "torch" else (1.0, 0.3)
+    assert max(worst) < most and np.mean(worst) < usual
+
+
+@pytest.mark.parametrize(
+    ("family", "reading"),
+    [("glm4_moe", None), ("deepseek_v3", None), ("deepseek_v3", "feedback=raw")],
+)
+def test_layers_of_experts_and_latents(tmp_path, family, reading, monkeypatch):
+    """GLM-4.5's, whose first row reads no token, and DeepSeek's, carrying either hidden state."""
+    hf = tiny.model(family, max_position_embeddings=512)
+    kind = type(hf.model.layers[-1])
+    torch.manual_seed(3)
+    made = kind(hf.config, hf.config.num_hidden_layers - 1)
+    with torch.no_grad():
+        for name, weight in [*made.named_parameters(), *made.named_buffers()]:
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2 if weight.dim() == 1 else 0.15)
+    width = hf.config.hidden_size
+    layer = (
+        made,
+        *(1 + 0.2 * torch.randn(width) for _ in range(3)),
+        torch.randn(width, 2 * width) / 8,
+    )
+    folder = as_deepseek(hf, layer, tmp_path / family)
+    target = open_target(settings(folder, "torch", draft_reading=reading))
+    asked = []
+    for verb in ("extend", "expand"):
+        monkeypatch.setattr(
+            TorchPredictionModel, verb, noted_by(asked, getattr(TorchPredictionModel, verb))
+        )
+    try:
+        done = served(target, 0.0, at_once=1)
+    finally:
+        target.close()
+    zeroed, raw = family == "glm4_moe", reading == "feedback=raw"
+    compared, worst = compare(
+        asked, done, lambda text, chain: dense(hf, [layer], False, text, chain, zeroed, raw)
+    )
+    assert compared > 30 and max(worst) < 1e-3
+    _, other = compare(
+        asked, done, lambda text, chain: dense(hf, [layer], False, text, chain, zeroed, not raw)
+    )
+    assert max(other) > 1e-2
+
+
+def as_deepseek(hf, layer, folder):
+    """`with_layers` under DeepSeek's names, behind so many layers as the model has."""
+    with pytest.MonkeyPatch.context() as patch:
+        first, *names = NAMINGS["deepseek"]
+        first = first.replace("2", str(hf.config.num_hidden_layers))
+        patch.setitem(NAMINGS, "deepseek", (first, *names))
+        return with_layers(hf, [layer], folder, "deepseek")
+
+
+def noted_by(asked, made):
+    def call(self, work, *rest):
+        found = made(self, work, *rest)
+        asked.append((work, found))
+        return found
+
+    return call
+
+
+def compare(asked, done, reference):
+    """How many proposals were compared, and the greatest error of each chain.
+
+    reference  (text, chain) -> the logits
+    """
     texts = [[*p.tolist(), *item.tokens] for p, item in zip(PROMPTS, done, strict=True)]
     compared, worst = 0, []
     for at, (work, found) in enumerate(asked):
@@ -190,16 +289,9 @@ def test_drafts_are_what_the_description_says(hf, layer, folders, executor, nami
         below = list(takewhile(lambda item: hasattr(item[0], "parents"), asked[at + 1 :]))
         chain = [int(level.tokens[0]) for level, _ in below]
         mine = [found, *(after for _, after in below)]
-        errors = [
-            max(map(_error, mine, dense(hf, [layer], naming == "mimo", text, chain)))
-            for text in able
-        ]
-        worst.append(min(errors))
+        worst.append(min(max(map(_error, mine, reference(text, chain))) for text in able))
         compared += len(mine)
-    assert compared > 30
-    # Float32, and 8 bits, where what reads or sees something else is wrong by several nats.
-    most, usual = (1e-3, 1e-3) if executor == "torch" else (1.0, 0.3)
-    assert max(worst) < most and np.mean(worst) < usual
+    return compared, worst
 
 
 def _error(found, logits):

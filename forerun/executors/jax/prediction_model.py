@@ -14,6 +14,11 @@ class JaxPredictionModel(JaxLevelModel):
     """
 
     def __init__(self, executor: JaxExecutor, draft: PredictionLayers) -> None:
+        if not draft.carries_normed:
+            raise ModelError(
+                f"{draft.path}: the jax executor carries what is normed from one draft step to the "
+                "next (--draft-reading feedback=normed); use the torch executor"
+            )
         if draft.count > 1:
             raise ModelError(
                 f"{draft.path} has {draft.count} prediction layers, one for each depth, and the "

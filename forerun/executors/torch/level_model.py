@@ -56,6 +56,7 @@ class Nodes:
     rotary  of their positions, one for each of the model's ropes
     attend  of a layer: keeps its keys and values too
     depth   0: tokens that became permanent; else of draft tokens, 1 = below the root
+    position  int[n] at depth 0; None: of draft tokens, which are never the first
     before  at depth 0, where a layer reads the layer before it: (that layer, its outputs [n,H]) ->
             what each node finds at the entry before its own
     """
@@ -65,6 +66,7 @@ class Nodes:
     attend: Attend
     depth: int
     before: Callable[[int, Tensor], Tensor]
+    position: Tensor | None = None
 
 
 class LevelModel:
@@ -190,7 +192,8 @@ class LevelModel:
         attend = apart(work.attend)
         if extension is not None and self._executor.kernels is not None:
             attend = self._launched(work, extension, self._executor.kernels)
-        return Nodes(self._index(work.tokens), rotary, attend, depth, before)
+        first = position if depth == 0 else None
+        return Nodes(self._index(work.tokens), rotary, attend, depth, before, first)
 
     def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
         """Of an extension: prompts are long, and go through the target's own kernels."""

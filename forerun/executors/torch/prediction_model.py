@@ -40,19 +40,27 @@ class _Layer:
             for part in (EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM)
         ]
         self._fuse = weights.linear(draft.own(number, FUSE).removesuffix(".weight"))
+        # What of the fuse's input is zeroed at position 0.
+        embedding = slice(arch.hidden, None) if draft.hidden_first else slice(arch.hidden)
+        self._zeroed = embedding if draft.zeroed and number == 0 else None
+        self._carries_normed = draft.carries_normed
 
-    def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> Tensor:
-        """Outputs [n,H] after the layer's final norm, of nodes beside hidden states [n,H]."""
+    def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """Of nodes beside hidden states [n,H]: outputs [n,H] after the layer's final norm, and what
+        the next draft step reads of them.
+        """
         eps, (of_embedding, of_hidden, final) = self._eps, self._norms
         norms = of_embedding, of_hidden
-        x = self._fuse(
-            self._parts.draft_inputs(
-                nodes.tokens, embedding, hidden, norms, eps, self._hidden_first
-            )
+        inputs = self._parts.draft_inputs(
+            nodes.tokens, embedding, hidden, norms, eps, self._hidden_first
         )
+        if self._zeroed is not None and nodes.position is not None:
+            inputs[:, self._zeroed] *= (nodes.position != 0).unsqueeze(1)
+        x = self._fuse(inputs)
         entering, normed = self._block.enter(x, None)
         x, more = self._block(entering, normed, nodes.rotary[0], nodes.attend, ())
-        return self._parts.add_norm(x, more, final, eps)[1]
+        stream, normed = self._parts.add_norm(x, more, final, eps)
+        return normed, normed if self._carries_normed else stream
 
 
 class TorchPredictionModel(LevelModel):
@@ -125,18 +133,19 @@ class TorchPredictionModel(LevelModel):
         layers, depth, count = self._layers, nodes.depth, len(self._layers)
         embedding = self._embedding
         if depth == 0:
-            outputs = [layers[0](embedding, hidden, nodes)]
+            first, carried = layers[0](embedding, hidden, nodes)
+            outputs = [carried]
             for number in range(1, count):
                 before = nodes.before(number - 1, outputs[-1])
-                outputs.append(layers[number](embedding, before, nodes))
-            return outputs[0], _joined(outputs)
+                outputs.append(layers[number](embedding, before, nodes)[1])
+            return first, _joined(outputs)
         given, running = hidden.chunk(count, -1), layers_at(depth, count)
-        outputs = list(given)
+        outputs, read = list(given), hidden
         for number in running:
-            outputs[number] = layers[number](
-                embedding, given[layer_read(number, depth, count)], nodes
-            )
-        return outputs[running[0]], _joined(outputs)
+            before = given[layer_read(number, depth, count)]
+            normed, outputs[number] = layers[number](embedding, before, nodes)
+            read = normed if number == running[0] else read
+        return read, _joined(outputs)
 
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd]."""

@@ -174,6 +174,7 @@ class LevelDrafting(Drafting):
             attend=self._attend(entries.slots, geometry),
             depth=0,
             before=before,
+            position=entries.position,
         )
         read, outputs = model.forward(nodes, model.enter(features))
         if forest.size.nodes > 1 or waiting:
