@@ -2,6 +2,9 @@
 
     python bench/perplexity.py [model] [--device cuda] [--dtypes bfloat16,float8] [--tokens 20000]
         [--kv-dtype same,float8]
+    python bench/perplexity.py FOLDER --device cpu --dtypes float32,file,q8_0
+
+Formats of the native core (file, q8_0, q4_1) run there, the others with torch.
 
 The text is this repository's own documentation, cut into pieces of 512 tokens that are scored from
 their second token on. Prints a table: mean negative log-likelihood in nats, perplexity, and the
@@ -16,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from forerun.executors.cpu import CpuExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, SlotInit
+from forerun.options.config import NATIVE_DTYPES
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
@@ -27,7 +32,7 @@ from forerun.types import Ints
 PIECE, PAGE = 512, 16
 
 
-def surprise(executor: TorchExecutor, tokens: Ints) -> float:
+def surprise(executor: TorchExecutor | CpuExecutor, tokens: Ints) -> float:
     """Sum of negative log-likelihoods, in nats, of all tokens but the first."""
     executor.open(SlotInit(0, tokens, len(tokens), Sampling(prompt_logprobs=0)))
     try:
@@ -70,7 +75,13 @@ def main() -> int:
     sys.stdout.write(f"{model.name} on {options.device}, {counted:,} tokens of plain text\n")
     kinds = product(options.dtypes.split(","), options.kv_dtype.split(","))
     for dtype, kv_dtype in kinds:
-        executor = TorchExecutor(model.checkpoint, limits, options.device, dtype, kv_dtype=kv_dtype)
+        executor: TorchExecutor | CpuExecutor
+        if dtype in NATIVE_DTYPES:
+            executor = CpuExecutor(model.checkpoint, limits, dtype=dtype)
+        else:
+            executor = TorchExecutor(
+                model.checkpoint, limits, options.device, dtype, kv_dtype=kv_dtype
+            )
         nats = sum(surprise(executor, piece) for piece in pieces) / counted
         executor.shutdown()
         first = nats if first is None else first

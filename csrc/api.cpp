@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 14; }
+int forerun_abi() { return 15; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -42,30 +42,40 @@ const char* forerun_kernels(const char* name) {
     return kernels ? kernels->name : nullptr;
 }
 
-int64_t forerun_packed_bytes(int source, int channels, int inputs) {
-    return (int64_t)packed_bytes((Source)source, channels, inputs);
+// The format (quant.h) that keeps what a file stores as `source`.
+int forerun_own_format(int source) { return own_format((Source)source); }
+
+int64_t forerun_packed_bytes(int format, int channels, int inputs) {
+    return (int64_t)packed_bytes(format, channels, inputs);
 }
 
-// One product: `count` rows of x, float32[count][inputs], through a matrix of a file's bytes into
-// out, float32[count][channels]. For tests and measurements; a model's own products are in a step.
-int forerun_multiply(const char* name, int source, const uint8_t* rows, int channels, int inputs,
-                     const float* x, int count, float* out) {
+// One product: `count` rows of x, float32[count][inputs], through a matrix of a file's bytes, packed
+// as `format`, into out, float32[count][channels]. For tests and measurements; a model's own products
+// are in a step.
+int forerun_multiply(const char* name, int source, int format, const uint8_t* rows, int channels,
+                     int inputs, const float* x, int count, float* out) {
     return guarded([&]() -> std::string {
         const Kernels* kernels = choose_kernels(name);
         if (!kernels) return "no such kernels";
+        if (!can_pack((Source)source, format)) return "a format that this cannot become";
         Matrix w;
-        w.format = packed_format((Source)source);
+        w.format = format;
         w.channels = channels;
         w.inputs = inputs;
-        std::vector<uint8_t> tiles(packed_bytes((Source)source, channels, inputs));
-        pack((Source)source, rows, channels, inputs, 0, w.blocks(), tiles.data());
+        std::vector<uint8_t> tiles(packed_bytes(format, channels, inputs));
+        pack((Source)source, format, rows, channels, inputs, 0, w.blocks(), tiles.data());
         w.tiles = tiles.data();
+        const Target target = {out, channels, false};
+        if (is_float(format)) {
+            kernels->float_product(w, x, count, 0, w.blocks(), target);
+            return "";
+        }
         std::vector<Group> groups((size_t)(count + kLanes - 1) / kLanes * w.groups());
         for (int row = 0; row < count; row++) {
             kernels->quantise(x + (size_t)row * inputs, inputs,
                               &groups[(size_t)(row / kLanes) * w.groups()], row % kLanes);
         }
-        kernels->product(w, groups.data(), count, 0, w.blocks(), {out, channels, false});
+        kernels->product(w, groups.data(), count, 0, w.blocks(), target);
         return "";
     });
 }
@@ -84,15 +94,17 @@ Model* forerun_open(const Sizes* sizes, const float* frequencies, int64_t weight
 
 void forerun_close(Model* model) { delete model; }
 
-// Packs a matrix; `rows` may be freed afterwards. bias is float32[channels] or null.
-int forerun_set_matrix(Model* model, int layer, int which, int source, const uint8_t* rows,
-                       int channels, int inputs, const float* bias) {
+// Packs a matrix as `format`; `rows` may be freed afterwards. bias is float32[channels] or null.
+int forerun_set_matrix(Model* model, int layer, int which, int source, int format,
+                       const uint8_t* rows, int channels, int inputs, const float* bias) {
     return guarded([&]() -> std::string {
         Matrix* matrix = model->matrix(layer, which);
         if (!matrix) return "no such matrix";
-        uint8_t* tiles = model->take(packed_bytes((Source)source, channels, inputs));
+        if (!can_pack((Source)source, format)) return "a format that this cannot become";
+        if (is_float(format) && !model->takes_floats()) return "a head's weights cannot be floats";
+        uint8_t* tiles = model->take(packed_bytes(format, channels, inputs));
         if (!tiles) return "weights exceed the space planned for them";
-        matrix->format = packed_format((Source)source);
+        matrix->format = format;
         matrix->channels = channels;
         matrix->inputs = inputs;
         matrix->tiles = tiles;
@@ -104,7 +116,7 @@ int forerun_set_matrix(Model* model, int layer, int which, int source, const uin
         }
         model->pool.run([&](int thread) {
             const Share share(matrix->blocks(), thread, model->pool.threads());
-            pack((Source)source, rows, channels, inputs, share.first, share.last, tiles);
+            pack((Source)source, format, rows, channels, inputs, share.first, share.last, tiles);
         });
         return "";
     });

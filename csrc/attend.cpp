@@ -51,6 +51,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     Attend job = {};
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, 1, unit.head);
+    job.floats = sizes.cache_item == sizeof(float);
     job.trunk = trunks_.data() + trunk_at_[unit.row];  // There may be none to point at.
     job.sight = sights_[node];
     job.heads = shared;

@@ -32,19 +32,26 @@ FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int32_t* b
     return last_places(job, first, buffer);
 }
 
+using Half = uint16_t;  // a key's or value's number, or float
+
+FORERUN_INLINE F8 load_number8(const Half* at) { return load_half8(at); }
+FORERUN_INLINE F8 load_number8(const float* at) { return load8(at); }
+
 // Brings eight positions' rows near.
-FORERUN_INLINE void fetch(const uint16_t* plane, const int32_t* places, int size) {
+template <class Number>
+FORERUN_INLINE void fetch(const uint8_t* plane, const int32_t* places, int size) {
+    const int bytes = size * (int)sizeof(Number);
     for (int p = 0; p < kPositions; p++) {
-        const uint16_t* row = plane + (int64_t)places[p] * size;
-        for (int e = 0; e < size; e += 32) __builtin_prefetch(row + e, 0, 3);
+        const uint8_t* row = plane + (int64_t)places[p] * bytes;
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 3);
     }
 }
 
 // scores[q * stride + position] of Q heads at positions [first, last). Size is the head size where
 // it is known, else 0.
-template <int Size, int Q>
+template <class Number, int Size, int Q>
 static void score(const Attend& job, int head, int first, int last, float* scores,
-                          int64_t stride) {
+                  int64_t stride) {
     const int size = Size ? Size : job.size;
     const float* queries = job.queries + head * size;
     int32_t buffer[kPositions];
@@ -52,17 +59,17 @@ static void score(const Attend& job, int head, int first, int last, float* score
         const int32_t* places = places_at(job, first, buffer);
         if (job.cold && head == 0) {
             if (first + kFetch + kPositions <= job.sight.trunk) {
-                fetch(job.keys, job.trunk + first + kFetch, size);
+                fetch<Number>(job.keys, job.trunk + first + kFetch, size);
             }
-            if (first < kNear / size) fetch(job.values, places, size);
+            if (first < kNear / size) fetch<Number>(job.values, places, size);
         }
         F8 dots[Q][8];
         for (int p = 0; p < kPositions; p++) {
-            const uint16_t* row = job.keys + (int64_t)places[p] * size;
+            const Number* row = (const Number*)job.keys + (int64_t)places[p] * size;
             F8 dot[Q];
             for (int q = 0; q < Q; q++) dot[q] = splat8(0.0f);
             for (int e = 0; e < size; e += 8) {
-                const F8 key = load_half8(row + e);
+                const F8 key = load_number8(row + e);
                 for (int q = 0; q < Q; q++) {
                     dot[q] = fma8(load8(queries + q * size + e), key, dot[q]);
                 }
@@ -92,7 +99,7 @@ static float weigh(float* scores, int length) {
 }
 
 // Numbers [e, e + 8 * Eights) of Q heads' output.
-template <int Size, int Q, int Eights>
+template <class Number, int Size, int Q, int Eights>
 FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* weights,
                                int64_t stride, const float* totals) {
     const int size = Size ? Size : job.size;
@@ -104,11 +111,11 @@ FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* 
     for (int first = 0; first < job.sight.length(); first += kPositions) {
         const int32_t* places = places_at(job, first, buffer);
         for (int p = 0; p < kPositions; p++) {
-            const uint16_t* row = job.values + (int64_t)places[p] * size + e;
+            const Number* row = (const Number*)job.values + (int64_t)places[p] * size + e;
             F8 weight[Q];
             for (int q = 0; q < Q; q++) weight[q] = splat8(weights[q * stride + first + p]);
             for (int i = 0; i < Eights; i++) {
-                const F8 value = load_half8(row + 8 * i);
+                const F8 value = load_number8(row + 8 * i);
                 for (int q = 0; q < Q; q++) sum[q][i] = fma8(weight[q], value, sum[q][i]);
             }
         }
@@ -120,12 +127,16 @@ FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* 
 }
 
 // Numbers [first, last).
-template <int Size, int Q>
+template <class Number, int Size, int Q>
 static void mix(const Attend& job, int head, int first, int last, const float* weights,
                 int64_t stride, const float* totals) {
     int e = first;
-    for (; e + 32 <= last; e += 32) mix_eights<Size, Q, 4>(job, head, e, weights, stride, totals);
-    for (; e < last; e += 8) mix_eights<Size, Q, 1>(job, head, e, weights, stride, totals);
+    for (; e + 32 <= last; e += 32) {
+        mix_eights<Number, Size, Q, 4>(job, head, e, weights, stride, totals);
+    }
+    for (; e < last; e += 8) {
+        mix_eights<Number, Size, Q, 1>(job, head, e, weights, stride, totals);
+    }
 }
 
 template <int N>
@@ -133,12 +144,14 @@ struct Count {
     static constexpr int value = N;
 };
 
-// call(size) with the head size as a constant where there is a version for it.
+// call(number, size) with the kind of the cache's numbers and the head size as types, 0 where there
+// is no version for it.
 template <class Call>
-FORERUN_INLINE void by_size(int size, Call call) {
-    if (size == 64) return call(Count<64>());
-    if (size == 128) return call(Count<128>());
-    call(Count<0>());
+FORERUN_INLINE void by_kind(const Attend& job, Call call) {
+    if (job.floats) return job.size == 64 ? call(0.0f, Count<64>()) : call(0.0f, Count<0>());
+    if (job.size == 64) return call(Half(), Count<64>());
+    if (job.size == 128) return call(Half(), Count<128>());
+    call(Half(), Count<0>());
 }
 
 // call(count, head) for all heads, three at a time, or two, so that few are left alone.
@@ -160,18 +173,18 @@ FORERUN_INLINE void by_heads(int heads, Call call) {
 }
 
 static void attend_some_positions(const Attend& job, int first, int last) {
-    by_size(job.size, [&](auto size) {
+    by_kind(job, [&](auto number, auto size) {
         by_heads(job.heads, [&](auto count, int head) {
-            score<decltype(size)::value, decltype(count)::value>(
+            score<decltype(number), decltype(size)::value, decltype(count)::value>(
                 job, head, first, last, job.scores + head * job.stride, job.stride);
         });
     });
 }
 
 static void attend_some_numbers(const Attend& job, int first, int last) {
-    by_size(job.size, [&](auto size) {
+    by_kind(job, [&](auto number, auto size) {
         by_heads(job.heads, [&](auto count, int head) {
-            mix<decltype(size)::value, decltype(count)::value>(
+            mix<decltype(number), decltype(size)::value, decltype(count)::value>(
                 job, head, first, last, job.scores + head * job.stride, job.stride,
                 job.totals + head);
         });
@@ -180,13 +193,14 @@ static void attend_some_numbers(const Attend& job, int first, int last) {
 
 static void attend(const Attend& job) {
     const int length = job.sight.length();
-    by_size(job.size, [&](auto size) {
+    by_kind(job, [&](auto number, auto size) {
         by_heads(job.heads, [&](auto count, int head) {
+            using Number = decltype(number);
             constexpr int S = decltype(size)::value, Q = decltype(count)::value;
-            score<S, Q>(job, head, 0, length, job.scores, job.stride);
+            score<Number, S, Q>(job, head, 0, length, job.scores, job.stride);
             float totals[Q];
             for (int q = 0; q < Q; q++) totals[q] = weigh(job.scores + q * job.stride, length);
-            mix<S, Q>(job, head, 0, job.size, job.scores, job.stride, totals);
+            mix<Number, S, Q>(job, head, 0, job.size, job.scores, job.stride, totals);
         });
     });
 }

@@ -33,10 +33,11 @@ bool has_avx512_vnni() {
 }
 
 // AVX2's kernels under another name, with products of their own.
-Kernels with(const char* name, Product product) {
+Kernels with(const char* name, Product product, FloatProduct float_product = nullptr) {
     Kernels kernels = *kAvx2;
     kernels.name = name;
     kernels.product = product;
+    if (float_product) kernels.float_product = float_product;
     return kernels;
 }
 
@@ -88,7 +89,7 @@ std::vector<Kernels> usable() {
             if (kAvx512WideProduct && has_avx512_wide()) {
                 const bool wins = sooner(kAvx512WideProduct, kAvx512VnniProduct);
                 found.insert(wins ? found.begin() : found.end(),
-                             with("avx512-vnni-512", kAvx512WideProduct));
+                             with("avx512-vnni-512", kAvx512WideProduct, kAvx512FloatProduct));
             }
         }
         if (kAvxVnniProduct && has_avx_vnni()) found.push_back(with("avx-vnni", kAvxVnniProduct));

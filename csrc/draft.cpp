@@ -45,7 +45,8 @@ void EagleHead::run(const DraftStep& step, int thread) {
     if (kind_.fusion >= kEmbeddingFirst) {
         attention_layer(nodes_, 0, thread);
     } else {
-        mix(nodes_, 0, kind_.fusion == kFused ? hidden_q_.data() : input_q_.data(), thread);
+        const std::vector<Group>& x = kind_.fusion == kFused ? hidden_q_ : input_q_;
+        mix(nodes_, 0, {x.data(), nullptr}, thread);
     }
     ffn_layer(nodes_, 0, thread);
     keep(step, thread);
@@ -87,7 +88,7 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
     }
     pool.barrier();
     if (!step.extend || step.hidden || kind_.fusion != kBeside) return;
-    multiply({&fuse_}, {&stream_[0]}, fuse_q_.data(), step.nodes, hidden, false, thread);
+    multiply({&fuse_}, {&stream_[0]}, {fuse_q_.data(), nullptr}, step.nodes, hidden, false, thread);
     pool.barrier();
 }
 
@@ -123,7 +124,8 @@ void EagleHead::read(const DraftStep& step, int thread) {
     }
     pool.barrier();
     if (kind_.fusion == kBeside) return;
-    multiply({&fuse_}, {&stream_[0]}, input_q_.data(), step.nodes, hidden, false, thread);
+    multiply({&fuse_}, {&stream_[0]}, {input_q_.data(), nullptr}, step.nodes, hidden, false,
+             thread);
     pool.barrier();
     if (kind_.fusion != kFused) return;
     for (int n = mine.first; n < mine.last; n++) {
@@ -158,15 +160,14 @@ void EagleHead::score(const DraftStep& step, int thread) {
     const Share mine = columns_of(step.scored, thread, pool.threads());
     for (int i = mine.first; i < mine.last; i++) {
         const float* x = &stream_[(size_t)step.scored_nodes[i] * hidden];
-        Group* to = column(hidden_q_.data(), i, hidden);
         if (kind_.fusion == kFused) {
-            kernels->quantise(x, hidden, to, i % kLanes);
+            kernels->quantise(x, hidden, column(hidden_q_.data(), i, hidden), i % kLanes);
         } else {
-            kernels->norm_quantise(x, final_norm_, sizes.norm_eps, hidden, to, i % kLanes);
+            put_normed(x, final_norm_, i, {&head_});  // which may be the target's, and floats
         }
     }
     pool.barrier();
-    multiply({&head_}, {step.logits}, hidden_q_.data(), step.scored, sizes.vocab, false, thread);
+    multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
 }
 
 // RMSNorm in place or not.

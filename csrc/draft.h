@@ -90,6 +90,7 @@ public:
     // embedding), 3 + i = norm of feature i.
     Matrix* matrix(int layer, int which) override;
     const float** vector(int layer, int which) override;
+    bool takes_floats() const override { return false; }
 
 private:
     const Matrix& embeddings() override { return *target_.matrix(-1, 0); }

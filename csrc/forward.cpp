@@ -51,8 +51,8 @@ void Model::embed(const Step& step, int thread) {
 
 // out = W x for a stack of matrices that share their input; out[i] belongs to matrix i.
 void Model::multiply(std::initializer_list<const Matrix*> stack,
-                     std::initializer_list<float*> outs, const Group* x, int rows, int stride,
-                     bool add, int thread) {
+                     std::initializer_list<float*> outs, Inputs x, int rows, int stride, bool add,
+                     int thread) {
     int total = 0;
     for (const Matrix* w : stack) total += w->blocks();
     Share share(total, thread, pool.threads());
@@ -60,10 +60,27 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
     for (const Matrix* w : stack) {
         const int first = share.first < 0 ? 0 : share.first;
         const int last = share.last < w->blocks() ? share.last : w->blocks();
-        if (first < last) kernels->product(*w, x, rows, first, last, {*out, stride, add});
+        const Target target = {*out, stride, add};
+        if (first < last && is_float(w->format)) {
+            kernels->float_product(*w, x.floats, rows, first, last, target);
+        } else if (first < last) {
+            kernels->product(*w, x.groups, rows, first, last, target);
+        }
         share.first -= w->blocks();
         share.last -= w->blocks();
         ++out;
+    }
+}
+
+// Row `row` of `normed()`: x after RMSNorm.
+void Model::put_normed(const float* x, const float* weight, int row, Wanted wanted) {
+    const int hidden = sizes.hidden;
+    if (wanted.groups) {
+        kernels->norm_quantise(x, weight, sizes.norm_eps, hidden,
+                               column(hidden_q_.data(), row, hidden), row % kLanes);
+    }
+    if (wanted.floats) {
+        kernels->norm(x, weight, sizes.norm_eps, hidden, &hidden_f_[(size_t)row * hidden]);
     }
 }
 
@@ -84,17 +101,17 @@ void Model::keep_taps(const Step& step, int layer, int thread) {
 void Model::attention_layer(const Step& step, int layer, int thread) {
     const int hidden = sizes.hidden, nodes = step.nodes;
     const Share mine = columns_of(nodes, thread, pool.threads());
+    const Layer& at = layers_[layer];
     for (int n = mine.first; n < mine.last; n++) {
-        kernels->norm_quantise(&stream_[(size_t)n * hidden], layers_[layer].attention_norm,
-                               sizes.norm_eps, hidden, column(hidden_q_.data(), n, hidden),
-                               n % kLanes);
+        put_normed(&stream_[(size_t)n * hidden], at.attention_norm, n,
+                   {&at.query, &at.key, &at.value});
     }
     pool.barrier();
-    mix(step, layer, hidden_q_.data(), thread);
+    mix(step, layer, normed(), thread);
 }
 
-// Attention of `layer` from its quantised input `x` to the residual stream.
-void Model::mix(const Step& step, int layer, const Group* x, int thread) {
+// Attention of `layer` from its input `x` to the residual stream.
+void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
     const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
     const int keys = sizes.kv_heads * sizes.head_size, nodes = step.nodes;
@@ -109,12 +126,13 @@ void Model::mix(const Step& step, int layer, const Group* x, int thread) {
     attend(layer, thread);
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
-    for (int n = mine.first; n < mine.last; n++) {
+    for (int n = mine.first; !is_float(at.output.format) && n < mine.last; n++) {
         kernels->quantise(&mixed_[(size_t)n * mixed], mixed, column(mixed_q_.data(), n, mixed),
                           n % kLanes);
     }
     pool.barrier();
-    multiply({&at.output}, {&stream_[0]}, mixed_q_.data(), nodes, hidden, true, thread);
+    multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, nodes, hidden, true,
+             thread);
     pool.barrier();
 }
 
@@ -123,20 +141,21 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     const int hidden = sizes.hidden, ffn = sizes.ffn, nodes = step.nodes;
     const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
-        kernels->norm_quantise(&stream_[(size_t)n * hidden], at.ffn_norm, sizes.norm_eps, hidden,
-                               column(hidden_q_.data(), n, hidden), n % kLanes);
+        put_normed(&stream_[(size_t)n * hidden], at.ffn_norm, n, {&at.gate, &at.up});
     }
     pool.barrier();
-    multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, hidden_q_.data(), nodes, ffn, false, thread);
+    multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, normed(), nodes, ffn, false, thread);
     pool.barrier();
-    activate(nodes, thread);
+    activate(at, nodes, thread);
     pool.barrier();
-    multiply({&at.down}, {&stream_[0]}, ffn_q_.data(), nodes, hidden, true, thread);
+    multiply({&at.down}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, nodes, hidden, true, thread);
     pool.barrier();
 }
 
-// silu(gate) * up, quantised: group by group, so that every thread has some even of one row.
-void Model::activate(int nodes, int thread) {
+// silu(gate) * up, quantised, or in gate's place: group by group, so that every thread has some even
+// of one row.
+void Model::activate(const Layer& layer, int nodes, int thread) {
+    const bool floats = is_float(layer.down.format);
     const int ffn = sizes.ffn, groups = (ffn + kGroup - 1) / kGroup;
     const Share share((nodes + kLanes - 1) / kLanes * groups, thread, pool.threads());
     for (int piece = share.first; piece < share.last; piece++) {
@@ -144,7 +163,11 @@ void Model::activate(int nodes, int thread) {
         const int count = ffn - begin < kGroup ? ffn - begin : kGroup;
         for (int n = first; n < first + kLanes && n < nodes; n++) {
             const size_t at = (size_t)n * ffn + begin;
-            kernels->silu_quantise(&gate_[at], &up_[at], count, &ffn_q_[piece], n % kLanes);
+            if (floats) {
+                kernels->silu(&gate_[at], &up_[at], count, &gate_[at]);
+            } else {
+                kernels->silu_quantise(&gate_[at], &up_[at], count, &ffn_q_[piece], n % kLanes);
+            }
         }
     }
 }
@@ -162,10 +185,20 @@ void Model::rotate_and_store(int layer, int node) {
     }
     for (int head = 0; head < sizes.kv_heads; head++, x += size) {
         kernels->rotate(x, at.key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
-        kernels->to_halves(x, size, plane(layer, 0, head) + place * size);
+        keep(x, plane(layer, 0, head), place);
     }
     for (int head = 0; head < sizes.kv_heads; head++, x += size) {
-        kernels->to_halves(x, size, plane(layer, 1, head) + place * size);
+        keep(x, plane(layer, 1, head), place);
+    }
+}
+
+// One head's key or value into its place.
+void Model::keep(const float* x, uint8_t* plane, int64_t place) const {
+    const int64_t size = sizes.head_size;
+    if (sizes.cache_item == sizeof(float)) {
+        memcpy(plane + place * size * sizeof(float), x, size * sizeof(float));
+    } else {
+        kernels->to_halves(x, (int)size, (uint16_t*)plane + place * size);
     }
 }
 
@@ -177,17 +210,18 @@ void Model::products(int rows, float* logits) {
         const int keys = sizes.kv_heads * sizes.head_size, ffn = sizes.ffn;
         for (const Layer& at : layers_) {
             multiply({&at.query, &at.key, &at.value}, {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]},
-                     hidden_q_.data(), rows, (int)qkv_width(), false, thread);
+                     normed(), rows, (int)qkv_width(), false, thread);
             pool.barrier();
-            multiply({&at.output}, {&stream_[0]}, mixed_q_.data(), rows, hidden, false, thread);
+            multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, rows, hidden,
+                     false, thread);
             pool.barrier();
-            multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, hidden_q_.data(), rows, ffn, false,
+            multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, normed(), rows, ffn, false, thread);
+            pool.barrier();
+            multiply({&at.down}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, rows, hidden, false,
                      thread);
             pool.barrier();
-            multiply({&at.down}, {&stream_[0]}, ffn_q_.data(), rows, hidden, false, thread);
-            pool.barrier();
         }
-        multiply({&head_}, {logits}, hidden_q_.data(), rows, sizes.vocab, false, thread);
+        multiply({&head_}, {logits}, normed(), rows, sizes.vocab, false, thread);
     });
 }
 
@@ -196,11 +230,10 @@ void Model::head(const Step& step, int thread) {
     const Share mine = columns_of(step.scored, thread, pool.threads());
     for (int i = mine.first; i < mine.last; i++) {
         const float* x = &stream_[(size_t)step.scored_nodes[i] * hidden];
-        kernels->norm_quantise(x, final_norm_, sizes.norm_eps, hidden,
-                               column(hidden_q_.data(), i, hidden), i % kLanes);
+        put_normed(x, final_norm_, i, {&head_});
     }
     pool.barrier();
-    multiply({&head_}, {step.logits}, hidden_q_.data(), step.scored, sizes.vocab, false, thread);
+    multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
 }
 
 }  // namespace forerun

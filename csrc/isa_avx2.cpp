@@ -7,6 +7,7 @@
 #include "half.h"
 #include "simd_avx2.h"
 #include "matmul.inl"
+#include "matmul_float.inl"
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"

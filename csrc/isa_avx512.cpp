@@ -2,9 +2,12 @@
 #include "kernels.h"
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #include "simd_avx512.h"
+#include "matmul_float.inl"
 #include "matmul_wide.inl"
 
 const forerun::Product forerun::kAvx512WideProduct = product;
+const forerun::FloatProduct forerun::kAvx512FloatProduct = float_product;
 #else
 const forerun::Product forerun::kAvx512WideProduct = nullptr;
+const forerun::FloatProduct forerun::kAvx512FloatProduct = nullptr;
 #endif

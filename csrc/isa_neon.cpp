@@ -8,6 +8,7 @@
 #include "half.h"
 #include "simd_neon.h"
 #include "matmul.inl"
+#include "matmul_float.inl"
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"

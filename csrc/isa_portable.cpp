@@ -2,6 +2,7 @@
 #include "kernels.h"
 #include "simd_portable.h"
 #include "matmul.inl"
+#include "matmul_float.inl"
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"

@@ -25,8 +25,9 @@ struct Sight {
 
 // Attention of one node under one key/value head of one layer.
 struct Attend {
-    const uint16_t* keys;    // half[places][size]
-    const uint16_t* values;  // half[places][size]
+    const uint8_t* keys;     // [places][size] numbers, halves or float32
+    const uint8_t* values;   // the same
+    bool floats;             // float32
     const int32_t* trunk;    // place of every position of the sequence, prefix and known chain
     Sight sight;
     int32_t heads;         // query heads that share the key/value head
@@ -50,10 +51,15 @@ static inline int64_t padded_positions(int64_t length) {
 using Product = void (*)(const Matrix& w, const Group* x, int rows, int first, int last,
                          Target out);
 
+// The same for weights that are floats: x float32[rows][inputs].
+using FloatProduct = void (*)(const Matrix& w, const float* x, int rows, int first, int last,
+                              Target out);
+
 struct Kernels {
     const char* name;
 
     Product product;
+    FloatProduct float_product;
 
     // One row into lane `lane` of its Group column, quantised in groups of 32:
     // x itself; RMSNorm(x) * weight; silu(gate) * up.
@@ -61,6 +67,10 @@ struct Kernels {
     void (*norm_quantise)(const float* x, const float* weight, float eps, int count, Group* out,
                           int lane);
     void (*silu_quantise)(const float* gate, const float* up, int count, Group* out, int lane);
+
+    // The last two as float32[count].
+    void (*norm)(const float* x, const float* weight, float eps, int count, float* out);
+    void (*silu)(const float* gate, const float* up, int count, float* out);
 
     // One head in place: RMSNorm with `weight` where it is not null, then the rotation of the
     // pairs (i, i + half) by the angles whose cosines and sines are given, then times `scale`.
@@ -87,8 +97,8 @@ struct Kernels {
 
 // What an isa_*.cpp puts into its table after the name.
 #define FORERUN_KERNELS \
-    product, quantise, norm_quantise, silu_quantise, rotate, to_halves, attend, \
-        attend_some_positions, weigh, attend_some_numbers, choose
+    product, float_product, quantise, norm_quantise, silu_quantise, norm, silu, rotate, to_halves, \
+        attend, attend_some_positions, weigh, attend_some_numbers, choose
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.
@@ -100,6 +110,7 @@ extern const Kernels* const kNeon;
 extern const Product kAvxVnniProduct;
 extern const Product kAvx512VnniProduct;
 extern const Product kAvx512WideProduct;
+extern const FloatProduct kAvx512FloatProduct;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.

@@ -38,7 +38,7 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
       layers_(given.layers),
       frequencies_(frequencies, frequencies + given.head_size / 2),
       weights_(weight_bytes, true),
-      cache_((size_t)given.layers * 2 * given.kv_heads * given.head_size * sizeof(uint16_t) *
+      cache_((size_t)given.layers * 2 * given.kv_heads * given.head_size * given.cache_item *
              ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes) {
     const size_t nodes = given.max_nodes, half = given.head_size / 2;
@@ -57,6 +57,7 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     cosine_.resize(nodes * half);
     sine_.resize(nodes * half);
     hidden_q_.resize(columns * groups(given.hidden));
+    hidden_f_.resize(nodes * given.hidden);
     mixed_q_.resize(columns * groups(mixed));
     ffn_q_.resize(columns * groups(given.ffn));
     scratch_.resize(pool.most());
@@ -97,9 +98,9 @@ uint8_t* Model::take(size_t bytes) {
     return weights_.data() + begin;
 }
 
-uint16_t* Model::plane(int layer, int kind, int head) const {
+uint8_t* Model::plane(int layer, int kind, int head) const {
     const int64_t index = ((int64_t)layer * 2 + kind) * sizes.kv_heads + head;
-    return (uint16_t*)cache_.data() + index * places_ * sizes.head_size;
+    return cache_.data() + index * places_ * sizes.head_size * sizes.cache_item;
 }
 
 int64_t Model::qkv_width() const {
@@ -108,13 +109,13 @@ int64_t Model::qkv_width() const {
 
 void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
     const int64_t planes = 2 * (int64_t)sizes.layers * sizes.kv_heads;
-    const size_t size = sizes.head_size;
+    const size_t bytes = (size_t)sizes.head_size * sizes.cache_item;
     const auto copy = [&](int begin, int end) {
         for (int64_t index = begin; index < end; index++) {
-            uint16_t* at = (uint16_t*)cache_.data() + index * places_ * size;
+            uint8_t* at = cache_.data() + index * places_ * bytes;
             for (int i = 0; i < count; i++) {
                 const int64_t from = place_of_[nodes[i]];
-                if (from != slots[i]) memcpy(at + slots[i] * size, at + from * size, 2 * size);
+                if (from != slots[i]) memcpy(at + slots[i] * bytes, at + from * bytes, bytes);
             }
         }
     };

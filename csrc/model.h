@@ -17,6 +17,7 @@ namespace forerun {
 struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
+    int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
     float norm_eps, rope_factor;  // rope_factor multiplies cosines and sines
 };
 
@@ -46,6 +47,21 @@ struct Layer {
     Matrix query, key, value, output, gate, up, down;
     const float *attention_norm = nullptr, *ffn_norm = nullptr;
     const float *query_norm = nullptr, *key_norm = nullptr;
+};
+
+// Rows of activations as products read them: quantised for quantised weights, float32[rows][width]
+// for weights that are floats. What no product reads may be null.
+struct Inputs {
+    const Group* groups;
+    const float* floats;
+};
+
+// Which of the two matrices read.
+struct Wanted {
+    bool groups = false, floats = false;
+    Wanted(std::initializer_list<const Matrix*> stack) {
+        for (const Matrix* w : stack) (is_float(w->format) ? floats : groups) = true;
+    }
 };
 
 // Memory from the system: zero and untouched until used.
@@ -78,6 +94,9 @@ public:
     // Which tensor a pointer is for; -1 layers are the model's own. Null where unknown.
     virtual Matrix* matrix(int layer, int which);
     virtual const float** vector(int layer, int which);
+
+    // Whether its own matrices may be floats.
+    virtual bool takes_floats() const { return true; }
 
     // Space for weights, in the order in which a step reads them. Null when it is used up.
     uint8_t* take(size_t bytes);
@@ -124,23 +143,26 @@ protected:
     void embed(const Step& step, int thread);
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
-    void mix(const Step& step, int layer, const Group* x, int thread);
+    void mix(const Step& step, int layer, Inputs x, int thread);
     void ffn_layer(const Step& step, int layer, int thread);
-    void activate(int nodes, int thread);
+    void activate(const Layer& layer, int nodes, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
     Attend job(int layer, const Unit& unit, int node);
     void attend(int layer, int thread);
     void attend_together(int layer, int thread);
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
-                  const Group* x, int rows, int stride, bool add, int thread);
+                  Inputs x, int rows, int stride, bool add, int thread);
+    void put_normed(const float* x, const float* weight, int row, Wanted wanted);
+    Inputs normed() const { return {hidden_q_.data(), hidden_f_.data()}; }
 
     // Columns of four rows, so that no two threads write the same Group.
     static Share columns_of(int rows, int thread, int threads);
     Group* column(Group* x, int row, int width) const {
         return x + (int64_t)(row / kLanes) * ((width + kGroup - 1) / kGroup);
     }
-    uint16_t* plane(int layer, int kind, int head) const;
+    uint8_t* plane(int layer, int kind, int head) const;
+    void keep(const float* x, uint8_t* plane, int64_t place) const;
     int64_t qkv_width() const;
 
     std::vector<Layer> layers_;
@@ -150,7 +172,7 @@ protected:
 
     Region weights_;
     size_t used_ = 0;
-    Region cache_;          // half[layers][2][kv_heads][places][head_size]
+    Region cache_;          // [layers][2][kv_heads][places][head_size] numbers of cache_item bytes
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
 
     std::vector<int32_t> aux_layers_;
@@ -170,6 +192,7 @@ protected:
     // Rows of numbers between products, [max_nodes] each.
     std::vector<float> stream_, qkv_, mixed_, gate_, up_, cosine_, sine_;
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
+    std::vector<float> hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
     std::vector<std::vector<float>> scratch_;  // attention scores, one per thread
     bool together_ = false;                    // all threads attend to each unit:
     std::vector<float> scores_, totals_;       // [units][shared heads][stride], [..][..]

@@ -24,15 +24,38 @@ void read_nibbles(const uint8_t* at, Piece& piece) {
     }
 }
 
-// Symmetric 8 bits. A group that is not finite keeps a NaN scale, so that it is noticed.
-void quantise(const float (&values)[kGroup], Piece& piece) {
-    float largest = 0;
-    bool finite = true;
+// Where a group's numbers lie, NaN where one is not finite, so that it is noticed.
+struct Span {
+    float least, most;
+};
+
+Span span_of(const float (&values)[kGroup]) {
+    Span span = {values[0], values[0]};
     for (float value : values) {
-        finite = finite && std::isfinite(value);
-        largest = std::fmax(largest, std::fabs(value));
+        if (!std::isfinite(value)) return {NAN, NAN};
+        span.least = std::fmin(span.least, value);
+        span.most = std::fmax(span.most, value);
     }
-    piece.d = finite ? float_from_half(half_from_float(largest / 127.0f)) : NAN;
+    return span;
+}
+
+float as_half(float value) { return float_from_half(half_from_float(value)); }
+
+// Four bits between the smallest number and the largest.
+void quantise_nibbles(const float (&values)[kGroup], Piece& piece) {
+    const Span span = span_of(values);
+    piece.m = as_half(span.least);
+    piece.d = as_half((span.most - piece.m) / 15.0f);
+    for (int i = 0; i < kGroup; i++) {
+        const float scaled = piece.d > 0 ? (values[i] - piece.m) / piece.d : 0.0f;
+        piece.q[i] = (uint8_t)std::nearbyint(std::fmin(std::fmax(scaled, 0), 15));
+    }
+}
+
+// Symmetric 8 bits.
+void quantise_bytes(const float (&values)[kGroup], Piece& piece) {
+    const Span span = span_of(values);
+    piece.d = as_half(std::isnan(span.least) ? NAN : std::fmax(-span.least, span.most) / 127.0f);
     for (int i = 0; i < kGroup; i++) {
         const float scaled = piece.d > 0 ? values[i] / piece.d : 0.0f;
         piece.q[i] = (uint8_t)(int8_t)std::nearbyint(std::fmin(std::fmax(scaled, -127), 127));
@@ -52,7 +75,7 @@ void read_floats(Source source, const uint8_t* row, int begin, int end, float* v
     }
 }
 
-Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
+Piece read_piece(Source source, int format, const uint8_t* row, int group, int inputs) {
     Piece piece = {};
     float values[kGroup] = {0};
     switch (source) {
@@ -74,7 +97,7 @@ Piece read_piece(Source source, const uint8_t* row, int group, int inputs) {
             read_floats(source, row, begin, end < inputs ? end : inputs, values);
         }
     }
-    quantise(values, piece);
+    format == kQ4M ? quantise_nibbles(values, piece) : quantise_bytes(values, piece);
     return piece;
 }
 
@@ -99,22 +122,53 @@ void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
     }
 }
 
+// Where input `i` of the group and channel `lane` lie in a tile of floats: bytes.
+size_t float_at(int format, int i, int lane) {
+    if (format == kF32) return 4 * (size_t)(kBlock * i + lane);
+    return 2 * (size_t)(format == kF16 ? kBlock * i + lane : i / 2 * 2 * kBlock + 2 * lane + i % 2);
+}
+
+// Floats of one channel as they are, group after group.
+void write_floats(int format, const uint8_t* row, int inputs, int lane, uint8_t* tiles) {
+    const size_t item = format == kF32 ? 4 : 2;
+    for (int i = 0; i < inputs; i++) {
+        uint8_t* tile = tiles + (size_t)(i / kGroup) * tile_bytes(format);
+        memcpy(tile + float_at(format, i % kGroup, lane), row + item * i, item);
+    }
+}
+
+float read_float(int format, const uint8_t* at) {
+    if (format == kF16) return half_at(at);
+    if (format == kBF16) return float_from_bfloat(load_half(at));
+    float value;
+    memcpy(&value, at, 4);
+    return value;
+}
+
 }  // namespace
 
-int packed_format(Source source) {
+int own_format(Source source) {
     switch (source) {
         case kFileQ4_0: return kQ4;
         case kFileQ4_1: return kQ4M;
         case kFileQ4_K: return kQ4K;
         case kFileQ5_K: return kQ5K;
         case kFileQ6_K: return kQ6K;
+        case kFileF32: return kF32;
+        case kFileF16: return kF16;
+        case kFileBF16: return kBF16;
         default: return kQ8;
     }
 }
 
-size_t packed_bytes(Source source, int channels, int inputs) {
+bool can_pack(Source source, int format) {
+    const int own = own_format(source);
+    return format == own || (is_float(own) && (format == kQ8 || format == kQ4M));
+}
+
+size_t packed_bytes(int format, int channels, int inputs) {
     Matrix matrix;
-    matrix.format = packed_format(source);
+    matrix.format = format;
     matrix.channels = channels;
     matrix.inputs = inputs;
     return matrix.blocks() * matrix.block_bytes();
@@ -134,18 +188,19 @@ size_t source_row_bytes(Source source, int inputs) {
     }
 }
 
-void pack(Source source, const uint8_t* rows, int channels, int inputs, int first, int last,
-          uint8_t* tiles) {
-    const int format = packed_format(source), groups = (inputs + kGroup - 1) / kGroup;
+void pack(Source source, int format, const uint8_t* rows, int channels, int inputs, int first,
+          int last, uint8_t* tiles) {
+    const int groups = (inputs + kGroup - 1) / kGroup;
     const size_t row_bytes = source_row_bytes(source, inputs);
     const size_t block_bytes = (size_t)(groups / tile_groups(format)) * tile_bytes(format);
     for (int block = first; block < last; block++) {
         uint8_t* tile = tiles + block * block_bytes;
-        if (is_k_quant(format)) {
+        if (is_k_quant(format) || is_float(format)) {
             memset(tile, 0, block_bytes);
             for (int lane = 0; lane < kBlock && block * kBlock + lane < channels; lane++) {
                 const uint8_t* row = rows + (size_t)(block * kBlock + lane) * row_bytes;
-                pack_k_quants(format, row, inputs, lane, tile);
+                is_float(format) ? write_floats(format, row, inputs, lane, tile)
+                                 : pack_k_quants(format, row, inputs, lane, tile);
             }
             continue;
         }
@@ -154,7 +209,8 @@ void pack(Source source, const uint8_t* rows, int channels, int inputs, int firs
                 const int channel = block * kBlock + lane;
                 Piece piece = {};
                 if (channel < channels) {
-                    piece = read_piece(source, rows + channel * row_bytes, group, inputs);
+                    piece = read_piece(source, format, rows + channel * row_bytes, group,
+                                       inputs);
                 }
                 write_piece(format, piece, lane, tile);
             }
@@ -166,6 +222,11 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
     const int lane = channel % kBlock, format = matrix.format;
     const uint8_t* tile = matrix.tiles + channel / kBlock * matrix.block_bytes();
     if (is_k_quant(format)) return unpack_k_quants(format, tile, matrix.inputs, lane, out);
+    for (int i = 0; is_float(format) && i < matrix.inputs; i++) {
+        const uint8_t* at = tile + (size_t)(i / kGroup) * tile_bytes(format);
+        out[i] = read_float(format, at + float_at(format, i % kGroup, lane));
+    }
+    if (is_float(format)) return;
     for (int base = 0; base < matrix.inputs; base += kGroup, tile += tile_bytes(format)) {
         const uint8_t* scales = tile + scales_at(format) + 2 * lane;
         const float d = half_at(scales), m = format == kQ4M ? half_at(scales + 2 * kBlock) : 0.0f;

@@ -19,6 +19,12 @@
 //   Q6K   half d[16], int8 s[8][2][16] (one for every 16 inputs), then for each group
 //         384 B sixes, 192 for every 16 inputs  w = (d s) (q - 32)   (GGUF Q6_K)
 //
+// Weights that are floats stay floats, and meet activations that are float32 (matmul_float.inl):
+//
+//   F32   float[32][16]    of input i and channel c at 16 i + c
+//   F16   half[32][16]     the same
+//   BF16  bfloat[16][16][2]  of inputs 2 j and 2 j + 1 and channel c at 32 j + 2 c
+//
 //   nibbles: byte 64 j + 4 c + b  = q of input 8 j + b (low) and 8 j + 4 + b (high), channel c
 //   fifth:   byte 4 c + b, bit j  = fifth bit of q of input 4 j + b, channel c
 //   bytes:   byte 64 j + 4 c + b  = q of input 4 j + b, channel c
@@ -35,22 +41,42 @@ constexpr int kGroup = 32;  // inputs that share a scale
 constexpr int kBlock = 16;  // output channels of a block
 constexpr int kLanes = 4;   // rows of activations that are kept together
 
-enum Format : int32_t { kQ4 = 0, kQ4M = 1, kQ8 = 2, kQ4K = 3, kQ5K = 4, kQ6K = 5 };
+enum Format : int32_t {
+    kQ4 = 0,
+    kQ4M = 1,
+    kQ8 = 2,
+    kQ4K = 3,
+    kQ5K = 4,
+    kQ6K = 5,
+    kF32 = 6,
+    kF16 = 7,
+    kBF16 = 8,
+};
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
 // them by the linker: hence `static`, and always-inline members.
 #define FORERUN_MEMBER inline __attribute__((always_inline))
 
 static constexpr bool is_k_quant(int format) { return format >= kQ4K && format <= kQ6K; }
+static constexpr bool is_float(int format) { return format >= kF32 && format <= kBF16; }
 
 // Groups of a tile, the bytes of one group's quants, and those of a tile's scales, which come first
 // in K-quants and last elsewhere.
 static constexpr int tile_groups(int format) { return is_k_quant(format) ? 8 : 1; }
 static constexpr int group_bytes(int format) {
-    return format == kQ8 ? 512 : format == kQ6K ? 384 : format == kQ5K ? 320 : 256;
+    return format == kF32     ? 2048
+           : is_float(format) ? 1024
+           : format == kQ8    ? 512
+           : format == kQ6K   ? 384
+           : format == kQ5K   ? 320
+                              : 256;
 }
 static constexpr int scale_bytes(int format) {
-    return format == kQ6K ? 288 : is_k_quant(format) ? 256 : format == kQ4M ? 64 : 32;
+    return is_float(format)     ? 0
+           : format == kQ6K     ? 288
+           : is_k_quant(format) ? 256
+           : format == kQ4M     ? 64
+                                : 32;
 }
 static constexpr int scales_at(int format) { return is_k_quant(format) ? 0 : group_bytes(format); }
 static constexpr int quants_at(int format) { return is_k_quant(format) ? scale_bytes(format) : 0; }
@@ -97,15 +123,19 @@ enum Source : int32_t {
     kFileQ6_K,
 };
 
-int packed_format(Source source);
-size_t packed_bytes(Source source, int channels, int inputs);
+// The format that keeps a file's numbers.
+int own_format(Source source);
+// Whether `pack` can turn one into the other: into the own format always, floats into Q8 and Q4M.
+bool can_pack(Source source, int format);
+size_t packed_bytes(int format, int channels, int inputs);
 size_t source_row_bytes(Source source, int inputs);
 
 // Repack blocks [first, last) of a matrix whose rows lie at `rows`; `inputs` not a multiple of 32
-// are padded with zeros, as are missing channels. What is quantised in the file keeps its numbers
-// exactly; floats become 8 bits, symmetric: scale = largest / 127 as a half.
-void pack(Source source, const uint8_t* rows, int channels, int inputs, int first, int last,
-          uint8_t* tiles);
+// are padded with zeros, as are missing channels. The own format keeps the file's numbers exactly.
+// Floats become 8 bits (Q8: symmetric, scale = largest / 127 as a half) or 4 (Q4M: 16 steps from the
+// smallest to the largest, both ends as halves) where that is asked for.
+void pack(Source source, int format, const uint8_t* rows, int channels, int inputs, int first,
+          int last, uint8_t* tiles);
 
 // float[inputs] of one channel.
 void unpack_row(const Matrix& matrix, int channel, float* out);

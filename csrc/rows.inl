@@ -89,11 +89,35 @@ static void norm_quantise(const float* x, const float* weight, float eps, int co
                     [=](F8 a, F8 w) { return mul8(mul8(a, factor), w); });
 }
 
+FORERUN_INLINE F8 silu8(F8 g, F8 u) {
+    const F8 one_plus = add8(splat8(1.0f), exp8(sub8(splat8(0.0f), g)));
+    return mul8(div8(g, one_plus), u);
+}
+
 static void silu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
-    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) {
-        const F8 one_plus = add8(splat8(1.0f), exp8(sub8(splat8(0.0f), g)));
-        return mul8(div8(g, one_plus), u);
-    });
+    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return silu8(g, u); });
+}
+
+// join(a, b), eight numbers at a time, as float32. `out` may be `a`.
+template <class Join>
+FORERUN_INLINE void write_joined(const float* a, const float* b, int count, float* out, Join join) {
+    int i = 0;
+    for (; i + 8 <= count; i += 8) store8(out + i, join(load8(a + i), load8(b + i)));
+    if (i == count) return;
+    float rest[2][8] = {{0}}, values[8];
+    memcpy(rest[0], a + i, sizeof(float) * (count - i));
+    memcpy(rest[1], b + i, sizeof(float) * (count - i));
+    store8(values, join(load8(rest[0]), load8(rest[1])));
+    memcpy(out + i, values, sizeof(float) * (count - i));
+}
+
+static void norm(const float* x, const float* weight, float eps, int count, float* out) {
+    const F8 factor = splat8(inverse_rms(x, count, eps));
+    write_joined(x, weight, count, out, [=](F8 a, F8 w) { return mul8(mul8(a, factor), w); });
+}
+
+static void silu(const float* gate, const float* up, int count, float* out) {
+    write_joined(gate, up, count, out, [](F8 g, F8 u) { return silu8(g, u); });
 }
 
 static void rotate(float* x, const float* weight, float eps, const float* cosine, const float* sine,

@@ -61,6 +61,21 @@ FORERUN_INLINE void store_half8(void* at, F8 a) {
     _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// The widest vectors there are, for loops that do not care how wide: matmul_float.inl.
+using W = F8;
+constexpr int kWide = 8, kFloatRows = 3;
+FORERUN_INLINE W loadw(const float* at) { return load8(at); }
+FORERUN_INLINE void storew(float* at, W a) { store8(at, a); }
+FORERUN_INLINE W splatw(float a) { return splat8(a); }
+FORERUN_INLINE W addw(W a, W b) { return add8(a, b); }
+FORERUN_INLINE W fmaw(W a, W b, W c) { return fma8(a, b, c); }
+FORERUN_INLINE W load_halfw(const void* at) { return load_half8(at); }
+FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+    const I8 both = _mm256_loadu_si256((const I8*)at);
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int32_t)0xffff0000)));
+}
+
 FORERUN_INLINE F8 power8(F8 n) {
     const I8 biased = _mm256_add_epi32(_mm256_cvttps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));

@@ -33,6 +33,21 @@ FORERUN_INLINE F16 mul16(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 FORERUN_INLINE F16 fma16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 FORERUN_INLINE F16 float16(I16 a) { return _mm512_cvtepi32_ps(a); }
 
+// See simd_portable.h.
+using W = F16;
+constexpr int kWide = 16, kFloatRows = 8;
+FORERUN_INLINE W loadw(const float* at) { return load16(at); }
+FORERUN_INLINE void storew(float* at, W a) { _mm512_storeu_ps(at, a); }
+FORERUN_INLINE W splatw(float a) { return splat16(a); }
+FORERUN_INLINE W addw(W a, W b) { return add16(a, b); }
+FORERUN_INLINE W fmaw(W a, W b, W c) { return fma16(a, b, c); }
+FORERUN_INLINE W load_halfw(const void* at) { return load_half16(at); }
+FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+    const I16 both = _mm512_loadu_si512(at);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int32_t)0xffff0000)));
+}
+
 // The first `count` of 16 numbers; what is missing is zero.
 FORERUN_INLINE __mmask16 first16(int count) { return (__mmask16)((1u << count) - 1); }
 FORERUN_INLINE F16 load_first16(const float* at, int count) {

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from forerun.machine import gpu_devices, tpu_devices
-from forerun.options.config import EngineConfig
+from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
         return tpu
     if config.executor == "jax":
         return DeviceChoice("cpu", "jax sees no TPU here")
-    if config.dtype == "file":
-        return DeviceChoice("cpu", "dtype file is the native core's")
+    if config.dtype in NATIVE_DTYPES:
+        return DeviceChoice("cpu", f"dtype {config.dtype} is the native core's")
     return _gpu(gpu_devices())
 
 

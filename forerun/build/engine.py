@@ -259,7 +259,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config)
     config = replace(config, chunked_prefill_size=chunk)
-    needs = entry.needs(config, arch, model.path)
+    needs = entry.needs(config, arch, model.checkpoint)
     for method in getattr(model.checkpoint, "methods", ()):
         warnings.warn(widened(model.path, method, needs.weights), stacklevel=3)
     parts, fault = excused(config, lambda: _drafts(config, model))

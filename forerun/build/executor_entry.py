@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from forerun.build.memory import CHUNK, Needs
@@ -66,7 +65,7 @@ class ExecutorEntry:
                   for this one. The first entry that suits is taken
     refusal       why it cannot run a model up to a context (None: as far as it can), in one
                   clause; None where it can
-    needs         what a model asks of the machine; the path is of its file or folder
+    needs         what a model asks of the machine
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
                   and 16 bits
     free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
@@ -82,7 +81,7 @@ class ExecutorEntry:
     title: str
     suits: Callable[[EngineConfig], bool]
     refusal: Callable[[Architecture, int | None], str | None]
-    needs: Callable[[EngineConfig, Architecture, Path], Needs]
+    needs: Callable[[EngineConfig, Architecture, Checkpoint], Needs]
     draft_item: Callable[[EngineConfig], int | None]
     free_memory: Callable[[EngineConfig], int]
     build: Callable[[EngineConfig, Checkpoint, ExecutorLimits], Executor]

@@ -154,7 +154,7 @@ def needs_of(arch: Architecture, weights: int, per_token: int, context: int | No
     )
 
 
-def dense_needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
+def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
     """What a model asks whose weights are unpacked to the configuration's dtype."""
     width = ITEM_BYTES[config.dtype]
     # In float8 a head of a token has a scale, of 4 bytes.

@@ -1,6 +1,4 @@
-"""The compiled CPU core: Llama's block, in 4 and 8 bits as the file has it."""
-
-from pathlib import Path
+"""The compiled CPU core: Llama's block, in the numbers of the file."""
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
@@ -15,7 +13,10 @@ from forerun.models.draft_folder import DraftFile
 from forerun.models.ngram_table import NgramTable
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
-from forerun.options.config import EngineConfig
+from forerun.options.config import NATIVE_DTYPES, EngineConfig
+
+_BITS = {"q8_0": 9, "q4_1": 5}
+"""Of a weight with its share of the scales, rounded up."""
 
 
 def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
@@ -30,7 +31,7 @@ def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
 def _suits(config: EngineConfig) -> bool:
     return (
         config.device == "cpu"
-        and config.dtype in ("auto", "file")
+        and config.dtype in ("auto", *NATIVE_DTYPES)
         and config.kv_dtype == "same"
         and not config.enable_torch_compile
     )
@@ -42,21 +43,26 @@ def _refusal(arch: Architecture, context: int | None) -> str | None:
     return cpu.available() or cpu.refusal(arch, context)
 
 
-def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
-    """Weights stay as they are in the file. The core knows no sliding windows: it is exact up to
-    the shortest.
+def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
+    """Weights stay as they are in the file, or become fewer bytes. The core knows no sliding
+    windows: it is exact up to the shortest.
     """
     from forerun.executors import cpu
 
     cpu.check_runs(arch, config.context)
-    per_token = cpu.cache_bytes_per_token(arch)
-    return needs_of(arch, bytes_on_disk(path), per_token, arch.windowless_context)
+    per_token = cpu.cache_bytes_per_token(arch, cpu.cache_item(checkpoint, config.dtype))
+    weights = bytes_on_disk(checkpoint.path)
+    if config.dtype in _BITS:
+        weights = min(weights, arch.parameters * _BITS[config.dtype] // 8)
+    if getattr(checkpoint, "methods", ()):
+        weights = arch.parameters * _BITS["q8_0"] // 8
+    return needs_of(arch, weights, per_token, arch.windowless_context)
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
     from forerun.executors.cpu import CpuExecutor
 
-    return CpuExecutor(checkpoint, limits, config.threads)
+    return CpuExecutor(checkpoint, limits, config.threads, dtype=config.dtype)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

@@ -1,7 +1,6 @@
 """The torch executor: every family, on the CPU and on CUDA devices."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
@@ -45,11 +44,11 @@ def _cuda_memory(device: str) -> tuple[int, int]:
     return free, whole
 
 
-def _needs(config: EngineConfig, arch: Architecture, path: Path) -> Needs:
+def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
     """Logits are read as float32 rows. Captured rounds keep what every token is in every slot's
     text, and its bias: 8 bytes a token of the vocabulary (executors/torch/captured/shaped_rows.py).
     """
-    needs = replace(dense_needs(config, arch, path), per_scored=4 * arch.vocab)
+    needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
     return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab)

@@ -11,7 +11,7 @@ from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError
 from forerun.machine import stamp
-from forerun.options.config import EngineConfig
+from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
 
 
@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
     device, dtype = choose_device(replace(config, executor="torch")).device, config.dtype
     on_cuda = device != "cpu"
-    if dtype in ("auto", "file"):
+    if dtype in ("auto", *NATIVE_DTYPES):
         dtype = "bfloat16" if on_cuda else "float32"
     wanted = Sweep(batches=tuple(sorted(arguments.concurrency)))
     if not on_cuda:  # A rehearsal: what it prints is the CPU's.

@@ -41,6 +41,7 @@ _AS_LEFT_OUT = "0, -1 or auto: as if it were left out"
 
 _LEFT_OUT = dict.fromkeys(("0", "-1", "auto"))
 _DTYPES = {"auto": "same", "f16": "same", "fp8": "float8", "fp8_e4m3": "float8"}
+_WEIGHTS = {"fp8": "float8", "gguf": "file", "q8_0": "q8_0", "q4_1": "q4_1"}
 _HERMES = dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), "hermes")
 _LLAMA3 = dict.fromkeys(("llama3", "llama3_json"), "llama3")
 _GLM = dict.fromkeys(("glm", "glm45", "glm47"), "glm")
@@ -114,7 +115,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--kv-cache-dtype", _SV, SETS, "kv_dtype", values=_DTYPES),
     Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype", values={"f16": "same"},
           why="--kv-dtype float8 halves the cache, on torch"),
-    Alias("--quantization -q", _SV, SETS, "dtype", values={"fp8": "float8", "gguf": "file"},
+    Alias("--quantization -q", _SV, SETS, "dtype", values=_WEIGHTS,
           why="weights are read as the model's file has them"),
     Alias("--load-format", _SV, ONLY, allowed=("auto", "safetensors", "gguf"),
           why="weights are safetensors, GGUF, or tensors of pytorch_model.bin"),

@@ -57,6 +57,10 @@ MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
 
 
+NATIVE_DTYPES = ("file", "q8_0", "q4_1")
+"""What `dtype` may be on the native core."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to load and how to run it. `None` and "auto" are resolved by
@@ -113,10 +117,10 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "numbers: as the model's file has them (native core), or a torch format; auto is file, "
-        "or with torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of "
-        "the blocks' products",
-        choices=("auto", "file", "float32", "bfloat16", "float16", "float8"),
+        "numbers: as the model's file has them (native core), or there floats made 8 or 4 bits "
+        "(q8_0, q4_1; embedding and output head 8), or a torch format; auto is file, or with torch "
+        "float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of blocks' products",
+        choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
     )
     kv_dtype: str = option(
@@ -242,7 +246,7 @@ class EngineConfig:
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
-        if chosen and (self.dtype == "file") != (self.executor == "cpu"):
+        if chosen and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, the others with a format."

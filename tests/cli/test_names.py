@@ -77,6 +77,7 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
         ("--dtype half", {"dtype": "float16"}),
         ("--quantization fp8 --kv-cache-dtype fp8_e4m3",
          {"dtype": "float8", "kv_dtype": "float8"}),
+        ("--quantization q8_0", {"dtype": "q8_0"}),
         ("-ngl 99", {"device": "cuda"}),
         ("-ngl 0", {"device": "cpu"}),
         ("--base-gpu-id 1", {"device": "cuda:1"}),

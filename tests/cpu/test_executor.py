@@ -28,7 +28,7 @@ def test_what_it_says_of_itself(executor, checkpoint):
     facts = made.describe()
     assert facts["threads"] == 2 and facts["kernels"] == native.kernels()
     places = made.limits.pages * made.limits.page_size + made.limits.max_nodes
-    assert facts["cache_bytes"] == cache_bytes_per_token(checkpoint().architecture) * places
+    assert facts["cache_bytes"] == cache_bytes_per_token(checkpoint().architecture, 2) * places
     # Q8_0 is 34 bytes for 32 weights; what is beyond are norms and alignment.
     weights = checkpoint().architecture.parameters
     assert weights * 34 / 32 <= facts["weight_bytes"] < weights * 34 / 32 * 1.2
@@ -70,9 +70,9 @@ def test_a_window_ends_its_context(checkpoint, executor, tmp_path):
     source = checkpoint("mistral", None, sliding_window=100)
     arch = source.architecture
     config = EngineConfig(model=str(source.path))
-    assert EXECUTORS["cpu"].needs(config, arch, source.path).context == 100
+    assert EXECUTORS["cpu"].needs(config, arch, source).context == 100
     torch_config = replace(config, executor="torch", dtype="float32")
-    assert EXECUTORS["torch"].needs(torch_config, arch, source.path).context == 512
+    assert EXECUTORS["torch"].needs(torch_config, arch, source).context == 512
     assert executor(source, context=100).limits.context == 100
     with pytest.raises(ModelError, match=r"no sliding windows.*100 tokens.*context is 101"):
         executor(source, context=101)

@@ -9,6 +9,7 @@ from forerun.executors.cpu import native
 from tests.cpu.twin import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
+FLOATS = ("F32", "F16", "BF16")
 K_QUANTS = {"Q4_K": (6, 144, 2), "Q5_K": (7, 176, 2), "Q6_K": (8, 210, 1)}
 """Number, bytes of a block of 256, and how many halves of scales it has."""
 
@@ -23,13 +24,19 @@ def stored(weight, kind):
 INSTRUCTION_SETS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
 
 
-def multiply(kernels, kind, raw, channels, x):
+BECOMES = {"Q8_0": 2, "Q4_1": 1}
+
+
+def multiply(kernels, kind, raw, channels, x, becomes=None):
+    """`becomes`: what floats are made, of BECOMES."""
     x = np.ascontiguousarray(x, np.float32)
     out = np.full((len(x), channels), np.nan, np.float32)
     library = native.load()
+    source = (SOURCES | {name: entry[0] for name, entry in K_QUANTS.items()})[kind]
     code = library.forerun_multiply(
         kernels.encode(),
-        (SOURCES | {name: entry[0] for name, entry in K_QUANTS.items()})[kind],
+        source,
+        BECOMES[becomes] if becomes else library.forerun_own_format(source),
         raw.ctypes.data,
         channels,
         x.shape[1],
@@ -46,20 +53,68 @@ def multiply(kernels, kind, raw, channels, x):
 def test_equal_to_numpy(random, kind, channels, inputs):
     raw, weight = stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)
     x = random.standard_normal((7, inputs)) * random.choice([1e-3, 1, 50], (7, 1))
-    exact = kind.startswith("Q")
-    kept = weight if exact else eight_bits(weight)
-    expected = quantised(x.astype(np.float32)) @ kept.T.astype(np.float64)
+    x = x.astype(np.float32)
+    meets = x.astype(np.float64) if kind in FLOATS else quantised(x)
     found = multiply("", kind, raw, channels, x)
     size = np.abs(x) @ np.abs(weight.T)
-    assert np.all(np.abs(found - expected) <= 2e-6 * size + 1e-30)
+    assert np.all(np.abs(found - meets @ weight.T) <= 2e-6 * size + 1e-30)
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+@pytest.mark.parametrize("becomes", BECOMES)
+def test_floats_are_quantised_where_that_is_asked(random, kind, becomes):
+    raw, weight = stored(random.standard_normal((40, 72)).astype(np.float32), kind)
+    x = random.standard_normal((7, 72)).astype(np.float32)
+    kept = eight_bits(weight) if becomes == "Q8_0" else four_bits(weight)
+    found = multiply("", kind, raw, 40, x, becomes)
+    size = np.abs(x) @ np.abs(weight.T)
+    assert np.all(np.abs(found - quantised(x) @ kept.T) <= 4e-6 * size + 1e-30)
+    assert np.array_equal(found, multiply("portable", kind, raw, 40, x, becomes))
+
+
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("kind", FLOATS)
+def test_floats_are_added_in_the_order_that_is_written(random, kind, kernels):
+    """Bit for bit: even inputs, odd inputs, each one rounding a step (float64 holds the product of
+    two float32 exactly, and the sum with a third is rounded twice only where it is a near tie).
+    """
+    raw, weight = stored(random.standard_normal((19, 51)).astype(np.float32), kind)
+    x = random.standard_normal((3, 51)).astype(np.float32)
+    found = multiply(kernels, kind, raw, 19, x)
+    sums = np.zeros((2, 3, 19), np.float32)
+    for i in range(51):
+        exact = x[:, i, None].astype(np.float64) * weight[:, i] + sums[i % 2]
+        sums[i % 2] = exact.astype(np.float32)
+    assert np.mean(found == sums[0] + sums[1]) > 0.95
+    assert np.allclose(found, sums[0] + sums[1], rtol=1e-5, atol=1e-6)
+
+
+def in_groups(weight):
+    """Of 32, the last filled with zeros."""
+    padded = np.zeros((len(weight), -(-weight.shape[1] // 32) * 32), np.float32)
+    padded[:, : weight.shape[1]] = weight
+    return padded.reshape(len(weight), -1, 32)
+
+
+def as_half(values):
+    return values.astype(np.float16).astype(np.float32)
 
 
 def eight_bits(weight):
     """8 bits in groups of 32, the scale a half."""
-    groups = weight.reshape(len(weight), -1, 32)
-    scale = (np.abs(groups).max(-1, keepdims=True) / np.float32(127)).astype(np.float16)
-    scale = scale.astype(np.float32)
-    return (np.clip(np.rint(groups / scale), -127, 127) * scale).reshape(weight.shape)
+    groups = in_groups(weight)
+    scale = as_half(np.abs(groups).max(-1, keepdims=True) / np.float32(127))
+    kept = np.clip(np.rint(groups / scale), -127, 127) * scale
+    return kept.reshape(len(weight), -1)[:, : weight.shape[1]]
+
+
+def four_bits(weight):
+    """16 steps from the smallest number of a group to its largest, both ends halves."""
+    groups = in_groups(weight)
+    least = as_half(groups.min(-1, keepdims=True))
+    scale = as_half((groups.max(-1, keepdims=True) - least) / np.float32(15))
+    kept = np.clip(np.rint((groups - least) / scale), 0, 15) * scale + least
+    return kept.reshape(len(weight), -1)[:, : weight.shape[1]]
 
 
 @pytest.mark.parametrize("kind", SOURCES)

@@ -1,13 +1,15 @@
 """The CPU executor's arithmetic in NumPy, slowly: what a whole forward must come to.
 
-Weights as packed (the file's own bits, or 8 bits in groups of 32), activations in 8 bits in
-groups of 32, keys and values as halves; sums in float64 where the core sums in float32.
+Weights as packed (the file's own numbers, or 8 bits in groups of 32), activations in 8 bits in
+groups of 32 and keys and values as halves, or all as they are where the weights are floats; sums in
+float64 where the core sums in float32.
 """
 
 import numpy as np
 
 GROUP = 32
-KEPT = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FLOATS = ("F32", "F16", "BF16")
+KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """Storage whose numbers the core keeps."""
 
 
@@ -53,12 +55,24 @@ class Twin:
     def __init__(self, checkpoint):
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture
         self.names = set(checkpoint.names())
+        first = checkpoint.packed("model.layers.0.mlp.up_proj.weight")
+        self.floats = first is not None and first.kind in FLOATS
 
     def product(self, name, x):
-        out = quantised(x.astype(np.float32)) @ packed(self.checkpoint, f"{name}.weight").T
+        x = x.astype(np.float32)
+        weight = packed(self.checkpoint, f"{name}.weight")
+        out = (x.astype(np.float64) if self.is_float(name) else quantised(x)) @ weight.T
         if f"{name}.bias" in self.names:
             out = out + self.checkpoint.tensor(f"{name}.bias")
         return out
+
+    def is_float(self, name):
+        stored = self.checkpoint.packed(f"{name}.weight")
+        return stored is not None and stored.kind in FLOATS
+
+    def kept(self, x):
+        """Keys and values as the cache has them."""
+        return x if self.floats else x.astype(np.float16).astype(np.float64)
 
     def forward(self, tokens):
         arch = self.arch
@@ -91,8 +105,7 @@ class Twin:
         if arch.layer_specs[0].qk_norm:
             q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
             k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
-        q, k = self.rotated(q), self.rotated(k).astype(np.float16).astype(np.float64)
-        v = v.astype(np.float16).astype(np.float64)
+        q, k, v = self.rotated(q), self.kept(self.rotated(k)), self.kept(v)
         shared = arch.heads // arch.kv_heads
         k, v = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
         scores = np.einsum("ihe,jhe->hij", q, k) / np.sqrt(arch.head_size)

@@ -2,11 +2,12 @@
 
 from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel
-from forerun.executors.cpu.executor import CpuExecutor, cache_bytes_per_token
+from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
+from forerun.executors.cpu.weights import cache_bytes_per_token, cache_item
 
 __all__ = [
     "CpuDecoderModel",
@@ -16,6 +17,7 @@ __all__ = [
     "HiddenStates",
     "available",
     "cache_bytes_per_token",
+    "cache_item",
     "check_runs",
     "refusal",
 ]

@@ -25,7 +25,7 @@ from forerun.types import Ints
 
 
 class CpuDecoderModel:
-    """DraftModel on the compiled core, in the 4 or 8 bits of its own file.
+    """DraftModel on the compiled core, in its own file's 4 to 8 bits; floats become 8.
 
     It reads tokens alone. Each row's root is run as one node more, and its keys and values wait in
     a place of the row's slot until the target has decided what follows.
@@ -45,7 +45,8 @@ class CpuDecoderModel:
         self._executor, self._about, self._library = executor, draft, native.load()
         self._inputs = vocabulary.inputs
         every = vocabulary.every(arch.vocab)
-        packer = Packer(self._library, draft.checkpoint, None if every else vocabulary.own_ids)
+        rows = None if every else vocabulary.own_ids
+        packer = Packer(self._library, draft.checkpoint, rows, dtype="q8_0")
         self._weight_bytes = packer.planned_bytes()
         self._model = self._open()
         packer.load(self._model)
@@ -67,6 +68,7 @@ class CpuDecoderModel:
             max_nodes=limits.max_nodes + 2 * limits.slots,
             context=limits.context + limits.max_nodes + 1,
             threads=1,
+            cache_item=2,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
         )

@@ -9,7 +9,7 @@ from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel
-from forerun.executors.cpu.weights import set_matrix, set_vector
+from forerun.executors.cpu.weights import BYTES, Stored, set_matrix, set_vector
 from forerun.interface.draft_model import (
     DraftModelTraits,
     FeatureNeeds,
@@ -105,8 +105,7 @@ class CpuEagleModel(CpuHiddenStateModel):
         shapes += [(query, head.input_width), (key, head.input_width), (key, head.input_width)]
         shapes += [(head.hidden, query), (head.ffn, head.hidden), (head.ffn, head.hidden)]
         shapes += [(head.hidden, head.ffn)]
-        # 3 = float32 in the file, which is packed to the largest form there is.
-        total = sum(packed(3, rows, columns) + 256 for rows, columns in shapes)
+        total = sum(packed(BYTES, rows, columns) + 256 for rows, columns in shapes)
         vectors = 4 * (8 + 3 * len(head.features)) * head.hidden + 64 * 16
         return int(total + vectors)
 
@@ -125,6 +124,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             max_nodes=limits.max_nodes,
             context=limits.context,
             threads=1,  # It works with the target's.
+            cache_item=2,
             norm_eps=head.norm_eps,
             rope_factor=head.rope.attention_factor,
         )
@@ -142,19 +142,19 @@ class CpuEagleModel(CpuHiddenStateModel):
     def _load(self, checkpoint: Checkpoint, draft: DraftFile) -> None:
         for which, name in enumerate(_LAYER_MATRICES):
             weights = draft.tensor(f"layers.0.{name}.weight")
-            set_matrix(self._library, self._model, (name, 0, which), "F32", weights)
+            set_matrix(self._library, self._model, (name, 0, which), Stored("F32", weights))
         bias = draft.tensor("fc.bias") if self._head.fc_bias else None
         fuse = draft.tensor("fc.weight")
-        set_matrix(self._library, self._model, ("fc", -1, _FUSE), "F32", fuse, bias)
+        set_matrix(self._library, self._model, ("fc", -1, _FUSE), Stored("F32", fuse), bias)
         place = ("lm_head", -1, _HEAD)
         if self._head.trained_head:
             weights = draft.tensor("lm_head.weight")
-            set_matrix(self._library, self._model, place, "F32", weights)
+            set_matrix(self._library, self._model, place, Stored("F32", weights))
         else:
             tied = checkpoint.architecture.tied_head
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
             rows = checkpoint.tensor(name)[draft.target_ids]
-            set_matrix(self._library, self._model, place, "F32", np.ascontiguousarray(rows))
+            set_matrix(self._library, self._model, place, Stored("F32", np.ascontiguousarray(rows)))
         for vector in _vectors(self._head):
             values = draft.tensor(vector.name)
             set_vector(

@@ -10,13 +10,12 @@ from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.step_buffers import StepBuffers
-from forerun.executors.cpu.weights import Packer
+from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.machine import physical_cores
-from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
@@ -64,14 +63,16 @@ class CpuFeatures:
 
 
 class CpuExecutor(Executor):
-    """Quantised inference on the CPU, in 4 to 8 bits as the file has it.
+    """Inference on the CPU with the file's own weights.
 
-    Activations are 8 bits with one scale per 32, sums are integers, and floats are added in an
-    order that depends on positions only: a row's bits are the same alone, in any batch, under
-    any tree, in any chunks and pages, and on any number of threads.
+    Quantised weights meet activations of 8 bits with one scale per 32, and sums are integers;
+    weights that are floats meet float32. Floats are added in an order that depends on positions
+    only: a row's bits are the same alone, in any batch, under any tree, in any chunks and pages,
+    and on any number of threads.
 
     threads  None = the physical cores this process may use
     kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
+    dtype    "file", or what floats are made: a name of weights.QUANTIZED
 
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError where weights and caches
     do not fit, ConfigError for unknown kernels.
@@ -85,6 +86,7 @@ class CpuExecutor(Executor):
         limits: ExecutorLimits,
         threads: int | None = None,
         kernels: str = "",
+        dtype: str = "file",
     ) -> None:
         arch = checkpoint.architecture
         check_runs(arch, limits.context)
@@ -103,7 +105,9 @@ class CpuExecutor(Executor):
         self._model: int | None = None
         self._drafts: list[int] = []
         self._features_width = 0
-        packer = Packer(self._library, checkpoint)
+        self._numbers = sentence(checkpoint, dtype)
+        self._cache_item = cache_item(checkpoint, dtype)
+        packer = Packer(self._library, checkpoint, dtype=dtype)
         self._weight_bytes = packer.planned_bytes()
         self._model = self._open()
         try:
@@ -128,6 +132,7 @@ class CpuExecutor(Executor):
             max_nodes=limits.max_nodes,
             context=limits.context,
             threads=self._threads,
+            cache_item=self._cache_item,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
         )
@@ -150,7 +155,7 @@ class CpuExecutor(Executor):
     def cache_bytes(self) -> int:
         """Bytes of keys and values, the step's scratch included."""
         places = self.limits.pages * self.limits.page_size + self.limits.max_nodes
-        return cache_bytes_per_token(self._arch) * places
+        return cache_bytes_per_token(self._arch, self._cache_item) * places
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
@@ -220,10 +225,10 @@ class CpuExecutor(Executor):
             "device": "cpu",
             "kernels": self._kernels,
             "threads": self._threads,
-            "dtype": "4 to 8 bits as in the file, activations 8 bits in groups of 32",
+            "dtype": self._numbers,
             "weight_bytes": self._weight_bytes,
             "cache_bytes": self.cache_bytes,
-            "cache_dtype": "float16",
+            "cache_dtype": "float32" if self._cache_item == 4 else "float16",
         }
 
     def shutdown(self) -> None:
@@ -261,8 +266,3 @@ class CpuExecutor(Executor):
         if self._model is None:
             raise EngineError("the executor was shut down")
         return self._model
-
-
-def cache_bytes_per_token(arch: Architecture) -> int:
-    """Bytes of keys and values that one position takes, all layers together."""
-    return arch.layers * 2 * arch.kv_heads * arch.head_size * 2

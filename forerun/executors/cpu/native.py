@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 14
+ABI = 15
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -31,7 +31,7 @@ class Sizes(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
-        *((name, c_int32) for name in ("context", "threads")),
+        *((name, c_int32) for name in ("context", "threads", "cache_item")),
         *((name, c_float) for name in ("norm_eps", "rope_factor")),
     )
 
@@ -113,12 +113,13 @@ _CALLS = {
     "forerun_abi": (c_int, []),
     "forerun_error": (c_char_p, []),
     "forerun_kernels": (c_char_p, [c_char_p]),
+    "forerun_own_format": (c_int, [c_int]),
     "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
     "forerun_open": (c_void_p, [POINTER(Sizes), c_void_p, c_int64, c_char_p]),
     "forerun_close": (None, [c_void_p]),
     "forerun_set_matrix": (
         c_int,
-        [c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],
+        [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],
     ),
     "forerun_tie_head": (c_int, [c_void_p]),
     "forerun_share_head": (c_int, [c_void_p, c_void_p]),
@@ -129,7 +130,7 @@ _CALLS = {
     "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
     "forerun_multiply": (
         c_int,
-        [c_char_p, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
+        [c_char_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
     "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
     "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),

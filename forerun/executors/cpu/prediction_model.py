@@ -92,7 +92,8 @@ class CpuPredictionModel(CpuHiddenStateModel):
         layer = [replace(p, layer=0) for p in matrices(arch) if p.layer == number]
         vector = [replace(p, layer=0) for p in vectors(arch) if p.layer == number]
         some = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
-        packer = Packer(self._library, draft, None if shared else draft.target_ids, some)
+        rows = None if shared else draft.target_ids
+        packer = Packer(self._library, draft, rows, some, dtype="q8_0")
         self._weight_bytes = packer.planned_bytes()
         self._packed_bytes += self._weight_bytes
         model = self._open(number)
@@ -116,6 +117,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             max_nodes=limits.max_nodes,
             context=limits.context,
             threads=1,  # It works with the target's.
+            cache_item=2,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
         )

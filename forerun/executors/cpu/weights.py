@@ -1,8 +1,9 @@
 """A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
 
-Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many bytes.
-Everything else (floats, other quants) becomes 8 bits in groups of 32: symmetric, scale = largest /
-127 as a half, rounded to nearest; what the core does not read itself goes through float32.
+Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many bytes.
+Other quants, and floats where that is asked for, become 8 bits in groups of 32: symmetric, scale =
+largest / 127 as a half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest
+number to its largest.
 """
 
 import ctypes
@@ -27,6 +28,11 @@ _KINDS = {
     "Q6_K": (8, 256, 210),
 }
 """ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
+_FLOATS = ("F32", "F16", "BF16")
+BYTES = 2
+"""`Format` of 8 bits in groups of 32."""
+QUANTIZED = {"q8_0": BYTES, "q4_1": 1}
+"""What floats can be made -> `Format` of csrc/quant.h; embedding and head 8 bits at least."""
 _LAYER_MATRICES = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -75,11 +81,56 @@ def vectors(arch: Architecture) -> list[Place]:
     return [*places, Place("model.norm.weight", -1, 0)]
 
 
+def _kind(checkpoint: Checkpoint, name: str) -> str:
+    """How a matrix is stored, as ggml calls it; "few bits" where it has no name for that."""
+    packed = checkpoint.packed(f"{name}.weight")
+    return "few bits" if packed is None else packed.kind
+
+
+def stored_kinds(checkpoint: Checkpoint) -> set[str]:
+    """How the layers' matrices are stored."""
+    places = matrices(checkpoint.architecture)
+    return {_kind(checkpoint, place.name) for place in places if place.layer >= 0}
+
+
+def computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
+    """Whether all layers' matrices stay floats, as activations and the cache then do."""
+    return dtype not in QUANTIZED and stored_kinds(checkpoint) <= set(_FLOATS)
+
+
+def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes of a number of keys and values: float32 where that is computed with, else float16."""
+    return 4 if computes_in_floats(checkpoint, dtype) else 2
+
+
+def cache_bytes_per_token(arch: Architecture, item: int) -> int:
+    """Bytes of keys and values that one position takes, all layers together."""
+    return arch.layers * 2 * arch.kv_heads * arch.head_size * item
+
+
+def sentence(checkpoint: Checkpoint, dtype: str) -> str:
+    """What the weights are, for people."""
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    kinds = stored_kinds(checkpoint)
+    floats = sorted(names[kind] for kind in kinds & names.keys())
+    file = ", ".join([*floats, *sorted(kinds - names.keys())])
+    if computes_in_floats(checkpoint, dtype):
+        return f"weights {file} as in the file, activations float32"
+    made = [f"{', '.join(floats)} made {dtype}"] if floats and dtype in QUANTIZED else []
+    made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
+    kept = sorted(kinds & _KINDS.keys() - (names.keys() if made else set()))
+    made += [f"{', '.join(kept)} as in the file"] if kept else []
+    other = sorted(kinds - _KINDS.keys())
+    made += [f"{', '.join(other)} made q8_0"] if other else []
+    return f"weights {', '.join(made)}, activations 8 bits in groups of 32"
+
+
 class Packer:
     """Moves one checkpoint into one native model.
 
     head_rows  int32[Vd] the rows that its output head has; None = all
     some       matrices and vectors to load instead of a whole model's
+    dtype      what floats become: "file", which is what they are, or a name of QUANTIZED
 
     Raises ModelError naming the tensor whose stored bytes do not fit its shape.
     """
@@ -90,11 +141,12 @@ class Packer:
         checkpoint: Checkpoint,
         head_rows: Ints | None = None,
         some: tuple[list[Place], list[Place]] | None = None,
+        dtype: str = "file",
     ) -> None:
         self._library = library
         self._checkpoint = checkpoint
         self._names = frozenset(checkpoint.names())
-        self._head_rows, self._some = head_rows, some
+        self._head_rows, self._some, self._dtype = head_rows, some, dtype
 
     def planned_bytes(self) -> int:
         """Bytes that all packed tensors take, alignment included."""
@@ -103,8 +155,8 @@ class Packer:
             rows, columns = self._checkpoint.shape(f"{place.name}.weight")
             if self._head_rows is not None and not self._whole(place):
                 rows = len(self._head_rows)
-            source, _, _ = _KINDS[self._stored_kind(place)]
-            total += self._library.forerun_packed_bytes(source, rows, columns)
+            becomes = self._becomes(place, _kind(self._checkpoint, place.name))
+            total += self._library.forerun_packed_bytes(becomes, rows, columns)
             total += 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
         for place in self._vectors():
             total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
@@ -135,9 +187,13 @@ class Packer:
     def _whole(self, place: Place) -> bool:
         return self._head_rows is None or (place.layer, place.which) != _HEAD
 
-    def _stored_kind(self, place: Place) -> str:
-        packed = self._checkpoint.packed(f"{place.name}.weight")
-        return packed.kind if packed is not None and packed.kind in _KINDS else "F32"
+    def _becomes(self, place: Place, kind: str) -> int:
+        """The `Format` of what is stored as `kind`."""
+        if kind not in _KINDS:
+            return BYTES
+        if kind in _FLOATS and self._dtype in QUANTIZED:
+            return QUANTIZED[self._dtype] if place.layer >= 0 else BYTES
+        return int(self._library.forerun_own_format(_KINDS[kind][0]))
 
     def _load_matrix(self, model: int, place: Place) -> None:
         name = f"{place.name}.weight"
@@ -154,33 +210,48 @@ class Packer:
         has_bias = f"{place.name}.bias" in self._names
         bias = self._floats(f"{place.name}.bias") if has_bias else None
         where = (place.name, place.layer, place.which)
-        set_matrix(self._library, model, where, kind, rows, bias, (channels, inputs))
+        becomes = self._becomes(place, _kind(self._checkpoint, place.name))
+        set_matrix(
+            self._library, model, where, Stored(kind, rows, (channels, inputs), becomes), bias
+        )
 
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix on its way into the core.
+
+    kind     ggml's name of how its rows are stored
+    shape    channels and inputs; None: those of `rows`
+    becomes  a `Format` of csrc/quant.h
+    """
+
+    kind: str
+    rows: AnyArray
+    shape: tuple[int, int] | None = None
+    becomes: int = BYTES
 
 
 def set_matrix(
     library: ctypes.CDLL,
     model: int,
     place: tuple[str, int, int],
-    kind: str,
-    rows: AnyArray,
+    stored: Stored,
     bias: Floats | None = None,
-    shape: tuple[int, int] | None = None,
 ) -> None:
     """Pack one matrix into a native model, bias float32[channels] or None.
 
-    place is (name without `.weight`, layer, number); rows are stored as `kind` and make up
-    `shape` (default: their own). Raises ModelError naming the tensor.
+    place is (name without `.weight`, layer, number). Raises ModelError naming the tensor.
     """
-    name, layer, which = place
-    channels, inputs = shape or rows.shape
-    source, block, block_bytes = _KINDS[kind]
+    (name, layer, which), rows = place, stored.rows
+    channels, inputs = stored.shape or rows.shape
+    source, block, block_bytes = _KINDS[stored.kind]
     if inputs % block or rows.nbytes != channels * (inputs // block) * block_bytes:
         raise ModelError(
-            f"{name}.weight: {rows.nbytes} bytes of {kind} do not make a [{channels}, {inputs}] "
-            "matrix"
+            f"{name}.weight: {rows.nbytes} bytes of {stored.kind} do not make a "
+            f"[{channels}, {inputs}] matrix"
         )
     held = np.ascontiguousarray(rows)
     code = library.forerun_set_matrix(
@@ -188,6 +259,7 @@ def set_matrix(
         layer,
         which,
         source,
+        stored.becomes,
         held.ctypes.data,
         channels,
         inputs,

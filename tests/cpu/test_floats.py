@@ -1,0 +1,138 @@
+"""Checkpoints of float32, bfloat16 and float16 are computed with as they are."""
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.build.registry import EXECUTORS
+from forerun.errors import ConfigError
+from forerun.executors.cpu import CpuExecutor, native
+from forerun.executors.torch import TorchExecutor
+from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
+from tests.cpu.test_logits import distance, fp32, logits_of
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, first_is_fast, limits
+
+FOLDERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Small random checkpoints whose numbers are of one kind."""
+
+    def build(kind, family="llama", seed=0):
+        path = tmp_path_factory.mktemp(f"{family}-{kind}-{seed}")
+        hf = tiny.model(family, seed, max_position_embeddings=512)
+        return FolderCheckpoint(tiny.save_folder(hf, path, dtype=FOLDERS[kind]))
+
+    return build
+
+
+@pytest.mark.parametrize("family", tiny.LLAMAS)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_logits_are_those_of_transformers_in_float32(executor, folder, random, family, kind):
+    source = folder(kind, family)
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    assert distance(logits_of(executor(source), tokens), fp32(source, tokens)) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "F16"])
+def test_a_gguf_of_floats_is_computed_with_as_it_is(executor, checkpoint, random, kind):
+    source = checkpoint("qwen3", kind)
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    assert distance(logits_of(executor(source), tokens), fp32(source, tokens)) < 2e-6
+
+
+def greedy(made, prompt, count):
+    with Driver(made) as driver:
+        driver.open(0, prompt)
+        sequence = driver.sequences[0]
+        while len(sequence.tokens) < len(prompt) + count:
+            driver.step([Row(0)])
+        return sequence.tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("seed", first_is_fast([*range(4)]))
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_greedy_text_is_the_torch_executors(executor, folder, random, kind, seed):
+    source = folder(kind, "llama", seed)
+    prompt = random.integers(0, tiny.VOCAB, 20)
+    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 64)
+    assert greedy(executor(source), prompt, 64) == expected
+    assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_every_instruction_set_gives_the_same_bits(executor, folder, random, family, kind):
+    source = folder(kind, family)
+    tokens = random.integers(0, tiny.VOCAB, 50)
+    plain = logits_of(executor(source, kernels="portable"), tokens)
+    for name in ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"):
+        if native.kernels(name):
+            assert np.array_equal(plain, logits_of(executor(source, kernels=name), tokens)), name
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_chunks_threads_and_draft_tokens_change_no_bit(executor, folder, random, kind):
+    source = folder(kind)
+    tokens = random.integers(0, tiny.VOCAB, 90)
+    whole = logits_of(executor(source, threads=2), tokens)
+    with Driver(executor(source)) as driver:
+        driver.open(0, tokens)
+        for known in (1, 40, 3, 16):
+            driver.step([Row(0, known=known)])
+        right = as_draft(tokens[61:69], np.arange(8) - 1)
+        result = driver.step([Row(0, known=1, draft=right)])
+        for node in range(9):
+            assert np.array_equal(result.logits(0, node), whole[60 + node]), node
+
+
+def test_it_says_what_the_weights_are(executor, folder, checkpoint):
+    for kind, name in STORED.items():
+        facts = executor(folder(kind)).describe()
+        assert facts["dtype"] == f"weights {name} as in the file, activations float32"
+        assert facts["cache_dtype"] == "float32"
+    facts = executor(checkpoint("llama", "Q4_1")).describe()
+    assert facts["dtype"] == "weights Q4_1 as in the file, activations 8 bits in groups of 32"
+    assert facts["cache_dtype"] == "float16"
+    facts = executor(checkpoint("llama", "Q5_1")).describe()
+    assert facts["dtype"] == "weights Q5_1 made q8_0, activations 8 bits in groups of 32"
+
+
+@pytest.mark.parametrize(("dtype", "bits", "off"), [("q8_0", 8.5, 0.07), ("q4_1", 5, 0.6)])
+def test_floats_are_quantised_only_when_asked(folder, random, dtype, bits, off):
+    source = folder("BF16")
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    made = CpuExecutor(source, limits(tiny.VOCAB), 1, dtype=dtype)
+    facts, exact = made.describe(), fp32(source, tokens)
+    assert facts["dtype"].startswith(f"weights bfloat16 made {dtype}, ")
+    assert facts["dtype"].endswith("activations 8 bits in groups of 32")
+    assert facts["cache_dtype"] == "float16"
+    arch = source.architecture
+    ends = arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
+    packed = (arch.parameters - ends) * bits / 8 + ends * 8.5 / 8
+    assert packed <= facts["weight_bytes"] < packed * 1.3
+    assert 1e-3 < distance(logits_of(made, tokens), exact) < off
+    made.shutdown()
+
+
+def test_the_plan_counts_what_there_will_be(executor, folder):
+    source, entry = folder("BF16"), EXECUTORS["cpu"]
+    for dtype in ("file", "q8_0"):
+        config = EngineConfig(model=str(source.path), dtype=dtype)
+        needs = entry.needs(config, source.architecture, source)
+        made = CpuExecutor(source, limits(tiny.VOCAB), 1, dtype=dtype)
+        places = made.limits.pages * made.limits.page_size + made.limits.max_nodes
+        assert made.cache_bytes == needs.per_token * places
+        made.shutdown()
+        assert 0.8 * made.describe()["weight_bytes"] < needs.weights
+
+
+def test_it_is_this_executors_option():
+    for dtype in ("file", "q8_0", "q4_1"):
+        assert EXECUTORS["cpu"].suits(EngineConfig(device="cpu", dtype=dtype))
+    with pytest.raises(ConfigError, match="dtype q4_1 does not go with the torch executor"):
+        EngineConfig(executor="torch", dtype="q4_1")
