@@ -24,7 +24,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "chat": ("[MODEL] ", ("forerun chat", "forerun chat org/model:Q4_K_M --system 'Be brief.'")),
     "serve": (
-        "[MODEL] ",
+        "[MODEL ...] ",
         (
             "forerun serve",
             "forerun serve org/model --port 9000 --api-key SECRET --context 8192",
@@ -127,6 +127,15 @@ def _chat_flags(parser: argparse.ArgumentParser) -> None:
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
+    parser.add_argument(
+        "more_models",
+        nargs="*",
+        metavar="MODEL",
+        help="more models: each is loaded when a request names it",
+    )
+    parser.add_argument(
+        "--models-dir", metavar="FOLDER", help="serve every GGUF file and model folder in it"
+    )
     flags_of(ServeSettings, parser, "server", first=FIRST)
     _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine", first=FIRST)

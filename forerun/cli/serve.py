@@ -10,6 +10,7 @@ from time import monotonic
 from forerun.build.engine import Loaded, load
 from forerun.cli.console import load_with_progress, plain_warnings
 from forerun.cli.probing import probed
+from forerun.cli.several import in_folder, sources
 from forerun.cli.start_log import StartLog
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
@@ -32,13 +33,20 @@ def main(arguments: argparse.Namespace) -> int:
     configure_logs(settings.log_level, settings.log_format)
     if settings.host not in LOOPBACK and not settings.api_keys:
         log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
-    check_reference(config.model)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    run(partial(_load, config, arguments.probe, start), settings, start.listening)
+    loader = partial(_load, arguments.probe, start)
+    if arguments.more_models or arguments.models_dir:
+        named = [arguments.model_word] if arguments.model_word else []
+        held = in_folder(Path(arguments.models_dir)) if arguments.models_dir else []
+        every = sources([*named, *arguments.more_models, *held], config, loader)
+        run(every, settings, start.listening)
+    else:
+        check_reference(config.model)
+        run(partial(loader, config), settings, start.listening)
     return 0
 
 
-def _load(config: EngineConfig, probe: bool, start: StartLog) -> Loaded:
+def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:
     began = monotonic()
     config = probed(config, probe)[0]
     if start.as_log:

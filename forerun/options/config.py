@@ -405,6 +405,15 @@ class ServeSettings:
         "in answers; default: the model's own)",
         spellings=addresses,
     )
+    unload_after: float = option(
+        300.0,
+        "seconds after its last request that a model stays loaded, where several are served; 0 = "
+        "until there is no room",
+        low=0.0,
+    )
+    max_loaded_models: int = option(
+        0, "models that are loaded at once, where several are served; 0 = as memory allows", low=0
+    )
     strict_model_names: bool = option(
         False, "answer 404 to requests that name another model, instead of with the one served"
     )

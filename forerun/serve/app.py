@@ -3,7 +3,7 @@ background.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Mount
+from starlette.types import Scope
 
 from forerun.build.engine import Loaded
 from forerun.options.config import ServeSettings
@@ -23,7 +25,10 @@ from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
 from forerun.serve.errors import ApiError
 from forerun.serve.hosts import AllowedHosts
+from forerun.serve.metrics import Metrics
 from forerun.serve.middleware import RequestMiddleware
+from forerun.serve.models import Models, Source
+from forerun.serve.models_routes import MODELS_ROUTES
 from forerun.serve.openapi import openapi_route
 from forerun.serve.routes import ROUTES
 from forerun.serve.service import Loader, Service
@@ -40,6 +45,40 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
             answers 503. The application closes the model when it ends.
     """
     service = Service(source, settings)
+    app = _guarded([*_API, *(ui_routes() if settings.ui else ())], service, settings)
+    app.state.responses = ResponseStore()
+    app.state.running = set()
+    return app
+
+
+def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Starlette:
+    """The server for several models, each loaded when it is asked for; `app.state.service` is what
+    they stand behind.
+    """
+    metrics = Metrics(settings.sglang_metrics)
+    models = Models(tuple(sources), settings, metrics, _one_of_several, _known)
+    own = [*MODELS_ROUTES, openapi_route(HONOURED), *(ui_routes() if settings.ui else ())]
+    return _guarded([*own, Mount("", app=models)], models, settings)
+
+
+def _known(scope: Scope) -> bool:
+    """Whether a model has a route for a request."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in _API)
+
+
+def _one_of_several(service: Service) -> Starlette:
+    app = Starlette(routes=_API)
+    app.router.redirect_slashes = False
+    app.state.service = service
+    app.state.responses = ResponseStore()
+    app.state.running = set()
+    return app
+
+
+def _guarded(
+    routes: Sequence[BaseRoute], service: Service | Models, settings: ServeSettings
+) -> Starlette:
+    """Routes behind the middleware, with `service` begun and ended."""
     hosts = AllowedHosts(settings.host, settings.allowed_hosts)
     traces = _traces(settings)
     guard = Middleware(
@@ -59,15 +98,13 @@ def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
             await asyncio.to_thread(traces.close)
 
     app = Starlette(
-        routes=[*_API, *(ui_routes() if settings.ui else ())],
+        routes=routes,
         middleware=[*_browsers(settings), guard],
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.service = service
-    app.state.responses = ResponseStore()
-    app.state.running = set()
     return app
 
 

@@ -77,7 +77,7 @@ async def models(request: Request) -> Response:
     if "anthropic-version" in request.headers:
         return Json(listed([model_card(served)]))
     names = service_of(request).settings.served_name or (served.name,)
-    return Json({"object": "list", "data": [_card(served, name) for name in names]})
+    return Json({"object": "list", "data": [card(served, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
@@ -85,7 +85,7 @@ async def model(request: Request) -> Response:
     name = request.path_params["name"]
     served = service_of(request).named(name, strict=True)
     anthropic = "anthropic-version" in request.headers
-    return Json(model_card(served) if anthropic else _card(served, name))
+    return Json(model_card(served) if anthropic else card(served, name))
 
 
 async def health(request: Request) -> Response:
@@ -136,7 +136,7 @@ def _stored(request: Request) -> Stored:
     return found
 
 
-def _card(served: Served, name: str) -> dict[str, Any]:
+def card(served: Served, name: str) -> dict[str, Any]:
     """A model in OpenAI's list under one of its names, with vLLM's root and max_model_len."""
     return {
         "id": name,

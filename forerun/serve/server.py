@@ -9,7 +9,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -18,8 +18,9 @@ from starlette.applications import Starlette
 from forerun.build.engine import Loaded
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
+from forerun.serve.app import create_app, create_models_app
 from forerun.serve.connection import connections
+from forerun.serve.models import Models, Source
 from forerun.serve.service import Loader, Service
 
 if sys.platform != "win32":
@@ -37,9 +38,14 @@ IDLE_SECONDS = 75
 log = logging.getLogger("forerun.serve")
 
 
-def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[str], None]) -> None:
+def run(
+    source: Loaded | Loader | Sequence[Source],
+    settings: ServeSettings,
+    announce: Callable[[str], None],
+) -> None:
     """Serve until a signal ends it; returns when all is cleaned up.
 
+    source    a model, what loads it, or several that are loaded when they are asked for
     announce  is told the URL once the server listens
 
     The first SIGTERM, SIGINT or SIGHUP drains: new requests get 503, running ones have
@@ -48,7 +54,10 @@ def run(source: Loaded | Loader, settings: ServeSettings, announce: Callable[[st
     """
     listening = listen(settings.host, settings.port)
     allow_connections()
-    app = create_app(source, settings)
+    if isinstance(source, Sequence):
+        app = create_models_app(source, settings)
+    else:
+        app = create_app(source, settings)
     server = _Server(uvicorn_config(app, settings), app.state.service)
     host, port = listening.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
@@ -144,7 +153,7 @@ def _in_the_way(host: str, port: int, error: Exception) -> str:
 class _Server(uvicorn.Server):
     """Uvicorn, ended the way `run` says."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service | Models) -> None:
         super().__init__(config)
         self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None

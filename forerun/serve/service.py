@@ -52,16 +52,21 @@ class Served:
 class Service:
     """Loads in the background, lets requests in while it can answer them, and drains.
 
-    source  a loaded model, or the function that loads it
+    source   a loaded model, or the function that loads it
+    metrics  where it is shown; None = in some of its own
+    arrived, failed  set when it is loaded, or cannot be
     """
 
-    def __init__(self, source: Loaded | Loader, settings: ServeSettings) -> None:
+    def __init__(
+        self, source: Loaded | Loader, settings: ServeSettings, metrics: Metrics | None = None
+    ) -> None:
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
         self.workers = Workers()
-        self.metrics = Metrics(settings.sglang_metrics)
+        self.metrics = metrics or Metrics(settings.sglang_metrics)
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
+        self.arrived = asyncio.Event()
         self._source = source
         self._served: Served | None = None
         self._draining = False
@@ -166,8 +171,10 @@ class Service:
             self._logging.cancel()
         self.workers.close()
         self._compiling.shutdown(wait=False, cancel_futures=True)
-        if self._served is not None:
-            await asyncio.to_thread(self._served.loaded.close)
+        served, self._served = self._served, None
+        if served is not None:
+            self.metrics.remove(served.meter)
+            await asyncio.to_thread(served.loaded.close)
 
     def _load(self, loop: asyncio.AbstractEventLoop, load: Loader) -> None:
         try:
@@ -198,6 +205,7 @@ class Service:
             meter=meter,
             bridge=Bridge(asyncio.get_running_loop(), meter.gap),
         )
+        self.arrived.set()
         log.info("serving %s", name)
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)

@@ -62,7 +62,7 @@ def test_serve_shows_examples_and_what_matters_first(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    assert text.startswith("usage: forerun serve [MODEL] [options]\n")
+    assert text.startswith("usage: forerun serve [MODEL ...] [options]\n")
     assert "examples:\n    forerun serve\n" in text
     first = text[text.index("what matters first:") : text.index("\noptions:")]
     flags = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]

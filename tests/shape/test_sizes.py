@@ -7,6 +7,7 @@ from tests.shape.tree import ROOT, functions, length, named, parsed, sources
 PRODUCT = sources("forerun")
 
 LONG_FILES: dict[str, str] = {
+    "forerun/cli/commands.py": "one job: the flags of every command, read before any is loaded",
     "forerun/options/config.py": "one job: every option of an engine and a server, declared once",
 }
 """path -> its one job, or what is wrong with it."""

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: there is one."""
+"""What Ollama's clients ask about a model."""
 
 import hashlib
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ class ShowBody:
 
 def listed(served: Served) -> dict[str, Any]:
     """GET /api/tags."""
-    return {"models": [_card(served)]}
+    return {"models": [card(served)]}
 
 
 def running(served: Served) -> dict[str, Any]:
     """GET /api/ps: the model stays as long as the server."""
     never = datetime(9999, 12, 31, tzinfo=UTC)
-    more = {"expires_at": _time(never), "size_vram": 0, "context_length": served.loaded.context}
-    return {"models": [{**_card(served), **more}]}
+    more = {"expires_at": time_of(never), "size_vram": 0, "context_length": served.loaded.context}
+    return {"models": [{**card(served), **more}]}
 
 
 def shown(served: Served) -> dict[str, Any]:
@@ -55,15 +55,16 @@ def shown(served: Served) -> dict[str, Any]:
             f"{family}.vocab_size": loaded.tokenizer.vocab_size,
         },
         "capabilities": capabilities,
-        "modified_at": _time(datetime.fromtimestamp(served.created, UTC)),
+        "modified_at": time_of(datetime.fromtimestamp(served.created, UTC)),
     }
 
 
-def _card(served: Served) -> dict[str, Any]:
+def card(served: Served) -> dict[str, Any]:
+    """A loaded model in Ollama's lists."""
     return {
         "name": served.name + LATEST,
         "model": served.name + LATEST,
-        "modified_at": _time(datetime.fromtimestamp(served.created, UTC)),
+        "modified_at": time_of(datetime.fromtimestamp(served.created, UTC)),
         "size": served.loaded.info["memory"]["weights"],
         "digest": hashlib.sha256(served.fingerprint.encode()).hexdigest(),
         "details": _details(served),
@@ -82,5 +83,6 @@ def _details(served: Served) -> dict[str, Any]:
     }
 
 
-def _time(moment: datetime) -> str:
+def time_of(moment: datetime) -> str:
+    """As Ollama writes a moment."""
     return moment.isoformat().replace("+00:00", "Z")

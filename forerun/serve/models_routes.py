@@ -1,0 +1,98 @@
+"""What a server of several models answers by itself: which there are, how they are, metrics."""
+
+import hashlib
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from forerun.serve.answering import Json
+from forerun.serve.dialects.ollama import models as ollama
+from forerun.serve.errors import unavailable
+from forerun.serve.models import Entry, Models
+from forerun.serve.routes import card, version
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models: all, with `state`: unloaded, loading, loaded or failed."""
+    return Json({"object": "list", "data": [_card(one) for one in _of(request).entries.values()]})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/{name}."""
+    return Json(_card(_of(request).named(request.path_params["name"])))
+
+
+async def tags(request: Request) -> Response:
+    """GET /api/tags: all models."""
+    return Json({"models": [_tag(one) for one in _of(request).entries.values()]})
+
+
+async def ps(request: Request) -> Response:
+    """GET /api/ps: those that are loaded, and until when."""
+    every = _of(request)
+    found = []
+    for one in every.entries.values():
+        if one.served is not None:
+            left = max(0.0, one.until - every.clock())
+            never = datetime(9999, 12, 31, tzinfo=UTC)
+            until = never if math.isinf(left) else datetime.now(UTC) + timedelta(seconds=left)
+            more = {"size_vram": 0, "context_length": one.served.loaded.context}
+            found.append({**_tag(one), **more, "expires_at": ollama.time_of(until)})
+    return Json({"models": found})
+
+
+async def health(request: Request) -> Response:
+    """GET /health: 200 while requests are let in, whatever became of single models."""
+    every = _of(request)
+    if every.draining:
+        raise unavailable("The server is shutting down.", "shutting_down")
+    states = {name: one.state for name, one in every.entries.items()}
+    faults = {name: one.fault for name, one in every.entries.items() if one.fault}
+    return Json({"status": "ok", "models": states, "faults": faults})
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics: of every model that is loaded."""
+    page = _of(request).metrics.page()
+    return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+MODELS_ROUTES = [
+    Route("/v1/models", models),
+    Route("/v1/models/{name:path}", model),
+    Route("/api/tags", tags),
+    Route("/api/ps", ps),
+    Route("/health", health),
+    Route("/metrics", metrics),
+    Route("/version", version),
+]
+
+
+def _of(request: Request) -> Models:
+    found: Models = request.app.state.service
+    return found
+
+
+def _card(entry: Entry) -> dict[str, Any]:
+    about: dict[str, Any] = {"id": entry.source.name, "object": "model", "created": 0}
+    about["owned_by"] = "forerun"
+    if entry.served is not None:
+        about = card(entry.served, entry.source.name)
+    more = {"fault": entry.fault} if entry.fault else {}
+    return {**about, "state": entry.state, "size": entry.source.size, **more}
+
+
+def _tag(entry: Entry) -> dict[str, Any]:
+    if entry.served is not None:
+        return ollama.card(entry.served)
+    name = f"{entry.source.name}:latest"
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    moment = ollama.time_of(datetime.fromtimestamp(0, UTC))
+    about = {"format": "", "family": "", "families": [], "parameter_size": ""}
+    details = {"parent_model": "", **about, "quantization_level": ""}
+    return {"name": name, "model": name, "modified_at": moment, "size": entry.source.size,
+            "digest": digest, "details": details}  # fmt: skip

@@ -1,0 +1,234 @@
+"""Several models in one server: loaded on demand, let go by memory and time, apart in failure."""
+
+import threading
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from forerun.build.engine import load
+from forerun.cli.several import in_folder, size_of, sources
+from forerun.errors import ConfigError, ModelError
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_models_app
+from forerun.serve.models import Source
+
+
+class Shelf:
+    """Toys under several names, and what was loaded of them."""
+
+    def __init__(self, names=("a", "b", "c"), **settings):
+        self.loads, self.open = [], {}
+        self.broken, self.now, self.gate = set(), 0.0, None
+        made = [
+            Source(name, (f"org/{name}",), 1000, lambda name=name: self.load(name))
+            for name in names
+        ]
+        self.app = create_models_app(made, ServeSettings(**settings))
+        self.models = self.app.state.service
+        self.models.memory = lambda: 10**12
+        self.models.clock = lambda: self.now
+
+    def load(self, name):
+        if self.gate is not None:
+            self.gate.wait(60)
+        self.loads.append(name)
+        if name in self.broken:
+            raise ModelError(f"{name} is damaged")
+        loaded = load(EngineConfig(model="toy"))
+        self.open[name] = loaded
+        return loaded
+
+    def states(self, client):
+        return {one["id"]: one["state"] for one in client.get("/v1/models").json()["data"]}
+
+
+def client_of(shelf):
+    return TestClient(shelf.app, base_url="http://localhost")
+
+
+def ask(client, model, **more):
+    body = {"prompt": "Hi", "max_tokens": 4, "temperature": 0, **more}
+    return client.post("/v1/completions", json=body if model is None else {"model": model, **body})
+
+
+def test_models_are_loaded_when_they_are_named_and_answers_name_them():
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        assert client.get("/health").status_code == 200
+        assert shelf.states(client) == {"a": "unloaded", "b": "unloaded", "c": "unloaded"}
+        assert client.get("/server_info").json()["error"]["code"] == "not_loaded"
+        assert client.get("/nothing").status_code == 404 and shelf.loads == []
+        answer = ask(client, "b").json()
+        assert answer["model"] == "b" and answer["usage"]["completion_tokens"] == 4
+        assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+        assert ask(client, "org/b").json()["model"] == "b" and shelf.loads == ["b"]
+        assert ask(client, None).json()["model"] == "b", "the one that was used last"
+        refused = ask(client, "d")
+        assert refused.status_code == 404 and "'a', 'b', 'c'" in refused.json()["error"]["message"]
+        assert ask(client, "a").json()["choices"][0]["text"] == answer["choices"][0]["text"]
+        assert client.get("/server_info").json()["model"] == "toy"
+
+
+def test_every_dialect_reaches_every_model():
+    shelf = Shelf()
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    with client_of(shelf) as client:
+        assert (
+            client.post("/v1/chat/completions", json={"model": "a", **chat}).json()["model"] == "a"
+        )
+        assert client.post("/v1/messages", json={"model": "b", **chat}).json()["model"] == "b"
+        asked = {"model": "c:latest", "messages": chat["messages"], "stream": False}
+        answer = client.post("/api/chat", json={**asked, "options": {"num_predict": 4}})
+        assert answer.json()["message"]["role"] == "assistant"
+        streamed = {"model": "a", "prompt": "x", "stream": True, "max_tokens": 3}
+        with client.stream("POST", "/v1/completions", json=streamed) as stream:
+            assert list(stream.iter_lines())[-2] == "data: [DONE]"
+        assert shelf.loads == ["a", "b", "c"]
+        tags = [one["name"] for one in client.get("/api/tags").json()["models"]]
+        assert tags == ["a:latest", "b:latest", "c:latest"]
+        assert len(client.get("/api/ps").json()["models"]) == 3
+
+
+def test_metrics_have_a_sample_per_model():
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        ask(client, "a"), ask(client, "b"), ask(client, "b")
+        page = client.get("/metrics").text
+        found = {
+            sample.labels["model_name"]: sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == "vllm:generation_tokens_total"
+        }
+        assert found == {"a": 4, "b": 8}
+
+
+def test_idle_models_are_let_go_after_their_time():
+    shelf = Shelf(unload_after=100)
+    with client_of(shelf) as client:
+        ask(client, "a")
+        shelf.now = 60
+        ask(client, "b")
+        shelf.now = 99
+        client.portal.call(shelf.models.let_go)
+        assert shelf.states(client) == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        shelf.now = 101
+        client.portal.call(shelf.models.let_go)
+        assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+        assert not shelf.open["a"].engine.alive and shelf.open["b"].engine.alive
+        assert ask(client, "a").status_code == 200 and shelf.loads == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "gone"), [(0, 1.5), ("10s", 11), ("1m", 61), (-1, None), ("-1m", None)]
+)
+def test_ollamas_keep_alive_is_honoured(keep, gone):
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        asked = {"model": "a", "prompt": "Hi", "stream": False, "keep_alive": keep}
+        assert client.post("/api/generate", json=asked).status_code == 200
+        if gone is not None and gone > 2:
+            shelf.now = gone - 2
+            client.portal.call(shelf.models.let_go)
+            assert shelf.states(client)["a"] == "loaded"
+        shelf.now = gone or 10**9
+        client.portal.call(shelf.models.let_go)
+        assert shelf.states(client)["a"] == ("unloaded" if gone else "loaded")
+
+
+def test_the_model_used_longest_ago_makes_room():
+    shelf = Shelf(max_loaded_models=2)
+    with client_of(shelf) as client:
+        for shelf.now, name in enumerate(("a", "b", "a", "c")):
+            assert ask(client, name).status_code == 200
+        assert shelf.states(client) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+
+
+def test_memory_is_looked_at_before_loading():
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        ask(client, "a")
+        # A model takes 1250 bytes.
+        shelf.models.memory = lambda: 1249 if shelf.open["a"].engine.alive else 1250
+        assert ask(client, "b").status_code == 200
+        assert shelf.states(client) == {"a": "unloaded", "b": "loaded", "c": "unloaded"}
+
+
+def test_a_model_that_answers_is_not_let_go_for_another():
+    shelf = Shelf(max_loaded_models=1, unload_after=10)
+    with client_of(shelf) as client:
+        ask(client, "a")
+        shelf.models.entries["a"].active += 1
+        shelf.now = 1000
+        client.portal.call(shelf.models.let_go)
+        refused = ask(client, "b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_room")
+        assert refused.headers["retry-after"] and ask(client, "a").status_code == 200
+        shelf.models.entries["a"].active -= 1
+        assert ask(client, "b").status_code == 200
+
+
+def test_one_models_failure_is_its_own():
+    shelf = Shelf()
+    shelf.broken.add("b")
+    with client_of(shelf) as client:
+        ask(client, "a")
+        refused = ask(client, "b")
+        assert refused.status_code == 503 and "b is damaged" in refused.json()["error"]["message"]
+        assert shelf.states(client) == {"a": "loaded", "b": "failed", "c": "unloaded"}
+        assert client.get("/health").json()["faults"] == {"b": "b is damaged"}
+        assert ask(client, "a").status_code == 200
+        shelf.broken.clear()
+        assert ask(client, "b").status_code == 200, "it is tried again"
+        shelf.open["b"].engine.shutdown()
+        assert ask(client, "a").status_code == 200
+        assert ask(client, "b").status_code == 200, "a stopped engine is loaded anew"
+        assert shelf.loads == ["a", "b", "b", "b"]
+
+
+def test_requests_that_come_while_a_model_loads_wait_for_it():
+    shelf = Shelf()
+    shelf.gate = threading.Event()
+    with client_of(shelf) as client:
+        answers = []
+        asking = [
+            threading.Thread(target=lambda: answers.append(ask(client, "a"))) for _ in range(3)
+        ]
+        for one in asking:
+            one.start()
+        deadline = time.monotonic() + 60
+        while shelf.states(client)["a"] != "loading":
+            assert time.monotonic() < deadline
+        shelf.gate.set()
+        for one in asking:
+            one.join()
+        assert [one.status_code for one in answers] == [200] * 3 and shelf.loads == ["a"]
+
+
+def test_the_end_closes_all():
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        ask(client, "a"), ask(client, "b")
+        assert client.portal.call(shelf.models.drain, 5)
+        assert ask(client, "a").json()["error"]["code"] == "shutting_down"
+    assert not any(loaded.engine.alive for loaded in shelf.open.values())
+
+
+def test_a_folder_of_models_and_their_names(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"1234")
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "config.json").write_text("{}")
+    (tmp_path / "y" / "model.safetensors").write_bytes(b"123")
+    (tmp_path / "notes.txt").touch()
+    found = sources([*in_folder(tmp_path), "smollm2-135m"], EngineConfig(), load)
+    assert [(one.name, one.size) for one in found][:2] == [("x", 4), ("y", 3)]
+    assert found[2].name == "smollm2-135m" and size_of("smollm2-135m") > 90_000_000
+    with pytest.raises(ModelError, match="no model 'nonsense'"):
+        sources(["toy", "nonsense"], EngineConfig(), load)
+    draft = EngineConfig(speculative_draft_model_path="d")
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path is of one model"):
+        sources(["toy", "smollm2-135m"], draft, load)
+    with pytest.raises(ConfigError, match="holds no"):
+        in_folder(tmp_path / "y")
