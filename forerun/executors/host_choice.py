@@ -25,10 +25,6 @@ from forerun.types import Floats, Words
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
 
-ChooseNode = Callable[[int, Sampling, int], int | None]
-"""(flat node, sampling, output position) -> the choice that a device has made there already, or
-None. Asked only where nothing but the temperature shapes the choice, and before any logits are."""
-
 ChooseFast = Callable[[Floats, Sampling, int], int | None]
 """(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
 or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
@@ -45,11 +41,11 @@ EXCLUDED = np.float32(-1e30)
 class HostChoice:
     """Walks one row's tree along the target's choices.
 
-    choose_node, choose_fast  an executor's own quicker ways to the same choice
+    choose_fast  an executor's own quicker way to the same choice
     """
 
-    def __init__(self, choose_node: ChooseNode | None, choose_fast: ChooseFast | None) -> None:
-        self._choose_node, self._choose_fast = choose_node, choose_fast
+    def __init__(self, choose_fast: ChooseFast | None) -> None:
+        self._choose_fast = choose_fast
 
     def path(
         self,
@@ -66,10 +62,6 @@ class HostChoice:
             position, allowed = history.output_len + len(ancestors), None
             if masks is not None and masks.row[node] >= 0:
                 allowed = masks.bits[masks.row[node]]
-            if sampling.plain and allowed is None and self._choose_node is not None:
-                made = self._choose_node(node, sampling, position)
-                if made is not None:
-                    return made
             raw = logits(node)
             if sampling.plain:
                 token = self._choose_plain(raw, allowed, sampling, position)

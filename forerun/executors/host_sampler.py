@@ -11,11 +11,11 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
-from forerun.executors.host_choice import ChooseFast, ChooseNode, HostChoice, Logits, ReportsOf
+from forerun.executors.host_choice import ChooseFast, HostChoice, Logits, ReportsOf
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
-from forerun.speculative.accept import NOTHING
+from forerun.speculative.accept import NOTHING, Path
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
@@ -58,19 +58,13 @@ class _Slot:
 class HostSampler:
     """The sampler's state per slot, and acceptance by forerun.speculative.
 
-    choose_node, choose_fast  an executor's own quicker ways to the same choice
+    choose_fast  an executor's own quicker way to the same choice
     """
 
-    def __init__(
-        self,
-        slots: int,
-        vocab: int,
-        choose_node: ChooseNode | None = None,
-        choose_fast: ChooseFast | None = None,
-    ) -> None:
+    def __init__(self, slots: int, vocab: int, choose_fast: ChooseFast | None = None) -> None:
         self._open: list[_Slot | None] = [None] * slots
         self._vocab = vocab
-        self._choice = HostChoice(choose_node, choose_fast)
+        self._choice = HostChoice(choose_fast)
         # What every step asks of every row, by slot.
         self.choosing = Choosing(
             temperature=np.full(slots, MORE, np.float32),
@@ -263,8 +257,7 @@ class HostSampler:
         if choice[root] < 0:
             slot = self.of_row(plan, row)
             path = self._choice.path(trees, row, slot.sampling, slot.history, logits, masks)
-            for node, token in zip((root, *path.nodes), path.tokens, strict=False):
-                choice[node] = token
+            put_path(choice, root, path)
 
     def _report(
         self, plan: Plan, row: int, trees: TreeBatch, told: ReportsOf, choice: Ints
@@ -275,6 +268,12 @@ class HostSampler:
             return ()
         nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
         return told(top, list(zip(nodes, choice[nodes].tolist(), strict=True)))
+
+
+def put_path(choice: Ints, root: int, path: Path) -> None:
+    """Write a row's path into `choice`, as Choices has it."""
+    for node, token in zip((root, *path.nodes), path.tokens, strict=False):
+        choice[node] = token
 
 
 def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import PlainNodes, plain_nodes
 from forerun.executors.host_choice import Logits
-from forerun.executors.host_sampler import HostSampler
+from forerun.executors.host_sampler import HostSampler, put_path
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention import attend, key_blocks
 from forerun.executors.torch.decoder import Attend, Decoder, apart
@@ -37,6 +37,7 @@ from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, NO_TREES, NodeMasks, TreeBatch, batch
 from forerun.speculative.verify import positions
@@ -110,8 +111,7 @@ class TorchExecutor(Executor):
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
-        self.sampler = HostSampler(limits.slots, limits.vocab, self._choice)
-        self._choices: dict[int, int] = {}
+        self.sampler = HostSampler(limits.slots, limits.vocab)
         kernels = self.kernels = kernels_for(self.device)
         self._prompts_natively = prompts == "torch_native"
         if prompts == "auto":  # FlashAttention knows 16 bits.
@@ -246,17 +246,14 @@ class TorchExecutor(Executor):
         where they cannot, and for reports, do logits cross to the host.
         """
         assert isinstance(round, TorchRound)
-        plan, trees, plain, cache = round.plan, round.trees, round.plain, self.cache
-        if len(plain.nodes):
-            rows = self._padded(round.row_of[plain.nodes], len(plain.nodes))
-            tokens = choices(round.logits[rows], plain).tolist()
-            self._choices = dict(zip(plain.nodes.tolist(), tokens, strict=True))
-        try:
-            outcome = self.sampler.finish(
-                round, self.logits_of(round), masks or round.masks, features=round.features
-            )
-        finally:
-            self._choices = {}
+        plan, trees, cache = round.plan, round.trees, self.cache
+        outcome = self.sampler.finish(
+            round,
+            self.logits_of(round),
+            masks or round.masks,
+            self._chosen(round),
+            features=round.features,
+        )
         nodes = outcome.accepted
         if len(nodes):
             row = np.searchsorted(trees.start, nodes, side="right") - 1
@@ -294,9 +291,18 @@ class TorchExecutor(Executor):
 
         return of_node
 
-    def _choice(self, node: int, sampling: Sampling, position: int) -> int | None:
-        """What the device chose at a flat node of this step; None where it did not."""
-        return self._choices.get(node)
+    def _chosen(self, round: TorchRound) -> Ints:
+        """int32[M] as host_sampler.Choices has it: the paths along what the device chooses."""
+        trees, plain = round.trees, round.plain
+        choice = np.full(len(trees.tokens), NOTHING, np.int32)
+        if len(plain.nodes):
+            rows = self._padded(round.row_of[plain.nodes], len(plain.nodes))
+            tokens = choices(round.logits[rows], plain).tolist()
+            chosen = dict(zip(plain.nodes.tolist(), tokens, strict=True))
+            for row, root in enumerate(trees.roots.tolist()):
+                if root in chosen:
+                    put_path(choice, root, accept_row(trees, row, lambda node, _: chosen[node]))
+        return choice
 
     def keep(self, round: Round, outcome: Outcome, rows: Sequence[int], place: Ints) -> None:
         """Copy what was accepted of these rows, at least one, from scratch into their pages, known
