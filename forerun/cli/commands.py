@@ -34,7 +34,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
             "FORERUN_PORT=9000 forerun serve model.gguf",
         ),
     ),
-    "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models list",)),
+    "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models", "forerun pull org/model")),
     "fetch": ("MODEL ", ()),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
@@ -352,7 +352,10 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _models_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("list", "show", "rm", "pull"), help="what to do")
+    actions = ("list", "show", "rm", "pull")
+    parser.add_argument(
+        "action", nargs="?", choices=actions, default="list", help="what to do (default: list)"
+    )
     parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
     parser.add_argument(
         "--tokenizer",

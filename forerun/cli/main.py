@@ -22,6 +22,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from forerun.cli import verbs
 from forerun.cli.commands import COMMANDS, SHOWN
 from forerun.cli.layers import settle
 from forerun.cli.parser import Parser
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, translate errors into a sentence on stderr and an exit code."""
     try:
         parser = build_parser()
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse_args(verbs.expanded(sys.argv[1:] if argv is None else argv))
         if arguments.command is None:
             parser.print_help()
             return 0
@@ -112,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forerun {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (summary, flags) in COMMANDS.items():
+    for name, (summary, flags) in (COMMANDS | verbs.COMMANDS).items():
         words, examples = SHOWN.get(name, ("", ()))
         told = "".join(f"\n    {line}" for line in examples)
         command = commands.add_parser(

@@ -30,8 +30,10 @@ class OutputParser:
         """Whether the choice holds a tool call."""
         return self._tools is not None and self._tools.called
 
-    def push(self, text: str, last: bool) -> Heard:
-        """What `text` makes certain; with `last`, all there is."""
+    def push(self, text: str, last: bool, cut: bool = False) -> Heard:
+        """What `text` makes certain; with `last`, all there is; with `cut`, there was no room for
+        more.
+        """
         thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
         if last and self._reasoning:
             rest = self._reasoning.finish()
@@ -39,7 +41,7 @@ class OutputParser:
         if self._tools is None:
             return Heard(thought, answer)
         called = self._tools.push(answer)
-        tail = self._tools.finish() if last else Parsed()
+        tail = self._tools.finish(cut) if last else Parsed()
         return Heard(thought, called.content + tail.content, called.calls + tail.calls)
 
 

@@ -113,9 +113,14 @@ class ToolReader:
         self._spoke = self._spoke or bool(content)
         return Parsed(content, tuple(calls))
 
-    def finish(self) -> Parsed:
-        """What was held back, once no text will follow."""
+    def finish(self, cut: bool = False) -> Parsed:
+        """What was held back, once no text will follow. cut: for want of room, so that the
+        beginning of a call is no content.
+        """
         held, self._held = self._held, ""
+        opener = self._format.opener
+        if cut and opener and (self._inside or (held and opener.startswith(held.strip()))):
+            return Parsed()
         if self._inside:
             return Parsed(self._no_call() + (held if not self._read else ""))
         return Parsed(held.rstrip() if self.called else held)

@@ -18,7 +18,8 @@ class Hearing:
         """What is new, told apart."""
         if news.finish is not None:
             self.finish, self.stop_reason = news.finish, news.stop_reason
-        return self._parser.push(news.text, news.finish is not None)
+        cut = news.finish == Finish.LENGTH
+        return self._parser.push(news.text, news.finish is not None, cut)
 
     @property
     def called(self) -> bool:

@@ -51,14 +51,21 @@ class Blocks:
         self._open = None
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
-    def whole(self) -> list[dict[str, Any]]:
-        """All blocks. The input of a call that was cut off is empty: it is no JSON."""
-        for at, arguments in self._arguments.items():
+    def whole(self, cut: bool) -> list[dict[str, Any]]:
+        """All blocks. cut: there was no room for more; then a last call without a whole input is
+        left out.
+        """
+        found = []
+        for at, block in enumerate(self._blocks):
+            called, last = block["type"] == "tool_use", at == len(self._blocks) - 1
             try:
-                self._blocks[at]["input"] = json.loads(arguments)
+                if called and (at in self._arguments or (cut and last)):
+                    block["input"] = json.loads(self._arguments.get(at, ""))
             except ValueError:
-                continue
-        return self._blocks
+                if cut and last:
+                    continue
+            found.append(block)
+        return found
 
     def _enter(self, kind: str, begun: dict[str, Any]) -> list[Event]:
         if self._open == kind:

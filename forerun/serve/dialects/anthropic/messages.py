@@ -75,7 +75,8 @@ class MessagesDialect(Dialect):
         for _, delta in choices:
             self._blocks.push(self._hearing.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
-        answer = self._message(self._blocks.whole(), usage) | self._stop()
+        blocks = self._blocks.whole(self._hearing.finish == Finish.LENGTH)
+        answer = self._message(blocks, usage) | self._stop()
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
         return answer

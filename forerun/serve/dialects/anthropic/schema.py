@@ -32,6 +32,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.structure import json_rules
 from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
+from forerun.serve.unused import TIERS
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions with an input_schema"
 _OURS = "no model here can read it; leave it out"
@@ -141,9 +142,28 @@ class _Function:
     strict: bool = accept(boolean, False)
     cache_control: dict[str, Any] | None = ignore(mapping)
     eager_input_streaming: bool | None = ignore(boolean)
-    defer_loading: bool = accept(only(False, why="all tools are known at once"), False)
+    defer_loading: bool = ignore(boolean, False)
     input_examples: list[Any] | None = accept(only([], why="put examples into the description"))
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
+
+
+_SEARCH = "tool_search_tool_"
+"""Begins the types of tools by which a model finds others: all tools are known at once here."""
+
+
+@takes({"type": "array", "maxItems": MAX_TOOLS})
+def _tools(value: Any, where: str) -> tuple[Tool, ...]:
+    """Functions. Those that only find deferred ones are left out."""
+    each = items(_tool, MAX_TOOLS)
+    if not isinstance(value, list):
+        return tuple(each(value, where))
+    kept = [(at, one) for at, one in enumerate(value) if not _finds_others(one)]
+    found = [_tool(one, f"{where}[{at}]") for at, one in kept]
+    return tuple(items(lambda one, _: one, MAX_TOOLS)(found, where))
+
+
+def _finds_others(value: Any) -> bool:
+    return isinstance(value, dict) and str(value.get("type")).startswith(_SEARCH)
 
 
 @takes({"type": "object", "required": ["name", "input_schema"]})
@@ -196,12 +216,13 @@ class CountBody:
     model: str | None = accept(text(256, 1))
     messages: tuple[Message, ...] = need(items(_message, MAX_MESSAGES, 1))
     system: str | None = accept(told)
-    tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
+    tools: tuple[Tool, ...] = accept(_tools, ())
     tool_choice: ToolChoice | None = accept(part(ToolChoice))
     thinking: ThinkingConfig | None = accept(part(ThinkingConfig))
     output_config: OutputConfig | None = accept(part(OutputConfig))
     output_format: _Format | None = accept(part(_Format))
     cache_control: dict[str, Any] | None = ignore(mapping)
+    context_management: dict[str, Any] | None = ignore(mapping)
     speed: str | None = accept(only("standard", why="there is one speed"))
     user_profile_id: str | None = ignore(plain_text)
     workspace_id: str | None = ignore(plain_text)
@@ -209,7 +230,6 @@ class CountBody:
     refused: ClassVar[dict[str, str]] = {
         "mcp_servers": OWN_TOOLS,
         "container": OWN_TOOLS,
-        "context_management": "the whole conversation is read",
     }
 
 
@@ -226,7 +246,7 @@ class MessagesBody(CountBody):
     min_p: float | None = accept(number(0.0, 1.0))
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
-    service_tier: str | None = accept(only("auto", "standard_only", why="there is one tier"))
+    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
     metadata: dict[str, Any] | None = ignore(mapping)
     inference_geo: str | None = ignore(plain_text)
     diagnostics: dict[str, Any] | None = ignore(mapping)

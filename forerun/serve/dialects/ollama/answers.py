@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any
 
+from forerun.engine.request import Finish
 from forerun.errors import RequestError
 from forerun.serve.dialects.contract import Dialect, News, Ready
 from forerun.serve.dialects.conversation import Hearing
@@ -78,7 +79,7 @@ class OllamaDialect(Dialect):
         lines = []
         for _, delta in news:
             heard = self._hearing.push(delta)
-            calls = self._calls.push(heard.calls, delta.finish is not None)
+            calls = self._calls.push(heard.calls, delta.finish)
             logprobs = self._logprobs([(0, delta)])
             if heard.reasoning or heard.content or calls or logprobs:
                 lines.append(self._line(heard, calls, logprobs) | {"done": False})
@@ -90,7 +91,7 @@ class OllamaDialect(Dialect):
         """See Dialect."""
         ((_, delta),) = choices
         heard = self._hearing.push(delta)
-        calls = self._calls.push(heard.calls, True)
+        calls = self._calls.push(heard.calls, delta.finish)
         return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
 
     def end(self, error: ApiError | None) -> bytes:
@@ -198,25 +199,30 @@ class Calls:
         self._name: str | None = None
         self._arguments = ""
 
-    def push(self, pieces: Sequence[CallPiece], last: bool) -> list[dict[str, Any]]:
-        """The calls that are whole now. One that was cut off has no arguments."""
+    def push(self, pieces: Sequence[CallPiece], finish: Finish | None) -> list[dict[str, Any]]:
+        """The calls that are whole now, all where the answer ends. One that was cut off for want
+        of room is left out.
+        """
         found = []
         for piece in pieces:
             if piece.name is not None:
                 found += self._ended()
                 self._name = piece.name
             self._arguments += piece.arguments
-        return [*found, *self._ended()] if last else found
+        return found if finish is None else [*found, *self._ended(finish == Finish.LENGTH)]
 
-    def _ended(self) -> list[dict[str, Any]]:
+    def _ended(self, cut: bool = False) -> list[dict[str, Any]]:
         if self._name is None:
             return []
-        try:
-            arguments = json.loads(self._arguments)
-        except ValueError:
-            arguments = {}
-        function = {"name": self._name, "arguments": arguments}
+        name, written = self._name, self._arguments
         self._name, self._arguments = None, ""
+        try:
+            arguments = json.loads(written)
+        except ValueError:
+            if cut:
+                return []
+            arguments = {}
+        function = {"name": name, "arguments": arguments}
         return [{"id": f"call_{secrets.token_hex(4)}", "function": function}]
 
 

@@ -122,7 +122,7 @@ class ChatFormat:
 
     def _heard(self, index: int, news: Delta) -> Heard:
         parser = self._speeches.setdefault(index, self._new_parser())
-        heard = parser.push(news.text, news.finish is not None)
+        heard = parser.push(news.text, news.finish is not None, news.finish == Finish.LENGTH)
         if heard.reasoning:
             self._thoughts[index] = self._thoughts.get(index, "") + heard.reasoning
         return heard

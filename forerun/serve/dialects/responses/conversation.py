@@ -14,6 +14,7 @@ from forerun.serve.dialects.responses.schema import (
     Reasoning,
     ResponsesBody,
     TextConfig,
+    is_hosted,
 )
 from forerun.serve.fields import ignored_in
 from forerun.serve.schema import ChatBody
@@ -77,9 +78,14 @@ def messages_of(items: Iterable[Item]) -> Messages:
                  for one in found)  # fmt: skip
 
 
-def ignored(body: ResponsesBody) -> tuple[str, ...]:
-    """Fields of the request, those within it by their path, that change nothing."""
+def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
+    """Fields of the request, those within it by their path, that change nothing.
+
+    value  the request as it was sent
+    """
     found = list(ignored_in(body))
+    if body.tools:
+        found += sorted({f"tools.{tool['type']}" for tool in value["tools"] if is_hosted(tool)})
     for name in ("text", "reasoning"):
         inner = getattr(body, name)
         if inner is not None:

@@ -57,7 +57,7 @@ class ResponsesDialect(Dialect):
         made = chat_generation(chat, loaded, service.settings)
         told = ignored_fields(chat, loaded)
         unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
-        self.ignored = (*ignored(body), *unknown)
+        self.ignored = (*ignored(body, value), *unknown)
         self._body = body
         self._messages = (*earlier, *messages_of(body.input))
         self._hearing = Hearing(made)

@@ -22,6 +22,7 @@ from forerun.serve.fields import (
     tagged,
     takes,
     text,
+    whatever,
 )
 from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
 from forerun.serve.schema import (
@@ -32,6 +33,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.structure import json_object_rules, named_rules
 from forerun.serve.tools import MAX_TOOLS, Tool, ToolChoice, function_name, plain_tool
+from forerun.serve.unused import TIERS
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
 _FUNCTIONS_ONLY = "items are messages, reasoning, calls of functions and what they brought"
@@ -160,7 +162,7 @@ class _Function:
     parameters: dict[str, Any] | None = accept(mapping)
     strict: bool = accept(boolean, False)
     output_schema: dict[str, Any] | None = ignore(mapping)
-    defer_loading: bool = accept(only(False, why="all tools are known at once"), False)
+    defer_loading: bool = ignore(boolean, False)
     allowed_callers: list[Any] | None = accept(only(["direct"], why="only the model calls"))
 
 
@@ -172,6 +174,30 @@ def _tool(value: Any, where: str) -> Tool:
     given = read(_Function, value, where)
     place = f"{where}.parameters"
     return plain_tool(given.name, given.description, given.parameters, given.strict, place)
+
+
+HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter",
+          "image_generation", "tool_search")  # fmt: skip
+"""Types of tools that OpenAI's service runs itself. Agents offer them beside their functions."""
+
+
+def is_hosted(value: Any) -> bool:
+    """Whether a tool is one that OpenAI's service would run."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return isinstance(kind, str) and kind.split("_20")[0] in HOSTED
+
+
+@takes({"type": "array", "maxItems": MAX_TOOLS})
+def _tools(value: Any, where: str) -> tuple[Tool, ...]:
+    """Functions. The model is not told of tools that OpenAI's service would run, where there are
+    functions beside them; alone they are refused.
+    """
+    each = items(_tool, MAX_TOOLS)
+    if not isinstance(value, list) or all(map(is_hosted, value)):
+        return tuple(each(value, where))
+    kept = [(at, one) for at, one in enumerate(value) if not is_hosted(one)]
+    found = [_tool(one, f"{where}[{at}]") for at, one in kept]
+    return tuple(items(lambda one, _: one, MAX_TOOLS)(found, where))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,7 +298,7 @@ class ResponsesBody:
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
     include: tuple[str, ...] = accept(items(_INCLUDED, 64), ())
-    tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
+    tools: tuple[Tool, ...] = accept(_tools, ())
     tool_choice: ToolChoice | None = accept(_tool_choice)
     parallel_tool_calls: bool = accept(boolean, True)
     reasoning: ReasoningConfig | None = accept(part(ReasoningConfig))
@@ -282,8 +308,10 @@ class ResponsesBody:
     prompt_cache_key: str | None = accept(plain_text)
     prompt_cache_retention: str | None = ignore(text(64))
     prompt_cache_options: dict[str, Any] | None = ignore(mapping)
+    context_management: Any = ignore(whatever)
     max_tool_calls: int | None = ignore(integer(0, MAX_TOKENS))
-    service_tier: str | None = accept(only("auto", "default", why="there is one tier"))
+    service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
+    client_metadata: dict[str, Any] | None = ignore(mapping)
     background: bool = accept(only(False, why="ask for a stream"), False)
     truncation: str | None = accept(only("disabled", why="the conversation has to fit"))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
@@ -292,6 +320,5 @@ class ResponsesBody:
     refused: ClassVar[dict[str, str]] = {
         "conversation": "use previous_response_id",
         "prompt": "prompts are not stored here; send instructions and input",
-        "context_management": "the whole conversation is read",
         "moderation": "there is no moderation",
     }

@@ -1,0 +1,145 @@
+"""`forerun launch`: a coding agent on a running server, with the configuration that it needs.
+
+A file of the user's keeps what else it holds: ours stands between two marks, and is replaced there.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forerun.cli.console import emit_json, say
+from forerun.cli.running import asked
+from forerun.errors import ConfigError
+
+BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
+NO_KEY = "none"
+"""Programs want a key even where the server wants none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a program is brought to a server.
+
+    environment  variables that it is started with
+    command      what starts it; empty = it lives in an editor
+    file, text   what is written into which file of its own
+    told         what the user has to enter, where nothing can be written
+    """
+
+    environment: dict[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    file: Path | None = None
+    text: str = ""
+    told: tuple[str, ...] = ()
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    url = arguments.url.rstrip("/").removesuffix("/v1")
+    names = [one["id"] for one in asked(url, "/v1/models", arguments.api_key).get("data", [])]
+    if not names:
+        raise ConfigError(f"The server at {url} has no model.")
+    if arguments.model is not None and arguments.model not in names:
+        raise ConfigError(f"The server at {url} has no model {arguments.model!r}; it has "
+                          f"{', '.join(names)}.")  # fmt: skip
+    make = SETUPS[arguments.agent]
+    setup = make(url, arguments.model or names[0], arguments.api_key or NO_KEY)
+    if setup.file is not None:
+        written(setup.file, setup.text)
+        say(f"{setup.file}: written between {BEGIN!r} and {END!r}")
+    for line in setup.told:
+        say(line)
+    if arguments.json:
+        emit_json({"environment": setup.environment, "command": setup.command,
+                   "file": None if setup.file is None else str(setup.file)})  # fmt: skip
+    if setup.command:
+        _start(setup, arguments.words, arguments.config_only)
+    return 0
+
+
+def _start(setup: Setup, words: list[str], only_told: bool) -> None:
+    """Become the program, or say how it is started."""
+    program = shutil.which(setup.command[0])
+    if not only_told and program is not None:
+        os.execve(program, [*setup.command, *words], os.environ | setup.environment)  # noqa: S606
+    missing = "" if program else f"{setup.command[0]} is not installed here. "
+    shown = [f"{name}={value}" for name, value in setup.environment.items()]
+    say(f"{missing}It is started with: {' '.join((*shown, *setup.command))}")
+
+
+def written(file: Path, text: str) -> None:
+    """Put our part into a file, in place of an earlier one. Raises ConfigError."""
+    try:
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        head, mark, rest = before.partition(BEGIN)
+        tail = rest.partition(END)[2].removeprefix("\n") if mark else ""
+        if mark and END not in rest:
+            raise ConfigError(f"{file} has {BEGIN!r} without its end; mend it by hand.")
+        gap = "" if not head or head.endswith("\n") else "\n"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{head}{gap}{BEGIN}\n{text}\n{END}\n{tail}", encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be written: {error}.") from error
+
+
+def _claude(url: str, model: str, key: str) -> Setup:
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
+    environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+    return Setup(environment | dict.fromkeys(models, model) | quiet, ("claude",))
+
+
+def _codex(url: str, model: str, key: str) -> Setup:
+    home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
+    text = f"""[model_providers.forerun]
+name = "Forerun"
+base_url = "{url}/v1"
+env_key = "FORERUN_KEY"
+wire_api = "responses"
+
+[profiles.forerun]
+model_provider = "forerun"
+model = "{model}\""""
+    command = ("codex", "--profile", "forerun")
+    return Setup({"FORERUN_KEY": key}, command, home / "config.toml", text)
+
+
+def _open_webui(url: str, model: str, key: str) -> Setup:
+    environment = {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+    return Setup({**environment, "ENABLE_OLLAMA_API": "false"}, ("open-webui", "serve"))
+
+
+def _cline(url: str, model: str, key: str) -> Setup:
+    told = (
+        "Cline keeps its settings in the editor. Enter there:",
+        "  API provider   OpenAI Compatible",
+        f"  base URL       {url}/v1",
+        f"  API key        {key}",
+        f"  model ID       {model}",
+    )
+    return Setup(told=told)
+
+
+def _continue(url: str, model: str, key: str) -> Setup:
+    told = (
+        "Continue reads ~/.continue/config.yaml. Put this under `models:` there:",
+        f"  - name: {model}",
+        "    provider: openai",
+        f"    model: {model}",
+        f"    apiBase: {url}/v1",
+        f"    apiKey: {key}",
+        "    roles: [chat, edit, apply]",
+    )
+    return Setup(told=told)
+
+
+SETUPS: dict[str, Callable[[str, str, str], Setup]] = {
+    "claude": _claude,
+    "codex": _codex,
+    "cline": _cline,
+    "continue": _continue,
+    "open-webui": _open_webui,
+}

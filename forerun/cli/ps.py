@@ -1,0 +1,25 @@
+"""`forerun ps`: what a running server serves."""
+
+import argparse
+
+from rich.table import Table
+
+from forerun.build.memory import human
+from forerun.cli.console import emit_json, out
+from forerun.cli.running import asked
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    found = asked(arguments.url, "/api/ps", arguments.api_key).get("models", [])
+    if arguments.json:
+        emit_json(found)
+        return 0
+    table = Table(box=None)
+    for heading in ("model", "size", "context"):
+        table.add_column(heading, overflow="fold")
+    for model in found:
+        name = str(model["name"]).removesuffix(":latest")
+        table.add_row(name, human(model.get("size", 0)), f"{model.get('context_length', 0):,}")
+    out.print(table)
+    return 0

@@ -1,0 +1,17 @@
+"""`forerun stop`: there is no server in the background to stop; says how one is ended."""
+
+import argparse
+
+from forerun.cli.console import say
+from forerun.cli.running import asked
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Exit code 2: nothing was stopped."""
+    name = asked(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
+    say(
+        f"{arguments.url} serves {name} until its own process is ended: press Ctrl+C in its "
+        "terminal, or send it SIGTERM; what runs is finished first. There is no server in the "
+        "background that would start it again."
+    )
+    return 2

@@ -1,0 +1,60 @@
+"""Verbs that people bring from elsewhere, and the commands that talk to a running server."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+Flags = Callable[[argparse.ArgumentParser], None]
+
+SAME: dict[str, tuple[str, ...]] = {
+    "pull": ("models", "pull"),
+    "list": ("models", "list"),
+    "ls": ("models", "list"),
+    "show": ("models", "show"),
+    "rm": ("models", "rm"),
+    "help": ("--help",),
+}
+"""Verbs of ollama and of shells, and what they are here."""
+
+URL = "http://127.0.0.1:8000"
+AGENTS = ("claude", "codex", "cline", "continue", "open-webui")
+
+
+def expanded(words: Sequence[str]) -> list[str]:
+    """A command line with another's verb, in this one's words. `help COMMAND` is its --help."""
+    if not words or words[0] not in SAME:
+        return [*words]
+    verb, *rest = words
+    if verb == "help" and rest:
+        return [*expanded(rest[:1]), "--help"]
+    return [*SAME[verb], *rest]
+
+
+def _server_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=URL, metavar="URL", help=f"the server (default: {URL})")
+    parser.add_argument("--api-key", metavar="KEY", default="", help="its key, where it wants one")
+
+
+def _stop_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="taken as ollama takes it")
+    _server_flags(parser)
+
+
+def _launch_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("agent", choices=AGENTS, help="which program")
+    parser.add_argument(
+        "words", nargs="*", metavar="-- WORDS", help="behind --: what the program itself is given"
+    )
+    _server_flags(parser)
+    parser.add_argument(
+        "--model", metavar="NAME", help="a model of the server's (default: the first)"
+    )
+    parser.add_argument(
+        "--config-only", action="store_true", help="write or show the configuration, start nothing"
+    )
+
+
+COMMANDS: dict[str, tuple[str, Flags]] = {
+    "ps": ("Show what a running server serves.", _server_flags),
+    "stop": ("Say how a running server is ended.", _stop_flags),
+    "launch": ("Start a coding agent on a running server.", _launch_flags),
+}

@@ -1,0 +1,73 @@
+"""Verbs from elsewhere, and commands that talk to a running server."""
+
+import json
+import tomllib
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.cli.verbs import expanded
+from tests.e2e.processes import serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("verbs")) as server:
+        yield server
+
+
+def run(capsys, *line):
+    code = main([*line])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_verbs_of_others():
+    assert expanded(["pull", "a/b"]) == ["models", "pull", "a/b"]
+    assert expanded(["ls"]) == expanded(["list"]) == ["models", "list"]
+    assert expanded(["help"]) == ["--help"] and expanded(["help", "serve"]) == ["serve", "--help"]
+    assert expanded(["help", "ls"]) == ["models", "list", "--help"]
+    assert expanded(["run", "list"]) == ["run", "list"] and expanded([]) == []
+
+
+def test_models_alone_lists(capsys):
+    assert run(capsys, "models", "--json") == run(capsys, "ls", "--json")
+    code, _, told = run(capsys, "rm")
+    assert code == 2 and "needs a model" in told
+
+
+def test_what_is_served(server, capsys):
+    code, out, _ = run(capsys, "ps", "--url", server.url)
+    assert code == 0 and "toy" in out and "4,096" in out
+    code, _, told = run(capsys, "stop", "--url", server.url)
+    assert code == 2 and "Ctrl+C" in told
+    code, _, told = run(capsys, "ps", "--url", "http://127.0.0.1:9")
+    assert code == 2 and "No server answers at http://127.0.0.1:9" in told
+    assert run(capsys, "ps", "--url", "here")[0] == 2
+
+
+def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("CODEX_HOME", str(tmp_path))
+    file = tmp_path / "config.toml"
+    file.write_text('model = "other"\n', encoding="utf-8")
+    asked = ("launch", "codex", "--config-only", "--url", server.url)
+    for _ in range(2):
+        assert run(capsys, *asked)[0] == 0
+    found = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert found["model"] == "other" and found["profiles"]["forerun"]["model"] == "toy"
+    assert found["model_providers"]["forerun"]["base_url"] == server.url
+    file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
+    code, _, told = run(capsys, *asked)
+    assert code == 2 and "without its end" in told
+
+
+@pytest.mark.parametrize("agent", ["claude", "cline", "continue", "open-webui"])
+def test_agents_are_told_the_server(server, capsys, agent):
+    code, out, told = run(
+        capsys, "launch", agent, "--config-only", "--json", "--url", server.url, "--api-key", "k"
+    )
+    assert code == 0 and server.url.removesuffix("/v1") in told + out
+    assert "command" in json.loads(out)
+    assert agent in ("open-webui",) or "toy" in told + out
+    code, _, told = run(capsys, "launch", agent, "--url", server.url, "--model", "other")
+    assert code == 2 and "has no model 'other'" in told

@@ -1,0 +1,84 @@
+"""What coding agents send beside a conversation, with their own client libraries."""
+
+import json
+
+import anthropic
+import openai
+import pytest
+
+from tests.dialects.asked import ASKED, GREEDY, PLACE
+
+TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}
+FUNCTION = {"type": "function", "name": "travel", "parameters": PLACE, "strict": True}
+EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    url = server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def codex(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_claude_codes_fields(claude):
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    turns = (("system", "Be brief."), ("assistant", "Well."), ("user", "Go on."))
+    messages = [*ASKED, *({"role": role, "content": text} for role, text in turns)]
+    sent = {"model": "claude-sonnet", "max_tokens": 8, "messages": messages,
+            "system": [{"type": "text", "text": "Plan.", "cache_control": {"type": "ephemeral"}}],
+            "tools": [search, {**TOOL, "defer_loading": True}], "metadata": {"user_id": "me"},
+            "extra_body": {"context_management": EDITS}}  # fmt: skip
+    answer = claude.messages.with_raw_response.create(**sent)
+    assert answer.parse().usage.output_tokens == 8
+    ignored = answer.headers["x-forerun-ignored"].split(", ")
+    assert {"context_management", "metadata"} <= set(ignored)
+    with claude.messages.stream(**sent) as stream:
+        assert stream.get_final_message().usage.output_tokens == 8
+    counted = {name: sent[name] for name in ("model", "messages", "system", "tools")}
+    assert claude.messages.count_tokens(**counted).input_tokens > 0
+
+
+def test_codexs_fields_and_a_loop_of_answers(codex):
+    sent = {"model": "gpt-5-codex", "instructions": "You plan.", "temperature": 0,
+            "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": "required",
+            "parallel_tool_calls": False, "include": ["reasoning.encrypted_content"],
+            "reasoning": {"effort": "medium", "summary": "auto"}, "prompt_cache_key": "thread",
+            "extra_body": {"client_metadata": {"x-id": "a"}, "seed": 0}}  # fmt: skip
+    answer = codex.responses.with_raw_response.create(input="Where?", **sent)
+    assert "tools.web_search" in answer.headers["x-forerun-ignored"]
+    found = answer.parse()
+    for turn in range(3):
+        (call,) = [item for item in found.output if item.type == "function_call"]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": f"Turn {turn}"}
+        before, found = (
+            found,
+            codex.responses.create(input=[output], previous_response_id=found.id, **sent),
+        )
+        assert found.previous_response_id == before.id
+        assert found.usage.input_tokens > before.usage.input_tokens
+        assert json.loads(call.arguments).keys() == {"city", "days"}
+    counted = codex.responses.input_tokens.count(input="Where?", model="toy")
+    assert counted.input_tokens > 0
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]\.type"):
+        codex.responses.create(input="Where?", model="toy", tools=[{"type": "web_search"}])
+
+
+@pytest.mark.parametrize("most", (1, 3, 12, 30))
+def test_a_forced_call_that_is_cut_says_so(server, claude, most):
+    asked = {"model": "toy", "max_tokens": most, "messages": ASKED, "tools": [TOOL],
+             "tool_choice": {"type": "any"}, "extra_body": {"temperature": 0}}  # fmt: skip
+    whole = claude.messages.create(**asked)
+    assert whole.stop_reason == "max_tokens" and whole.content == []
+    with claude.messages.stream(**asked) as stream:
+        assert "<tool" not in "".join(stream.text_stream)
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    tool = {"type": "function", "function": {"name": "travel", "parameters": PLACE}}
+    body = {"messages": ASKED, "max_tokens": most, "tools": [tool], "tool_choice": "required"}
+    choice = server.post("/v1/chat/completions", {**body, **GREEDY}).json()["choices"][0]
+    assert choice["finish_reason"] == "length" and not choice["message"]["content"]
