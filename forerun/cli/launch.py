@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         emit_json({"environment": setup.environment, "command": setup.command,
                    "file": None if setup.file is None else str(setup.file)})  # fmt: skip
     if setup.command:
-        _start(setup, arguments.words, arguments.config_only)
+        _start(setup, arguments.passed_on, arguments.config_only)
     return 0
 
 
@@ -94,17 +94,16 @@ def _claude(url: str, model: str, key: str) -> Setup:
 
 def _codex(url: str, model: str, key: str) -> Setup:
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
-    text = f"""[model_providers.forerun]
+    text = f"""model_provider = "forerun"
+model = "{model}"
+
+[model_providers.forerun]
 name = "Forerun"
 base_url = "{url}/v1"
 env_key = "FORERUN_KEY"
-wire_api = "responses"
-
-[profiles.forerun]
-model_provider = "forerun"
-model = "{model}\""""
+wire_api = "responses\""""
     command = ("codex", "--profile", "forerun")
-    return Setup({"FORERUN_KEY": key}, command, home / "config.toml", text)
+    return Setup({"FORERUN_KEY": key}, command, home / "forerun.config.toml", text)
 
 
 def _open_webui(url: str, model: str, key: str) -> Setup:

@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, translate errors into a sentence on stderr and an exit code."""
     try:
         parser = build_parser()
-        arguments = parser.parse_args(verbs.expanded(sys.argv[1:] if argv is None else argv))
+        words = verbs.expanded(sys.argv[1:] if argv is None else argv)
+        passed_on = verbs.for_others(words)
+        arguments = parser.parse_args(words)
+        arguments.passed_on = passed_on
         if arguments.command is None:
             parser.print_help()
             return 0

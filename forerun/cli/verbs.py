@@ -29,6 +29,16 @@ def expanded(words: Sequence[str]) -> list[str]:
     return [*SAME[verb], *rest]
 
 
+def for_others(words: list[str]) -> list[str]:
+    """What follows `--` behind `launch`: taken off the words, it is for the program launched."""
+    if words[:1] != ["launch"] or "--" not in words:
+        return []
+    at = words.index("--")
+    rest = words[at + 1 :]
+    del words[at:]
+    return rest
+
+
 def _server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=URL, metavar="URL", help=f"the server (default: {URL})")
     parser.add_argument("--api-key", metavar="KEY", default="", help="its key, where it wants one")
@@ -40,10 +50,7 @@ def _stop_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", choices=AGENTS, help="which program")
-    parser.add_argument(
-        "words", nargs="*", metavar="-- WORDS", help="behind --: what the program itself is given"
-    )
+    parser.add_argument("agent", choices=AGENTS, help="which program; what follows -- is for it")
     _server_flags(parser)
     parser.add_argument(
         "--model", metavar="NAME", help="a model of the server's (default: the first)"

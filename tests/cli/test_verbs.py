@@ -48,13 +48,13 @@ def test_what_is_served(server, capsys):
 
 def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("CODEX_HOME", str(tmp_path))
-    file = tmp_path / "config.toml"
-    file.write_text('model = "other"\n', encoding="utf-8")
+    file = tmp_path / "forerun.config.toml"
+    file.write_text('approval_policy = "never"\n', encoding="utf-8")
     asked = ("launch", "codex", "--config-only", "--url", server.url)
     for _ in range(2):
         assert run(capsys, *asked)[0] == 0
     found = tomllib.loads(file.read_text(encoding="utf-8"))
-    assert found["model"] == "other" and found["profiles"]["forerun"]["model"] == "toy"
+    assert (found["approval_policy"], found["model"]) == ("never", "toy")
     assert found["model_providers"]["forerun"]["base_url"] == server.url
     file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
     code, _, told = run(capsys, *asked)

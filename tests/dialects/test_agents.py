@@ -44,6 +44,18 @@ def test_claude_codes_fields(claude):
     assert claude.messages.count_tokens(**counted).input_tokens > 0
 
 
+def test_functions_in_a_namespace(codex):
+    space = {"type": "namespace", "name": "journeys", "description": "Of all kinds.",
+             "tools": [FUNCTION]}  # fmt: skip
+    sent = {"model": "toy", "tools": [space], "tool_choice": "required", "temperature": 0}
+    answer = codex.responses.create(input="Where?", **sent)
+    (call,) = answer.output
+    assert (call.name, call.namespace) == ("travel", "journeys")
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "Done"}
+    turn = [{"role": "user", "content": "Where?"}, call.to_dict(), told]
+    assert codex.responses.create(input=turn, **sent).output
+
+
 def test_codexs_fields_and_a_loop_of_answers(codex):
     sent = {"model": "gpt-5-codex", "instructions": "You plan.", "temperature": 0,
             "tools": [FUNCTION, {"type": "web_search"}], "tool_choice": "required",

@@ -1,6 +1,7 @@
 """An answer's items while they grow: their events, and what they come to."""
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from forerun.serve.output_parser import Heard
@@ -10,9 +11,13 @@ Logprobs = list[dict[str, Any]]
 
 
 class Output:
-    """Turns what is heard into events of items, one after the other."""
+    """Turns what is heard into events of items, one after the other.
 
-    def __init__(self) -> None:
+    namespaces  of functions that have one, by name: calls of these say so
+    """
+
+    def __init__(self, namespaces: Mapping[str, str]) -> None:
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None
         self._waiting: Logprobs = []
@@ -87,6 +92,7 @@ class Output:
         if kind == "function_call":
             call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": name, "arguments": ""}
             item |= {"id": f"fc_{uuid.uuid4().hex}", **call}
+            item |= {"namespace": space} if (space := self._namespaces.get(name)) else {}
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
             item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}

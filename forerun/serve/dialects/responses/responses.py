@@ -22,7 +22,7 @@ from forerun.serve.dialects.responses.conversation import (
     messages_of,
 )
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
-from forerun.serve.dialects.responses.schema import ResponsesBody
+from forerun.serve.dialects.responses.schema import ResponsesBody, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialogue import dialogue, ignored_fields
 from forerun.serve.errors import ApiError
@@ -45,7 +45,7 @@ class ResponsesDialect(Dialect):
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
         self._store = store
-        self._output = Output()
+        self._output = Output({})
         self._number = 0
 
     def parse(self, value: Any, service: Service) -> Generation:
@@ -59,6 +59,7 @@ class ResponsesDialect(Dialect):
         unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
         self.ignored = (*ignored(body, value), *unknown)
         self._body = body
+        self._output = Output(namespaces(value.get("tools")))
         self._messages = (*earlier, *messages_of(body.input))
         self._hearing = Hearing(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")

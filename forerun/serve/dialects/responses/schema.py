@@ -40,7 +40,6 @@ _FUNCTIONS_ONLY = "items are messages, reasoning, calls of functions and what th
 _STATUS = only("in_progress", "completed", "incomplete", why="these exist")
 _NOT_HERE = {
     "caller": "only the model calls",
-    "namespace": "functions have plain names",
     "async": "calls are answered in the next request",
 }
 
@@ -92,6 +91,7 @@ class Call:
     type: str = need(plain_text)
     call_id: str = need(text(256))
     name: str = need(function_name)
+    namespace: str | None = ignore(text(256))
     arguments: str = need(plain_text)
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
@@ -106,6 +106,7 @@ class CallOutput:
     type: str = need(plain_text)
     call_id: str = need(text(256))
     output: str = need(told)
+    namespace: str | None = ignore(text(256))
     id: str | None = accept(text(256))
     name: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
@@ -195,9 +196,34 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
     each = items(_tool, MAX_TOOLS)
     if not isinstance(value, list) or all(map(is_hosted, value)):
         return tuple(each(value, where))
-    kept = [(at, one) for at, one in enumerate(value) if not is_hosted(one)]
-    found = [_tool(one, f"{where}[{at}]") for at, one in kept]
+    found: list[Tool] = []
+    for at, one in enumerate(value):
+        place = f"{where}[{at}]"
+        if isinstance(one, dict) and one.get("type") == "namespace":
+            found += each(read(_Namespace, one, place).tools, f"{place}.tools")
+        elif not is_hosted(one):
+            found.append(_tool(one, place))
     return tuple(items(lambda one, _: one, MAX_TOOLS)(found, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Namespace:
+    """Functions that Codex offers under one name; a call of one says so."""
+
+    type: str = need(plain_text)
+    name: str = need(function_name)
+    description: str | None = accept(plain_text)
+    tools: list[Any] = need(lambda value, where: value)
+
+
+def namespaces(tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Of each function that has one, by its name; `tools` are checked already."""
+    return {
+        tool["name"]: one["name"]
+        for one in tools or []
+        if one.get("type") == "namespace"
+        for tool in one["tools"]
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
