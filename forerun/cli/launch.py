@@ -113,13 +113,15 @@ def _open_webui(url: str, model: str, key: str) -> Setup:
 
 def _cline(url: str, model: str, key: str) -> Setup:
     told = (
-        "Cline keeps its settings in the editor. Enter there:",
+        "In an editor, enter for Cline:",
         "  API provider   OpenAI Compatible",
         f"  base URL       {url}/v1",
         f"  API key        {key}",
         f"  model ID       {model}",
+        "Its command line is told by what follows; then: cline",
     )
-    return Setup(told=told)
+    said = ("--provider", "openai", "--apikey", key, "--modelid", model, "--baseurl", f"{url}/v1")
+    return Setup(command=("cline", "auth", *said), told=told)
 
 
 def _continue(url: str, model: str, key: str) -> Setup:
