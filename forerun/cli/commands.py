@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from forerun.cli import verbs
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
@@ -352,10 +353,8 @@ def _doctor_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _models_flags(parser: argparse.ArgumentParser) -> None:
-    actions = ("list", "show", "rm", "pull")
-    parser.add_argument(
-        "action", nargs="?", choices=actions, default="list", help="what to do (default: list)"
-    )
+    how: dict[str, Any] = {"nargs": "?", "default": "list", "help": "what to do (default: list)"}
+    parser.add_argument("action", choices=("list", "show", "rm", "pull"), **how)
     parser.add_argument("model", nargs="?", help="built-in name or hub id; not for list")
     parser.add_argument(
         "--tokenizer",
@@ -365,7 +364,7 @@ def _models_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="which shell it is for")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")
 
 
 def _fetch_flags(parser: argparse.ArgumentParser) -> None:
@@ -405,4 +404,5 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "models": ("List, describe, remove or download models.", _models_flags),
     "completion": ("Print what makes a shell complete these options.", _completion_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
+    **verbs.COMMANDS,
 }

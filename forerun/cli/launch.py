@@ -120,8 +120,9 @@ def _cline(url: str, model: str, key: str) -> Setup:
         f"  model ID       {model}",
         "Its command line is told by what follows; then: cline",
     )
-    said = ("--provider", "openai", "--apikey", key, "--modelid", model, "--baseurl", f"{url}/v1")
-    return Setup(command=("cline", "auth", *said), told=told)
+    where = ("--provider", "openai", "--baseurl", f"{url}/v1")
+    whom = ("--apikey", key, "--modelid", model)
+    return Setup(command=("cline", "auth", *where, *whom), told=told)
 
 
 def _continue(url: str, model: str, key: str) -> Setup:

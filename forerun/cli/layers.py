@@ -5,6 +5,7 @@ something holds, then the profile that `forerun tune` left, then the defaults.
 import argparse
 import difflib
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,13 @@ from forerun.options.aliases import OPTIONS
 from forerun.options.flags import MANY, Given, Option, gather, own_option
 
 PREFIX = "FORERUN_"
+LLAMA_PREFIX = "LLAMA_ARG_"
+_LLAMA_NAMES = {"n-parallel": "parallel", "batch": "batch-size", "ubatch": "ubatch-size",
+                "endpoint-metrics": "metrics", "endpoint-slots": "slots", "endpoint-props": "props",
+                "n-predict": "max-tokens"}  # fmt: skip
+"""Names of llama.cpp's environment that are not those of its flags."""
+
+log = logging.getLogger(__name__)
 
 ALL_NAMES = {option.name for option in OPTIONS} | {own_option(i).name for i in FIELDS.values()}
 """Of every command."""
@@ -49,6 +57,7 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
         )
     layers = (
         from_file(Path(file), options, arguments.command) if file else [],
+        from_llama(environment, options),
         from_environment(environment, options),
         given,
     )
@@ -71,6 +80,23 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
 
     alone = not model_given and is_reference(words[0])
     return (words[0], None) if alone else (None, words[0])
+
+
+def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
+    """What LLAMA_ARG_*, by which llama.cpp's server is configured, says to ours. A name that has no
+    meaning here is left alone, with a line in the log.
+    """
+    found = []
+    for variable, text in sorted(environment.items()):
+        if "port" not in options or not variable.startswith(LLAMA_PREFIX):
+            continue
+        name = variable.removeprefix(LLAMA_PREFIX).lower().replace("_", "-")
+        option = options.get(_LLAMA_NAMES.get(name, name))
+        if option is None:
+            log.warning("%s changes nothing here: there is no such option.", variable)
+        else:
+            found.append(Given(option, text, variable))
+    return found
 
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:

@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forerun {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (summary, flags) in (COMMANDS | verbs.COMMANDS).items():
+    for name, (summary, flags) in COMMANDS.items():
         words, examples = SHOWN.get(name, ("", ()))
         told = "".join(f"\n    {line}" for line in examples)
         command = commands.add_parser(

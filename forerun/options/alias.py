@@ -137,7 +137,9 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
     """llama.cpp's number of layers on the GPU."""
-    if text in ("all", "auto") or (text.isdecimal() and int(text) >= 99):
+    if text in ("-1", "auto"):
+        return {}
+    if text == "all" or (text.isdecimal() and int(text) >= 99):
         return {"device": "cuda"}
     if text == "0":
         return {"device": "cpu"}
@@ -172,8 +174,6 @@ _KEYS_REFUSED = {
     "quantization": "a draft is computed in the target's numbers",
     "max_model_len": "speculation has no length of its own",
     "disable_by_batch_size": "the policy measures when draft tokens pay, at every batch size",
-    "prompt_lookup_min": _LOOKUP,
-    "prompt_lookup_max": _LOOKUP,
     "draft_sample_method": "draft tokens are the likeliest ones; acceptance stays exact",
     "rejection_sample_method": "acceptance is exact by a rule of its own",
     "parallel_drafting": "the method dflash is for drafters of whole blocks",
@@ -205,6 +205,8 @@ def speculative_config(where: str, text: str) -> dict[str, Any]:
             values["speculative_draft_model_path"] = str(value)
         elif key == "revision":
             values["speculative_draft_model_revision"] = str(value)
+        elif key in ("prompt_lookup_min", "prompt_lookup_max"):
+            log.warning("%s changes nothing here: %s.", place, _LOOKUP)
         elif key == "num_speculative_tokens":
             values |= chain_length(place, str(value))
         else:

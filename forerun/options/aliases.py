@@ -36,6 +36,9 @@ _GRAMMARS = (
 _PREFIX = "prefixes are always cached; that changes no token"
 _NO_CODE = "no code from a model's folder is ever run, and none is needed"
 _TOKENIZER = "the tokenizer is the model's own, from its folder or file"
+_LORA = "adapters are not loaded; merge them into the weights"
+_TEXT = "this server reads and writes text only"
+_NO_EMBEDDINGS = "this server writes text; run an embedding server beside it"
 _ALL_BATCHES = "every batch up to --max-sequences is captured, or compiled, at start-up"
 _AS_LEFT_OUT = "0, -1 or auto: as if it were left out"
 
@@ -106,7 +109,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--max-prefill-tokens", _S, SETS, "chunked_prefill_size", why=_ONE_STEP),
     Alias("--max-num-batched-tokens", _V, SETS, "chunked_prefill_size", why=_ONE_STEP),
     Alias("--ubatch-size -ub", _L, SETS, "chunked_prefill_size", why=_ONE_STEP),
-    Alias("--batch-size -b", _L, REFUSED, why=_ONE_STEP),
+    Alias("--batch-size -b", _L, IGNORED, why=_ONE_STEP),
     Alias("--enable-mixed-chunk", _S, ONLY, why=_ONE_STEP, takes=NOTHING),
     Alias("--enable-chunked-prefill", _V, ONLY, why=_ONE_STEP, takes=NOTHING),
     Alias("--block-size", _V, SETS, "page_size"),
@@ -133,7 +136,32 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--generation-config", _V, SETS, "sampling_defaults", why="auto is model, vllm is none"),
     Alias("--chat-template-file", _L, SETS, "chat_template"),
     Alias("--jinja", _L, ONLY, why="templates are always Jinja", takes=NOTHING),
-    Alias("--flash-attn -fa", _L, ONLY, allowed=("true", "on", "auto"), why=_KERNEL, takes=MAYBE),
+    Alias("--flash-attn -fa", _L, IGNORED, why=_KERNEL, takes=MAYBE),
+    Alias("--mlock --no-mmap --mmap --no-warmup --warmup", _L, IGNORED, takes=NOTHING,
+          why="weights are read once, and what has to be compiled is, before the first request"),
+    Alias("--numa --threads-http --api-server-count --distributed-executor-backend", (LLAMA, VLLM),
+          IGNORED, why="processes and threads are arranged by this server"),
+    Alias("--cache-reuse", _L, IGNORED, why=_PREFIX),
+    Alias("--swap-space", _V, IGNORED, why="a sequence that loses its pages is computed again"),
+    Alias("--cpu-offload-gb", _V, ONLY, allowed=("0",), why="a model is not parted between a GPU "
+          "and its host; choose a smaller one, or --dtype float8"),
+    Alias("--num-scheduler-steps", _V, ONLY, allowed=("1",), why="steps are planned one by one"),
+    Alias("--task --runner", _V, ONLY, allowed=("auto", "generate"), why=_NO_EMBEDDINGS),
+    Alias("--embedding --embeddings --reranking --rerank --is-embedding", (LLAMA, SGLANG),
+          REFUSED, why=_NO_EMBEDDINGS, takes=NOTHING),
+    Alias("--pooling", _L, REFUSED, why=_NO_EMBEDDINGS),
+    Alias("--limit-mm-per-prompt --mm-processor-kwargs", _V, IGNORED, why=_TEXT),
+    Alias("--mmproj", _L, REFUSED, why=_TEXT),
+    Alias("--enable-multimodal", _S, REFUSED, why=_TEXT, takes=NOTHING),
+    Alias("--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --override-kv "
+          "--hf-overrides --json-model-override-args", (LLAMA, VLLM, SGLANG), REFUSED,
+          why="a model is what its file says; change the file"),
+    Alias("--split-mode -sm --tensor-split -ts --main-gpu -mg", _L, REFUSED, why=_ONE_DEVICE),
+    Alias("--no-context-shift", _L, ONLY, why="a context never shifts", takes=NOTHING),
+    Alias("--context-shift", _L, REFUSED, takes=NOTHING,
+          why="a context never shifts; a prompt beyond it is refused, so that clients shorten it"),
+    Alias("--offline", _L, REFUSED, why="set HF_HUB_OFFLINE=1 in the environment", takes=NOTHING),
+    Alias("--spec-type", _L, REFUSED, why="--speculative-algorithm names what drafts"),
     Alias("--sampling-backend --decode-attention-backend --mm-attention-backend", _SV, IGNORED,
           why=_KERNEL),
     Alias("--moe-runner-backend --fp8-gemm-backend", _S, IGNORED, why=_KERNEL),
@@ -170,8 +198,10 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--download-dir", _SV, IGNORED,
           why="models are kept where huggingface_hub keeps them; HF_HOME names another place"),
     Alias("--random-seed", _S, IGNORED, why="a request brings its own seed, or gets a fresh one"),
-    Alias("--enable-lora --lora-paths", _SV, REFUSED,
-          why="adapters are not loaded; merge them into the weights"),
+    Alias("--enable-lora", _SV, REFUSED, why=_LORA, takes=NOTHING),
+    Alias("--lora-paths --lora-modules", _SV, REFUSED, why=_LORA, takes=MANY),
+    Alias("--max-loras --max-lora-rank", _V, REFUSED, why=_LORA),
+    Alias("--lora", _L, REFUSED, why=_LORA),
     Alias("--compilation-config", _V, REFUSED,
           why="use --enable-torch-compile or --disable-cuda-graph"),
     # The server.
@@ -193,6 +223,18 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--cors-origins", _L, SETS, "allowed_origins"),
     Alias("--timeout -to", _L, SETS, "request_seconds"),
     Alias("--cont-batching -cb", _L, ONLY, why="requests always share steps", takes=NOTHING),
+    Alias("--slots --props", _L, ONLY, why="/slots and /props are always there", takes=NOTHING),
+    Alias("--no-webui", _L, SETS, "ui", values={"true": False}, takes=NOTHING),
+    Alias("--webui", _L, SETS, "ui", values={"true": True}, takes=NOTHING),
+    Alias("--verbose -v", _L, SETS, "log_level", values={"true": "debug"}, takes=NOTHING),
+    Alias("--log-disable", _L, SETS, "log_level", values={"true": "critical"}, takes=NOTHING),
+    Alias("--watchdog-timeout", _S, SETS, "watchdog_seconds"),
+    Alias("--enable-cache-report", _S, ONLY, why="cached tokens are always told", takes=NOTHING),
+    Alias("--enable-prompt-tokens-details", _V, ONLY, why="cached tokens are always told",
+          takes=NOTHING),
+    Alias("--disable-log-stats", _V, ONLY, takes=NOTHING,
+          why="numbers are at /metrics; --decode-log-interval writes lines"),
+    Alias("--api-prefix", _L, REFUSED, why="let the proxy take the prefix off"),
     Alias("--root-path", _V, REFUSED, why="let the proxy take the prefix off"),
     Alias("--stream-interval", _SV, REFUSED, why="news is sent as it comes"),
     Alias("--enable-log-requests --log-requests", _SV, REFUSED,

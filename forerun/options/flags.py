@@ -181,7 +181,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     if kind is bool:
         return truth(where, text)
     try:
-        value = int(text) if kind is int else float(text) if kind is float else text
+        value = whole(text) if kind is int else float(text) if kind is float else text
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise ConfigError(f"{where} takes {what}, not {text!r}.") from None
@@ -189,6 +189,15 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
         value = item.metadata["spellings"](text)
         return value if isinstance(value, tuple) else (value,)
     return value
+
+
+def whole(text: str) -> int:
+    """A whole number; 8K is 8192 and 8k is 8000, as vLLM reads them. Raises ValueError."""
+    unit = _UNITS.get(text[-1:])
+    return int(text) if unit is None else round(float(text[:-1]) * unit)
+
+
+_UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
 
 
 def truth(where: str, text: str) -> bool:

@@ -80,6 +80,12 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
         ("--quantization q8_0", {"dtype": "q8_0"}),
         ("-ngl 99", {"device": "cuda"}),
         ("-ngl 0", {"device": "cpu"}),
+        ("-ngl -1 --mlock --no-mmap -b 512 -fa 0 --numa distribute --no-warmup", {}),
+        ("-c 8k", {"context": 8000}),
+        ("--max-model-len 8K --swap-space 4 --disable-log-stats --runner generate",
+         {"context": 8192}),
+        ("--speculative-config={\"method\":\"ngram\",\"prompt_lookup_max\":4}",
+         {"speculative_algorithm": "NGRAM"}),
         ("--base-gpu-id 1", {"device": "cuda:1"}),
         ("--enforce-eager", {"disable_cuda_graph": True}),
         ("--disable-overlap-schedule", {"overlap": False}),
@@ -113,6 +119,40 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
 )  # fmt: skip
 def test_others_names_set_our_fields(line, values):
     assert engine(*line.split()) == EngineConfig(**values)
+
+
+def test_llama_cpps_switches_of_the_server():
+    line = "--no-webui -v --slots --props --metrics --api-key a,b -a x,y"
+    found = server(*line.split())
+    assert (found.ui, found.log_level) == (False, "debug")
+    assert (found.api_keys, found.served_name) == (("a", "b"), ("x", "y"))
+    assert server("--log-disable").log_level == "critical"
+
+
+def test_llama_cpps_environment(caplog):
+    told = {"LLAMA_ARG_CTX_SIZE": "512", "LLAMA_ARG_N_PARALLEL": "3", "LLAMA_ARG_PORT": "9",
+            "LLAMA_ARG_ENDPOINT_METRICS": "1", "LLAMA_ARG_WHATEVER": "2"}  # fmt: skip
+    assert engine(**told) == EngineConfig(context=512, max_sequences=3)
+    assert server(**told).port == 9 and server("--port", "7", **told).port == 7
+    assert server(**told, FORERUN_PORT="8").port == 8
+    assert "LLAMA_ARG_WHATEVER changes nothing here" in caplog.text
+    assert settled("run", "hi", **told).values["context"] == EngineConfig().context
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--lora-modules a=b", "adapters are not loaded; merge them"),
+        ("--enable-lora", "adapters are not loaded; merge them"),
+        ("--offline", "set HF_HUB_OFFLINE=1"),
+        ("-ctk q8_0", "--kv-dtype float8 halves the cache"),
+        ("--embeddings", "run an embedding server beside it"),
+        ("--rope-scaling yarn", "a model is what its file says"),
+    ],
+)
+def test_what_to_say_instead(line, told):
+    with pytest.raises(ConfigError, match=told):
+        engine(*line.split())
 
 
 SEEDS = [
@@ -202,7 +242,7 @@ def test_vllms_speculative_config():
         ("3", "takes a JSON object"),
         ("{", "takes a JSON object"),
         ('{"method": "medusa"}', "methods known here are ngram"),
-        ('{"prompt_lookup_max": 4}', "prompt_lookup_max cannot be honoured"),
+        ('{"disable_by_batch_size": 4}', "disable_by_batch_size cannot be honoured"),
         ('{"speed": 4}', "speed is no key that is known"),
     ):
         with pytest.raises(ConfigError, match=problem):

@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from forerun.cli.main import COMMANDS, build_parser
+from forerun.cli.verbs import SAME
 from tests.shape.tree import PACKAGE, ROOT, parsed, sources
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -66,7 +67,7 @@ def test_commands_in_documents_exist(document):
         if words[0] == "make":
             assert words[1] in verbs, line
             continue
-        assert words[1] in COMMANDS or words[1].startswith("--"), line
+        assert words[1] in COMMANDS | SAME or words[1].startswith("--"), line
         flags = [word.split("=")[0] for word in words[2:] if word.startswith("--")]
         known = build_parser()._subparsers._group_actions[0].choices.get(words[1])
         for flag in flags:
