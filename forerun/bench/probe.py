@@ -37,6 +37,8 @@ CLOSE = 0.1
 """Tokens per step behind the best of the first round that are tried again on the other prompts."""
 EQUAL = 0.01
 """Share of the length that chance alone may make: among equals the configuration is believed."""
+FEEDBACKS = ("feedback=normed", "feedback=raw")
+"""What prediction layers may carry; the first is what all families are read as."""
 USELESS = 1.1
 """Tokens per step below which no reading was right: a head that drafts at random reaches 1.0."""
 
@@ -100,6 +102,26 @@ def probe(
     return sorted(found, key=lambda attempt: attempt.variant != _winner(finals).variant)
 
 
+def probe_layers(
+    config: EngineConfig,
+    progress: Progress,
+    prompts: Sequence[Prompt] | None = None,
+    tokens: int = TOKENS,
+) -> list[Attempt]:
+    """`probe` of the target's own prediction layers, whose configurations leave one thing open:
+    which hidden state goes from one draft step to the next. A wrong one is accepted less from the
+    second position on.
+    """
+    prompts = prompts or spread(read_prompts(), PROMPTS)
+    found = []
+    for index, variant in enumerate(FEEDBACKS):
+        progress("probe: both readings", index, len(FEEDBACKS))
+        attempt = _attempt(config, variant, prompts, tokens, "NEXTN")
+        found.append(replace(attempt, configured=index == 0))
+    best = _winner(found)
+    return sorted(found, key=lambda attempt: attempt is not best)
+
+
 def _ranked(attempts: list[Attempt]) -> list[Attempt]:
     return sorted(attempts, key=lambda attempt: -attempt.length)
 
@@ -110,12 +132,18 @@ def _winner(finals: list[Attempt]) -> Attempt:
     return next(a for a in finals if a.length >= longest * (1 - EQUAL))
 
 
-def _attempt(config: EngineConfig, variant: str, prompts: Sequence[Prompt], tokens: int) -> Attempt:
+def _attempt(
+    config: EngineConfig,
+    variant: str,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    algorithm: str = "EAGLE",
+) -> Attempt:
     """A target of its own for each reading: no head is left over beside the next."""
     at_once = len(prompts)
     config = replace(
         shaped(config, CHAIN),
-        speculative_algorithm="EAGLE",
+        speculative_algorithm=algorithm,
         draft_reading=variant,
         draft_on_error="stop",
         max_sequences=at_once,

@@ -97,7 +97,7 @@ def _probe_flag(parser: argparse.ArgumentParser) -> None:
         "--probe",
         action="store_true",
         help="serve a few hundred tokens under every plausible reading of the draft head's "
-        "configuration first, and keep the best",
+        "configuration, or of the model's own prediction layers, first, and keep the best",
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from forerun.bench.probe import USELESS, Attempt, probe
+from forerun.bench.probe import USELESS, Attempt, probe, probe_layers
 from forerun.build.drafting import AUTO, NO_DRAFT, with_shipped
 from forerun.cli.console import bars, say
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
@@ -21,17 +21,21 @@ def probed(config: EngineConfig, wanted: bool) -> tuple[EngineConfig, list[Attem
         raise ConfigError("--draft-reading says how to read the draft; leave --probe out.")
     method, given = config.algorithm, config.speculative_draft_model_path
     named = given not in (None, NO_DRAFT) or method.name != AUTO
-    if config.toy or not method.model or method.kind != "head" or not named:
-        raise ConfigError("--probe has nothing to probe: no draft head is asked for.")
-    config = with_shipped(config)
+    layers = method.kind == "layers" and given in (None, NO_DRAFT)
+    if config.toy or not method.model or not (layers or (method.kind == "head" and named)):
+        raise ConfigError(
+            "--probe has nothing to probe: neither a draft head nor the model's own prediction "
+            "layers (--speculative-algorithm NEXTN) are asked for."
+        )
+    config = config if layers else with_shipped(config)
     try:
         with bars() as report:
-            found = probe(config, report)
+            found = probe_layers(config, report) if layers else probe(config, report)
     except (ModelError, MemoryPlanError):
         if config.draft_on_error == "disable":
             return config, []  # Loading finds the same fault and says what follows from it.
         raise
-    draft = config.speculative_draft_model_path
+    draft = config.speculative_draft_model_path or "the model's own prediction layers"
     say(f"probe of {draft}: tokens per step under {len(found)} readings, chain of 3")
     for attempt in found:
         note = "  (as configured)" if attempt.configured else ""

@@ -264,7 +264,10 @@ def open_prediction_layers(
     """
     where = folder or target.path
     if not files:
-        raise ModelError(f"{where} has no prediction layers (no tensors called mtp or eh_proj)")
+        said = f"announces {declared} prediction layers, but " if declared else ""
+        raise ModelError(
+            f"{where} {said}has no prediction layers (no tensors called mtp or eh_proj)"
+        )
     naming, first, count = _naming(files, target.architecture, where)
     if declared and declared != count:
         raise ModelError(

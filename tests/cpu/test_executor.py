@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.interface.plan import Outcome, SlotInit
+from forerun.models.folder import FolderCheckpoint
 from forerun.models.mapped import Packed
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -63,6 +65,21 @@ def test_families_it_cannot_run_are_refused_in_one_sentence(checkpoint, executor
     with pytest.warns(UserWarning, match=f"cannot run this {family}"):
         chosen = choose_executor(EngineConfig(), source.architecture)
     assert (chosen.executor, chosen.dtype) == ("torch", "float32")
+
+
+def test_matrices_that_are_several_in_one_give_llamas_bits(executor, tmp_path):
+    """Phi-3 is Llama's block with q, k, v and gate, up stored as one matrix each."""
+    fused = tiny.model("phi3")
+    plain = tiny.model("llama")
+    weights = {name: torch.from_numpy(array) for name, array in tiny.weights(fused).items()}
+    plain.load_state_dict(weights)
+    prompt, found = np.arange(20, 60), []
+    for name, hf in (("fused", fused), ("plain", plain)):
+        made = executor(FolderCheckpoint(tiny.save_folder(hf, tmp_path / name)))
+        with Driver(made) as driver:
+            driver.open(0, prompt)
+            found.append(driver.step([Row(0)]).every())
+    assert torch.equal(*found)
 
 
 def test_a_window_ends_its_context(checkpoint, executor, tmp_path):

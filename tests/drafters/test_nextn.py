@@ -9,7 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from forerun.bench.acceptance import Finding
+from forerun.bench.probe import FEEDBACKS, probe_layers
+from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
+from forerun.cli.eval import collapsed
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuPredictionModel
@@ -417,3 +421,33 @@ def test_without_layers_and_with_a_draft_besides(hf, folders, tmp_path):
     save_file(tensors, bare / "model.safetensors")
     with pytest.raises(ModelError, match=r"unexpected model\.layers\.2\.input_layernorm"):
         FolderCheckpoint(bare)
+
+
+def test_layers_that_are_announced_and_absent_leave_a_plain_model(hf, tmp_path):
+    """Said once; asked to stop, it does."""
+    folder = tiny.save_folder(hf, tmp_path / "bare")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    asked = settings(folder, "torch", draft_on_error="disable")
+    with pytest.warns(match="announces 1 prediction layers, but has no") as told:
+        target = open_target(asked)
+    target.close()
+    assert len([each for each in told if "announces" in str(each.message)]) == 1
+    assert not target.config.speculates
+    with pytest.raises(ModelError, match="announces 1"):
+        open_target(settings(folder, "torch"))
+
+
+def test_a_probe_finds_which_hidden_state_layers_carry(certain):
+    """Both readings are served; of equals the configured one is believed."""
+    prompts = [Prompt("p", "e2e", ({"role": "user", "content": "the quick brown fox"},))]
+    found = probe_layers(settings(certain, "torch"), lambda *_: None, prompts, tokens=12)
+    assert {attempt.variant for attempt in found} == set(FEEDBACKS)
+    assert found[0].configured and found[0].length > 2
+
+
+def test_a_second_position_that_collapses_is_said():
+    facts = dict.fromkeys(Finding.__dataclass_fields__, 0) | {"question": "q", "shape": "chain"}
+    fine, bad = (Finding(**facts | {"agreement": pair}) for pair in ((0.8, 0.6), (0.8, 0.05)))
+    assert collapsed([fine]) == []
+    assert "0.80, then 0.05" in collapsed([fine, bad])[0]
