@@ -264,9 +264,9 @@ def open_prediction_layers(
     """
     where = folder or target.path
     if not files:
-        said = f"announces {declared} prediction layers, but " if declared else ""
+        announced = f"announces {declared} prediction layers, but " if declared else ""
         raise ModelError(
-            f"{where} {said}has no prediction layers (no tensors called mtp or eh_proj)"
+            f"{where} {announced}has no prediction layers (no tensors called mtp or eh_proj)"
         )
     naming, first, count = _naming(files, target.architecture, where)
     if declared and declared != count:
