@@ -239,6 +239,26 @@ def test_a_prompt_is_read_once_not_every_turn(predicting):
         messages.append(said("assistant", found["choices"][0]["message"]["content"]))
 
 
+CODEX = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "image_generation", "output_format": "png"},
+    {"type": "namespace", "name": "mcp__a", "tools": [{"type": "function", "name": "js"}]},
+]
+
+
+@pytest.mark.parametrize("other", CODEX, ids=lambda tool: tool["type"])
+def test_types_of_tools_that_codex_offers(client, other):
+    """unsloth #5141: every request of Codex is refused, for not all of its tools are functions."""
+    function = {
+        **{"type": "function", "name": "shell", "strict": False, "description": "Runs."},
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+    }
+    body = {"input": "Hi", "tools": [function, other], "max_output_tokens": 8}
+    answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["function", other["type"]]
+
+
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
