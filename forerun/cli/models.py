@@ -133,7 +133,7 @@ def _write_tokenizer(name: str, folder: Path) -> int:
 def _show_list(rows: list[dict[str, Any]]) -> None:
     table = Table(box=None)
     for heading in ("model", "size", "where"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for row in rows:
         away = f"not here yet: forerun models pull {row['name']}"
         table.add_row(row["name"], human(row["bytes"]), row["path"] or away)

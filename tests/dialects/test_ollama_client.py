@@ -237,3 +237,11 @@ def test_a_client_that_leaves_is_noticed(server):
         sock.sendall(request_bytes("/api/chat", body))
         read_until(sock, b'"done":false')
     assert server.idle()
+
+
+def test_more_tokens_than_the_context_has_are_cut(server):
+    options = {"num_predict": 10**6, "temperature": 0, "seed": 0}
+    body = {"model": "toy", "prompt": "x" * 4000, "raw": True, "stream": False, "options": options}
+    answer = server.post("/api/generate", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["eval_count"] <= 96

@@ -54,7 +54,7 @@ class OllamaDialect(Dialect):
         if self._empty(asked):
             reason = "unload" if asked.keep_alive in (0, "0") else "load"
             return Ready({**self._line(Heard(), []), "done": True, "done_reason": reason})
-        self._generation = self._asked(asked, service)
+        self._generation = within(self._asked(asked, service), self.served.loaded.context)
         self._hearing = Hearing(self._generation)
         return self._generation
 
@@ -224,6 +224,16 @@ class Calls:
             arguments = {}
         function = {"name": name, "arguments": arguments}
         return [{"id": f"call_{secrets.token_hex(4)}", "function": function}]
+
+
+def within(generation: Generation, context: int) -> Generation:
+    """The same, asking for no more tokens than the context has room for."""
+    cut = []
+    for request in generation.requests:
+        room = max(context - len(request.prompt), 1)
+        stopping = replace(request.stopping, max_tokens=min(request.stopping.max_tokens, room))
+        cut.append(replace(request, stopping=stopping))
+    return replace(generation, requests=tuple(cut))
 
 
 def named(service: Service, model: str | None) -> Served:
