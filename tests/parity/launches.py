@@ -383,15 +383,14 @@ def eagle(beside, arch):
 def prediction_layer(beside, arch):
     one = replace(arch, layer_specs=arch.layer_specs[-1:])
     shapes = {n: s for n, s in expected_tensors(one).items() if n.startswith("model.layers.")}
-    file = SimpleNamespace(tensors={})
     draft = PredictionLayers(
         RandomCheckpoint(arch), {}, False, False, 1, np.arange(arch.vocab, dtype=np.int32)
     )
     parts = dict.fromkeys((EMBEDDING_NORM, HIDDEN_NORM, FINAL_NORM), (arch.hidden,))
     parts[FUSE] = arch.hidden, 2 * arch.hidden
     shapes |= {draft.own(0, part): shape for part, shape in parts.items()}
-    file.tensors.update({name: SimpleNamespace(shape=shape) for name, shape in shapes.items()})
-    draft = replace(draft, files={name: (file, name) for name in shapes})
+    held = {n: SimpleNamespace(piece=SimpleNamespace(shape=s)) for n, s in shapes.items()}
+    draft = replace(draft, files=held)
     with patch.object(prediction_model, "Weights", Unread):
         return prediction_model.TorchPredictionModel(beside, draft)
 
