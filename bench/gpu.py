@@ -68,7 +68,7 @@ class Size:
     shape: str
     """Measured with random weights (forerun/models/shapes.py)."""
     leak: int
-    """CudaGraphRunner after which memory is looked at."""
+    """Step after which memory is looked at."""
 
 
 FULL = Size(
@@ -238,12 +238,12 @@ def measure_leak(model: Model, device: torch.device, size: Size) -> dict[str, An
     for _ in range(10):
         work()
     before = _held(device)
-    open_slots = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
+    elapsed = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
     after = _held(device)
     steps.executor.shutdown()
     return {
         "rounds": size.leak,
-        "seconds": open_slots / 1e3,
+        "seconds": elapsed / 1e3,
         "device bytes": after[0] - before[0],
         "process bytes": after[1] - before[1],
     }
@@ -269,8 +269,8 @@ def measure_author(model: Model, device: torch.device, size: Size) -> dict[str, 
         while left:
             left -= len(author.finished())
 
-    open_slots = milliseconds(run, device, 1)
-    return {"width": author.width, "tokens/s": author.width * size.tokens / open_slots * 1e3}
+    elapsed = milliseconds(run, device, 1)
+    return {"width": author.width, "tokens/s": author.width * size.tokens / elapsed * 1e3}
 
 
 def measure_sized(model: Model, device: torch.device, size: Size) -> dict[str, Any]:

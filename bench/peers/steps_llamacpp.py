@@ -30,15 +30,15 @@ def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) ->
             raise RuntimeError(f"llama_decode returned {code}")
 
     decode(context, 0, False)
-    open_slots: dict[int, list[float]] = {count: [] for count in rows}
+    times: dict[int, list[float]] = {count: [] for count in rows}
     for _ in range(rounds):
         for count in rows:
             begin = time.perf_counter()
             decode(count, context, True)
             lib.llama_get_logits_ith(state, count - 1)
-            open_slots[count].append(1e3 * (time.perf_counter() - begin))
+            times[count].append(1e3 * (time.perf_counter() - begin))
             lib.llama_memory_seq_rm(memory, 0, context, -1)
-    sys.stdout.write(json.dumps(open_slots) + "\n")
+    sys.stdout.write(json.dumps(times) + "\n")
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)

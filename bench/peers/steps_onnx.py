@@ -73,7 +73,7 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
     """Milliseconds per count of rows, `rounds` of each, counts in turn."""
     run = session(**shapes, threads=threads)
     random = np.random.default_rng(1)
-    open_slots: dict[int, list[float]] = {count: [] for count in rows}
+    times: dict[int, list[float]] = {count: [] for count in rows}
     inputs = {
         count: {
             "x": random.standard_normal((count, shapes["hidden"])).astype(np.float32),
@@ -86,8 +86,8 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
             begin = time.perf_counter()
             run.run(None, inputs[count])
             if step:  # The first also packs.
-                open_slots[count].append(1e3 * (time.perf_counter() - begin))
-    sys.stdout.write(json.dumps(open_slots) + "\n")
+                times[count].append(1e3 * (time.perf_counter() - begin))
+    sys.stdout.write(json.dumps(times) + "\n")
 
 
 if __name__ == "__main__":

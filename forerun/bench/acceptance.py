@@ -127,7 +127,7 @@ def _size(config: EngineConfig) -> str:
 
 
 def shaped(config: EngineConfig, shape: Shape) -> EngineConfig:
-    """The configuration that always draft tokens in this shape."""
+    """The configuration that always drafts this shape."""
     return replace(
         config,
         policy="fixed",

@@ -26,7 +26,7 @@ class DraftSource(Protocol):
 
     @property
     def kind(self) -> str:
-        """See above; so are the others."""
+        """Which kind of draft this is: a key of draft_models. The others are said above."""
         ...
 
     @property

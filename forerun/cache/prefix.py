@@ -5,8 +5,8 @@ page's own tokens, compared exactly (a dictionary of bytes): two texts can never
 one another. Only full pages are shared, so a shared page is never written again.
 
 A draft head keeps something in a page that depends on one token more: its entry for a position
-is made of that position's feature and the token after it (drafters/heads.py). Then the token
-after the page belongs to the key as well.
+is made of that position's feature and the token after it (drafters/model_drafter.py). Then the
+token after the page belongs to the key as well.
 """
 
 from collections import OrderedDict

@@ -4,7 +4,7 @@ After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on has
 LZ77. For each order n, every position is linked to the one before it that follows the same n
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
-agrees, a table of what the target usually says (models/ngram_table) draft tokens.
+agrees, a table of what the target usually says (models/ngram_table.py) drafts.
 
 The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20 times faster.
 """
@@ -127,7 +127,7 @@ class _Text:
 
 
 class _Paths:
-    """The likeliest paths that follow earlier places of a text, and its target's habits.
+    """The likeliest paths that follow earlier places of a text, and what its target usually says.
 
     A place that agrees in m tokens votes with weight 2**m for the token that follows it, and
     with 2**(m+1) for the next one once that was right, and so on. A draft token's share of the

@@ -17,7 +17,8 @@ class Checkpoint(Protocol):
     """Named tensors, read from a mapped file when asked for and not kept.
 
     Names and shapes are those of `expected_tensors(architecture)`; the output head is absent
-    where it is the embedding. SlotInit one has already proved it whole.
+    where it is the embedding. That a checkpoint was opened
+    proves it whole.
     """
 
     @property

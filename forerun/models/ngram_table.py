@@ -2,7 +2,7 @@
 
 Prediction with absolute discounting (Ney, Essen and Kneser 1994): of every follower's count a
 constant is taken away and left to the shorter contexts. As a drafter it costs no arithmetic and
-draft tokens better the more of the target's answers were counted; a text's own repetitions, which
+drafts the better, the more of the target's answers were counted; a text's own repetitions, which
 lookup finds, come on top. (Storing what a model says for n-grams: arXiv 2411.03786; retrieving
 it from a corpus: REST, arXiv 2311.08252.)
 """

@@ -1,6 +1,6 @@
-"""Rotary position embedding: which frequencies a model rotations its queries and keys by.
+"""Rotary position embedding: the frequencies by which queries and keys are rotated.
 
-RoPE (Su et al. 2021, arXiv 2104.09864) rotations the pair (x[i], x[i + E/2]) of a head by the angle
+RoPE (Su et al. 2021, arXiv 2104.09864) rotates the pair (x[i], x[i + E/2]) of a head by the angle
 position * frequency[i]. This is the half-split layout of `transformers`; files in another
 layout are brought to it when they are read. The arithmetic is float32 in transformers' order
 of operations, so that the numbers are the same up to the last bit of `pow`.

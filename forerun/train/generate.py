@@ -37,7 +37,7 @@ PREFILL = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Results:
     """What the host sees of a run of steps: done bool[B], count int64[B], output int32[B,N]."""
 
     done: Tensor
@@ -55,7 +55,7 @@ class _Busy:
     key: int
     reach: int
     most: int
-    attends: int = 0
+    runs: int = 0
 
 
 class DenseAuthor:
@@ -98,7 +98,7 @@ class DenseAuthor:
         self._waiting: deque[tuple[int, Ask]] = deque()
         self._busy: dict[int, _Busy] = {}
         self._free = list(range(width))
-        self._attend: _Look | None = None
+        self._results: _Results | None = None
 
     def ask(self, key: int, ask: Ask) -> None:
         """Queue one continuation. Raises RequestError where the prompt does not fit."""
@@ -112,7 +112,7 @@ class DenseAuthor:
     def finished(self) -> list[tuple[int, Ints]]:
         """Run STEPS steps; return what had finished before them (often nothing)."""
         self._admit()
-        before, self._attend = self._attend, self._run() if self._busy else None
+        before, self._results = self._results, self._run() if self._busy else None
         return self._collect(before) if before else []
 
     def _affordable(self, width: int) -> int:
@@ -174,7 +174,7 @@ class DenseAuthor:
         )
         self._count[rows], self._done[rows] = 0, False
 
-    def _run(self) -> _Look:
+    def _run(self) -> _Results:
         """Launch STEPS steps and the copy of their results; waits for nothing on a GPU."""
         reach = max(busy.reach for busy in self._busy.values()) + STEPS
         size = min(-(-reach // BUCKET) * BUCKET, self._context)
@@ -182,32 +182,32 @@ class DenseAuthor:
             self._programs.run(size)
         for busy in self._busy.values():
             busy.reach = min(busy.reach + STEPS, busy.most)
-            busy.attends += 1
+            busy.runs += 1
         return self._copied()
 
-    def _copied(self) -> _Look:
+    def _copied(self) -> _Results:
         parts = (self._done, self._count, self._output)
         if self._device.type != "cuda":
             done, count, output = (part.clone() for part in parts)
-            return _Look(done, count, output, ready=None)
+            return _Results(done, count, output, ready=None)
         copies = [torch.empty_like(part, device="cpu", pin_memory=True) for part in parts]
         for copy, part in zip(copies, parts, strict=True):
             copy.copy_(part, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
         done, count, output = copies
-        return _Look(done, count, output, ready=ready)
+        return _Results(done, count, output, ready=ready)
 
-    def _collect(self, attend: _Look) -> list[tuple[int, Ints]]:
-        """Free the rows that `attend` shows done. It is one run old: what it shows of rows begun
+    def _collect(self, results: _Results) -> list[tuple[int, Ints]]:
+        """Free the rows that `results` shows done. It is one run old: what it shows of rows begun
         since is their predecessors'.
         """
-        if attend.ready:
-            attend.ready.synchronize()
-        done, count, output = (t.numpy() for t in (attend.done, attend.count, attend.output))
+        if results.ready:
+            results.ready.synchronize()
+        done, count, output = (t.numpy() for t in (results.done, results.count, results.output))
         found = []
         for row, busy in list(self._busy.items()):
-            if done[row] and busy.attends > 1:
+            if done[row] and busy.runs > 1:
                 found.append((busy.key, output[row, : count[row]].copy()))
                 del self._busy[row]
                 self._free.append(row)

@@ -38,6 +38,25 @@ def test_the_index_of_the_log_leads_to_sections():
     assert not missing
 
 
+OF_OTHERS = {"server_args.py", "bench_speculative.py", "test_acceptance_length.py"}
+"""Files of other projects."""
+
+
+def test_sources_name_files_that_exist():
+    """Comments and docstrings; a file that has moved is named by its new name."""
+    sources_of = [*sources("forerun"), *sources("bench"), *(ROOT / "csrc").glob("*.*")]
+    known = {path.name for folder in ("forerun", "bench", "csrc", "tests", "docs")
+             for path in (ROOT / folder).rglob("*.*")}  # fmt: skip
+    stale = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources_of
+        if path.suffix in (".py", ".h", ".cpp")
+        for name in re.findall(r"[\w-]+\.py\b", path.read_text())
+        if name not in known | OF_OTHERS and not (ROOT / name).exists()
+    ]
+    assert not stale
+
+
 def test_the_path_of_a_token_names_what_exists():
     """Each link of docs/path.md to a source, followed by symbols, names symbols of that file."""
     text = (ROOT / "docs" / "path.md").read_text()

@@ -3,7 +3,7 @@ likely.
 
 Two sources are put together. What the drafter drafted is checked node by node. What the grammar
 itself says of the next tokens is a tree: tokens that alone can follow ("forced", certain), and
-between them those that habit makes likely (see JumpForward).
+between them those that a token prior makes likely (see JumpForward).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,8 @@ PATIENCE = 0.01
 a node. Draft tokens change no text, so neither does the clock."""
 
 Likely = Callable[[tuple[int, ...]], list[tuple[int, float]]]
-"""Tokens that habit expects after a path, where the matcher stands, and how much, best first."""
+"""Tokens that the prior expects after a path, where the matcher stands, each with its probability,
+best first."""
 
 
 class PredictedToken(NamedTuple):

@@ -57,7 +57,7 @@ class Places:
 
 
 class TokenPrior:
-    """The habits of one sequence, on top of those that all sequences share.
+    """What was learned from one sequence, on top of what all sequences share.
 
     table  what the target usually says, or None
     """

@@ -45,7 +45,7 @@ class Geometry:
     kv_len  [B]    cached tokens, all visible
     table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
                    are read
-    tree_intervals  [2,M]  enter and leave, see above
+    tree_intervals  [2,M]  enter and leave of every node (speculative/verify.py)
     position [M]   of every node, in tokens; None where every layer sees all before a node
     tiles   [T,3]  row, first node and first query of every tile: up to `tile` consecutive nodes of
                    a row

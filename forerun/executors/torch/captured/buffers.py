@@ -32,7 +32,7 @@ UNTOUCHED = ("sent_to", "parents", "draft_slot", "slot", "tree_intervals", "mask
 
 
 class Size(NamedTuple):
-    """R rows of N nodes (see sizes.py), after which full trees of draft tokens are grown,
+    """R rows of N nodes (see declared.py), after which full trees of draft tokens are grown,
     `levels` deep; no levels: none are. What else rows ask for (shaped_rows.py): 0, or
 
     shaping  what of the sampler's parameters
@@ -119,16 +119,16 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
 
     Of rows, [R]:
         where [2,R]     kv_len and position (of the root's output); also under these names
-        count (nodes), low and high halves of the seed, heat (the temperature's bits), decided
+        count (nodes), low and high halves of the seed, temperature (its bits), decided
         draft_slot      where the drafting keeps a row's state; -1 = it does not follow the row
-        slot            where the round leaves what the next one needs (carry.py)
+        slot            where the round leaves what the next one needs (future_map.py)
         carried         1: begin with what stands there. Of such a row the host knows:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take
-    Of nodes, [R*N]: tokens, parents and depth within the row; turns [2,R*N]. Of page tables
-    (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their pages.
-    Of attention: split [P,3] (geometry.py). Where it is asked for: RULES of rows; the grammars'
-    masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
+    Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
+    tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
+    pages. Of attention: split [P,3] (geometry.py). Where it is asked for: RULES of rows; the
+    grammars' masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
     asked: dict[str, tuple[int, ...]] = {}

@@ -13,7 +13,7 @@ from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
 
 Buffers = dict[str, AnyArray]
-"""See facts.py; blank before anything is written."""
+"""See buffers.py; blank before anything is written."""
 
 
 def prepare_inputs(
