@@ -7,7 +7,7 @@ draft tokens are asked for only while it covers the worst loss of the coming ste
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER
+from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER, PLAIN_EVERY
 from forerun.control.cost_model import LiveCosts
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
@@ -37,9 +37,11 @@ class Account:
         # What goes plain in rounds stays plain for its answer: going back takes a run-up.
         self._refill = 8.0 * CREDIT if losing else CREDIT
         self._most = max(4.0 * CREDIT, self._refill)
-        self.credit, self.empty, self.times_empty = self._refill, False, 0
+        # A device's look keeps the next step from beginning early: it takes some of them to tell.
+        self.credit = self._most if measured.padded else self._refill
+        self.empty, self.times_empty = False, 0
         self._brought, self._paid, self._asked = 1.0 + LOSS_SHARE, 1.0, MIN_REPEATS
-        self._look = 0.0
+        self._look, self._rest = 0.0, 0
         self.late, self._late_steps, self._carried = 1.0, 0, 0
         # Of the step before: whether it had a prompt, and what a row was allowed at most.
         self._prompt, self._before, self.steady = True, 0, False
@@ -91,7 +93,8 @@ class Account:
         self._prompt, self._before, self.steady = report.prefill, asked, False
         if report.prefill:
             return
-        rows, nodes = report.rows, report.nodes
+        rows, padded = report.rows, self.costs.measured.padded
+        nodes = rows * (1 + max(report.draft_tokens)) if padded else report.nodes
         ms = report.total_ms - report.ms["draft"] - report.ms["mask"]
         plain, believed = self.plain_ms(report), self.costs.one(nodes, report.cached)
         late = self._lateness(report, ms / believed)
@@ -106,11 +109,14 @@ class Account:
         known = nodes == rows or not self._late_unknown
         if known and (not self._in_round or (self.steady and not asked)):
             self.costs.learn(nodes, ms / late, believed)
-        if report.constrained or prompt or not (asked or before):
+        if report.constrained or prompt or self._in_round or not (asked or before):
             plain *= late  # It would not have been carried either.
         brought, paid = sum(map(len, report.tokens)) / rows, (spent + report.ms["draft"]) / plain
         if self._in_round and not self.sure:
             return
+        self._rest = 0 if asked else self._rest + 1
+        if self._rest >= PLAIN_EVERY // 2:
+            self._asked = 1  # The text is another: what was seen counts for little.
         if asked:
             # A plain mean at first, in which what is believed before counts for a few.
             self._asked += 1

@@ -27,10 +27,11 @@ from forerun.control.constants import (
     PLAIN_EVERY,
     SPARING,
     STAKE,
+    TRIAL,
 )
 from forerun.control.policy import Lookahead
 from forerun.control.report import StepReport
-from forerun.control.shapes import Found, Shapes
+from forerun.control.shapes import Found, Shapes, ranked
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Budget, Plan
@@ -71,7 +72,7 @@ class AdaptivePolicy:
         self._fault: str | None = None
         self._answer = Budget(0, 0, reasons.PLAIN)
         # Steps since draft tokens were verified, looked for, and not asked for at all.
-        self._idle, self._looked, self._drafted = 0, 0, 0
+        self._idle, self._looked, self._drafted, self._looks = 0, 0, 0, 0
 
     def open(self, slot: int) -> None:
         """See Policy."""
@@ -135,13 +136,19 @@ class AdaptivePolicy:
         price = self.price(kv_len)
         if self._idle >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING, most_rows=-(-len(kv_len) // 8))
-        if self.account.gain < 0.0 and self._looked + 1 < max(
-            SPARING, self.account.look_loss / LOSS_SHARE
-        ):
+        if self.account.gain < 0.0 and not self._look_is_due(len(kv_len)):
             return Budget(0, 0, reasons.SELDOM)
         if price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(price, 2))
+
+    def _look_is_due(self, rows: int) -> bool:
+        """Whether to look although that lost lately: seldom; where dear, TRIAL rows in a row."""
+        loss, steps = self.account.look_loss, max(TRIAL / rows, 2.0)
+        if loss <= SPARING * LOSS_SHARE:
+            return self._looked + 1 >= SPARING
+        due = self._looked >= PLAIN_EVERY // 2 and self.account.covers(loss * steps)
+        return due or 0 < self._looks < steps
 
     def _with_known(self, budget: Budget, slots: Ints, kv_len: Ints) -> Budget:
         """With room for what grammars know, as far as that pays."""
@@ -203,25 +210,29 @@ class AdaptivePolicy:
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         account, costs = self.account, self.account.costs
         rows, cached = len(kv_len), sum(kv_len)
+        padded, behind = costs.measured.padded, cached
+        layers = ranked(order, owners) if padded else [[index] for index in order]
         plain = costs.one(rows, cached)
         price, most_longer = (
             rows * max(1.0, account.speed),
             STAKE * max(account.credit, 0.0) * plain,
         )
-        best, most, tokens, certain, certain_longest = 0, 0.0, 0.0, plain, plain
-        for number, index in enumerate(order, 1):
-            cached += kv_len[owners[index]]
-            tokens += scores[index]
-            time = costs.one(rows + number, cached)
-            longest = costs.at_most(rows + number, cached, time)
-            if scores[index] >= CERTAIN:
+        price *= account.late
+        best, most, tokens, certain, certain_longest, nodes = 0, 0.0, 0.0, plain, plain, rows
+        for number, layer in enumerate(layers, 1):
+            cached += behind if padded else kv_len[owners[layer[0]]]
+            nodes += rows if padded else 1
+            tokens += sum(scores[index] for index in layer)
+            time = costs.one(nodes, cached)
+            longest = costs.at_most(nodes, cached, time)
+            if min(scores[index] for index in layer) >= CERTAIN:
                 certain, certain_longest = time, longest
             if time - certain > most_longer or longest - certain_longest > most_longer:
                 break
             won = tokens - price * (time / plain - 1.0)
             if won > most:
                 best, most = number, won
-        return order[:best], most
+        return [index for layer in layers[:best] for index in layer], most
 
     def observe(self, report: StepReport) -> None:
         """See Policy."""
@@ -235,25 +246,11 @@ class AdaptivePolicy:
         probed = allowed and self._answer.reason == reasons.PROBING
         self._idle = 0 if verified or probed else self._idle + 1
         self._looked = 0 if allowed else self._looked + 1
+        self._looks = self._looks + 1 if allowed else 0
         found = self._found(report) if allowed else []
         if self.shapes is not None and not report.prefill:
-            self._learn_shape(self.shapes, report, found, plain)
-
-    def _learn_shape(
-        self, shapes: Shapes, report: StepReport, found: list[Found], plain: float
-    ) -> None:
-        allowed, shape = max(report.allowed), None
-        if allowed and (not self._traits.merged or self._answer.model_depth):
-            # Who ends soon may have less, and a grammar may know more.
-            shape = max(
-                (each for each in shapes.shapes if each.nodes <= allowed), default=shapes.shapes[0]
-            )
-        if shape is None:
-            shapes.rested(report.slots)
-            return
-        ratio = (report.total_ms - report.ms["mask"]) / plain
-        steady = self.account.steady and self.account.sure
-        shapes.observe(report.rows, shape, found, ratio, steady)
+            asked = allowed and (not self._traits.merged or self._answer.model_depth)
+            self.shapes.learn(report, bool(asked), found, plain)
 
     def _found(self, report: StepReport) -> list[Found]:
         """Of each row that had draft tokens, what came of them."""

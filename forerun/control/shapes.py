@@ -22,6 +22,7 @@ from forerun.control.constants import (
     PRIOR,
     TRIAL,
 )
+from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
 
 
@@ -147,9 +148,15 @@ class Shapes:
             return None
         bucket, (shape, loss) = self._bucket(rows), covered
         new = self._tries[:2].max() < MIN_REPEATS
-        on = bucket.on and (new or self.best(rows)[1] > self.floor * (1.0 - HYSTERESIS))
+        on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - HYSTERESIS))
         due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
         return shape if on or due else None
+
+    def _speed(self, rows: int, able: int) -> float:
+        """Of the best shape, over plain decoding, while those who lost their draft entries give
+        way to others: on average half of them have.
+        """
+        return self.best(rows, (1.0 + able / rows) / 2.0 if self.losing else 1.0)[1]
 
     def promising(self, rows: int) -> bool:
         """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
@@ -160,6 +167,19 @@ class Shapes:
     def lost(self, slots: list[int]) -> bool:
         """Whether none of these sequences can have draft tokens."""
         return self.losing and self._lost.issuperset(slots)
+
+    def learn(self, report: StepReport, asked: bool, found: list[Found], plain: float) -> None:
+        """Of a step without prompts. asked: whether it had draft tokens of this drafter, found: of
+        each row what came of them, plain: milliseconds that it would have taken without.
+        """
+        if not asked:
+            self.rested(report.slots)
+            return
+        # Who ends soon may have less, and a grammar may know more.
+        allowed = [shape for shape in self.shapes if shape.nodes <= max(report.allowed)]
+        ratio = (report.total_ms - report.ms["mask"]) / plain
+        steady = self._account.steady and self._account.sure
+        self.observe(report.rows, max(allowed, default=self.shapes[0]), found, ratio, steady)
 
     def rested(self, slots: list[int]) -> None:
         """A step of these sequences had no draft tokens of this drafter."""
@@ -185,7 +205,7 @@ class Shapes:
             bucket.ratio[shape] = old + max(1.0 - DECAY, 1.0 / (seen + 1)) * (ratio - old)
             bucket.seen[shape] = seen + 1
         self._learn(self._alone(shape), found)
-        _, speed = self.best(rows)
+        speed = self._speed(rows, len(found))
         if self._tries[:2].max() < TRIAL:
             return
         if speed < self.floor * (1.0 - HYSTERESIS):
@@ -221,3 +241,19 @@ class Shapes:
                 for shape, ratio in bucket.ratio.items()
             },
         }
+
+
+def ranked(order: list[int], owners: list[int]) -> list[list[int]]:
+    """Draft tokens, best first, in layers: the best of every row, the second of every row, ...;
+    owners: the row of each. Where every row takes as long as the longest, one more of each is one
+    price.
+    """
+    layers: list[list[int]] = []
+    ranks = dict.fromkeys(owners, 0)
+    for index in order:
+        rank = ranks[owners[index]]
+        ranks[owners[index]] += 1
+        if rank == len(layers):
+            layers.append([])
+        layers[rank].append(index)
+    return layers

@@ -19,6 +19,7 @@ class StepCosts:
     follow_ms  what it costs the drafter, in every step, to follow what was decided
     in_round   steps follow and grow draft tokens by themselves: follow_ms is of a step that grows
                one level, draft_ms of every further level
+    padded     every row takes as long as the one with most nodes
     """
 
     nodes: tuple[int, ...]
@@ -27,6 +28,7 @@ class StepCosts:
     draft_ms: float = 0.0
     follow_ms: float = 0.0
     in_round: bool = False
+    padded: bool = False
 
     def verify(self, nodes: AnyArray) -> AnyArray:
         """Milliseconds to verify so many nodes; same shape as `nodes`."""

@@ -44,7 +44,9 @@ def startup(in_round):
         ms.append(ROUND + NODE * rows * (nodes // rows) + HOST + ROW_HOST * rows)
     level = (LEVEL + ROW_LEVEL) * in_round
     steady = tuple(np.maximum.accumulate(ms).tolist())
-    return StepCosts(counts, steady, draft_ms=level, follow_ms=level, in_round=in_round)
+    return StepCosts(
+        counts, steady, draft_ms=level, follow_ms=level, in_round=in_round, padded=True
+    )
 
 
 def adaptive():
@@ -75,24 +77,51 @@ def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head
     assert device.captures == 0, "only what was declared runs"
 
 
+def raced(devices, texts):
+    """Of each device: tokens per ms of the whole, and after the first 200 steps; texts in turn."""
+    learnt = None
+    for text in texts:
+        for device, given in zip(devices, text, strict=True):
+            device.run(FIRST, *given)
+        learnt = learnt or [(device.tokens, device.ms) for device in devices]
+        for device, given in zip(devices, text, strict=True):
+            device.run(THEN, *given)
+    return np.array([
+        (device.tokens / device.ms, (device.tokens - tokens) / (device.ms - ms))
+        for device, (tokens, ms) in zip(devices, learnt, strict=True)
+    ]).T  # fmt: skip
+
+
 @pytest.mark.parametrize("texts", CHANGES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_head_whose_text_changes_is_never_slower_than_none(rows, texts):
+def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
+    """Against plain decoding and against every fixed shape, over all texts."""
+    fixed = [HeadDevice(FixedPolicy(depth, depth), rows) for depth in (1, 3)]
     device, alone = HeadDevice(adaptive(), rows), PlainDevice(FixedPolicy(0, 0), rows)
-    for head in texts:
-        device.run(FIRST + THEN, *head)
-        alone.run(FIRST + THEN, *head)
-    assert device.tokens / device.ms >= 0.97 * alone.tokens / alone.ms
+    whole, late = raced([device, alone, *fixed], [[head] * 4 for head in texts])
+    assert whole[0] >= 0.97 * whole[1]
+    assert late[0] >= 0.95 * late[1:].max()
     assert device.captures == 0
 
 
-@pytest.mark.parametrize("repeats", [0.0, 0.3, 0.6, 0.9])
+TEXTS = [[0.0], [0.3], [0.6], [0.9], [0.0, 0.9], [0.9, 0.3]]
+"""How often a token is what its motif says, one text after another."""
+
+
+@pytest.mark.parametrize("texts", TEXTS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_ngrams_are_never_slower_than_none(rows, repeats):
-    """They are looked up on the host, so that a step that may have some is not carried."""
-    traits = DrafterTraits("ngram", 8, free=True)
-    device = TextDevice(AdaptivePolicy(startup(in_round=False), 3, 3, traits), rows)
-    whole, late = ran(device, repeats)
-    assert min(whole, late) >= 0.97 * plain(rows, (0.0, 0.0))
-    if repeats == 0.9 and rows < 64:
-        assert late >= 0.95 * ran(TextDevice(FixedPolicy(3, 3), rows), repeats)[1]
+def test_ngrams_keep_the_promise(rows, texts):
+    """They are looked up on the host, so that a step that may have some is not carried. Of one row,
+    whose luck is worth 5 % in 400 steps, over six seeds.
+    """
+    sums = np.zeros((2, 4))
+    for seed in range(6 if rows == 1 else 1):
+        traits = DrafterTraits("ngram", 8, free=True)
+        device = TextDevice(AdaptivePolicy(startup(in_round=False), 3, 3, traits), rows, seed)
+        fixed = [TextDevice(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
+        devices = [device, PlainDevice(FixedPolicy(0, 0), rows, seed), *fixed]
+        given = [[(text,), (0.0, 0.0), (text,), (text,)] for text in texts]
+        sums += raced(devices, given)
+    whole, late = sums
+    assert whole[0] >= 0.97 * whole[1]
+    assert late[0] >= 0.95 * late[1:].max()
