@@ -53,6 +53,15 @@ def test_a_signal_while_loading_ends_it(tmp_path):
         assert server.ends() == 0
 
 
+@pytest.fixture
+def heard_hangup():
+    """Child processes hear a hangup although these tests were begun under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heard_hangup")
 @pytest.mark.parametrize(
     ("stream", "sent"),
     [(False, signal.SIGTERM), (True, signal.SIGTERM), (False, signal.SIGHUP)],
