@@ -61,16 +61,12 @@ class Metrics:
         self.step_seconds = _Growing(SECONDS)
         self.step_nodes = _Growing(NODES)
         self._recent: deque[int] = deque(maxlen=RECENT)
-        self._recent_sum = 0
 
     def row(self, trees: TreeBatch, row: int, outcome: Outcome) -> None:
         """One row of a step sampled."""
         draft_tokens = int(outcome.n_draft_tokens[row])
         accepted = len(outcome.output_tokens[row]) - 1
-        if len(self._recent) == RECENT:
-            self._recent_sum -= self._recent[0]
         self._recent.append(accepted + 1)
-        self._recent_sum += accepted + 1
         if not draft_tokens:
             return
         self.drafts += 1
@@ -123,7 +119,7 @@ class Metrics:
 
     def snapshot(self, load: Load) -> Stats:
         """Freeze."""
-        rows = len(self._recent)
+        recent = self._recent.copy()
         counted: dict[str, Any] = {
             name: value.frozen() if isinstance(value, _Growing) else copy(value)
             for name, value in vars(self).items()
@@ -133,7 +129,7 @@ class Metrics:
         return Stats(
             load=load,
             accepted_at=tuple(self.accepted_at),
-            acceptance_length=self._recent_sum / rows if rows else 0.0,
+            acceptance_length=sum(recent) / len(recent) if recent else 0.0,
             by_source=tuple(
                 SourceCount(source.name.lower(), depth, verified, accepted)
                 for (source, depth), (verified, accepted) in by_source
