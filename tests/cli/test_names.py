@@ -387,7 +387,6 @@ def test_files_and_variables_that_are_wrong(tmp_path):
         (["--contxt", "1"], "--context-length (SGLang), --max-model-len (vLLM)"),
         (["--speculative-algoritm", "x"], "did you mean --speculative-algorithm"),
         (["--zzzzz"], "There is no option --zzzzz of forerun serve."),
-        (["a/b", "c/d"], "'c/d' is one word too many"),
     ],
 )
 def test_an_unknown_name_gets_a_hint(line, hint, capsys):
