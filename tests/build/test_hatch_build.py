@@ -20,7 +20,7 @@ def checkout(tmp_path, monkeypatch):
     """A checkout with a compiler that copies nothing, and the core of an editable installation."""
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("forerun/__init__.py", "forerun/executors/cpu/__init__.py"):
+    for name in ("forerun/__init__.py", "forerun/version.py", "forerun/executors/cpu/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".gitignore").write_text("*.so\n")

@@ -80,7 +80,7 @@ class FeatureBlock:
         context, position = on_device(features, CPU, torch.float32) @ self.fuse.T, work.position
         for layer, (q, k, v, _) in enumerate(self.layers):
             keys = self.heads(k, context, index(position))
-            work.attend(layer, self.heads(q, context), keys, self.heads(v, context))
+            work.attend(layer, self.heads(q, context), keys, self.heads(v, context), None)
         self._cache.commit(extension)
         assert not len(extension.scored), "blocks have no candidates of single nodes"
         return Candidates(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
@@ -94,7 +94,7 @@ class FeatureBlock:
         x = self._decoder.embed(index(work.tokens))
         for layer, (q, k, v, o) in enumerate(self.layers):
             turned = (self.heads(matrix, x, index(work.position)) for matrix in (q, k))
-            context = work.attend(layer, *turned, self.heads(v, x))
+            context = work.attend(layer, *turned, self.heads(v, x), None)
             x = x + context.flatten(1) @ o.T
         logits = self._decoder.logits(x)[:, index(self.traits.target_ids)]
         found = ranked(logits.view(len(block.roots), block.depth, -1))

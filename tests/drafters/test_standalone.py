@@ -75,7 +75,8 @@ def settings(folders, executor, draft=None, **changes):
     chosen = {
         "model": folders["target"],
         "executor": executor,
-        "dtype": "float32" if executor == "torch" else "auto",
+        # Drafts beside the core are 8 bits, and a target that is its own draft must be too.
+        "dtype": "float32" if executor == "torch" else "q8_0",
         "policy": "fixed",
         "max_sequences": 4,
         "chunked_prefill_size": 40,

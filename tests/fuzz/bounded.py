@@ -1,5 +1,6 @@
 """A guard: what happens inside must be quick, small, and fail with nothing but ModelError."""
 
+import gc
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -19,21 +20,24 @@ class Verdict:
 def bounded(loops: float = 30, megabytes: float | None = 32.0) -> Iterator[Verdict]:
     """Any other exception passes through and fails the test.
 
-    loops      processor time of this process at most, in what a million additions in Python take
-               it: neither a slow nor a busy machine fails the test
+    loops      processor time of this thread at most, in what a million additions in Python take
+               it: neither a slow nor a busy machine fails the test, nor what other tests have
+               left to other threads and to the garbage collector, which rests meanwhile
     megabytes  allocated at most; counting them makes allocation ten times slower; None = do not
     """
     verdict = Verdict()
     peak = 0
     if megabytes is not None:
         tracemalloc.start()
-    began = time.process_time()
+    gc.disable()
+    began = time.thread_time()
     try:
         yield verdict
     except ModelError as error:
         verdict.error = error
     finally:
-        took = time.process_time() - began
+        took = time.thread_time() - began
+        gc.enable()
         if megabytes is not None:
             _, peak = tracemalloc.get_traced_memory()
             tracemalloc.stop()
@@ -47,8 +51,8 @@ def _loop() -> float:
     """Seconds of processor time that a million additions take here."""
     times = []
     for _ in range(3):
-        began, total = time.process_time(), 0
+        began, total = time.thread_time(), 0
         for number in range(1_000_000):
             total += number
-        times.append(time.process_time() - began)
+        times.append(time.thread_time() - began)
     return min(times)

@@ -92,9 +92,9 @@ def test_a_draft_head_reads_prompts_through_the_targets_kernels(checkpoint, monk
     draft = random_draft(target.architecture, tiny.VOCAB)
     found, launched = [], []
 
-    def attend(queries, keys, values, geometry, spec=None):
+    def attend(queries, keys, values, geometry, spec=None, **others):
         launched.append(len(geometry.slots))
-        return SLOW_TWINS.attend(queries, keys, values, geometry, spec)
+        return SLOW_TWINS.attend(queries, keys, values, geometry, spec, **others)
 
     for parts in (None, replace(SLOW_TWINS, attend=attend)):
         monkeypatch.setattr(executor, "kernels_for", lambda device, parts=parts: parts)

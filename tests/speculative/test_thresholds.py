@@ -118,7 +118,7 @@ def test_a_path_goes_along_what_passed(temperature):
     """At temperature 0 thresholds change nothing."""
     trees = batch((np.array([1], np.int32),), (as_draft([5, 3, 2], [-1, 0, 1]),))
     history = History(np.array([1], np.int32), 1)
-    walk = HostChoice(None, None)
+    walk = HostChoice(None)
     for seed in range(20):
         sampling = Sampling(temperature, seed=seed, accept_threshold_acc=0.0)
         path = walk.path(trees, 0, sampling, history, lambda node: LOGITS, None)
@@ -132,7 +132,7 @@ def test_a_path_goes_along_what_passed(temperature):
 def test_a_node_without_logits_is_not_entered():
     trees = batch((np.array([1], np.int32),), (as_draft([5, 3], [-1, 0]),))
     history, broken = History(np.array([1], np.int32), 1), np.full(6, np.nan, np.float32)
-    walk, sampling = HostChoice(None, None), Sampling(accept_threshold_acc=0.0)
+    walk, sampling = HostChoice(None), Sampling(accept_threshold_acc=0.0)
     path = walk.path(
         trees, 0, sampling, history, lambda node: broken if node == 2 else LOGITS, None
     )

@@ -155,7 +155,8 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
     draft = open_block(tmp_path / "draft", FolderCheckpoint(untrained.model).architecture)
     assert (draft.head.depth, draft.head.layers, draft.head.vocab) == (3, 1, 300)
     config = EngineConfig(
-        model=str(untrained.model), policy="fixed", max_sequences=4, chunked_prefill_size=64,
+        model=str(untrained.model), executor="torch", dtype="float32", policy="fixed",
+        max_sequences=4, chunked_prefill_size=64,
         speculative_draft_model_path=str(tmp_path), kv_tokens=2048,
     )  # fmt: skip
     target = open_target(config)
