@@ -153,6 +153,11 @@ DAMAGES = {
         lambda t: t.pop(f"{Q}.weight_scale_inv"),
         f"{Q}.weight_scale is missing",
     ),
+    "two scales": (
+        "fp8-block",
+        lambda t: t.update({f"{Q}.weight_scale": torch.ones(1)}),
+        f"{Q} has weight_scale_inv and weight_scale",
+    ),
     "turned": (
         "awq",
         lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"].T.contiguous()}),

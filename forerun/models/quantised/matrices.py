@@ -105,6 +105,8 @@ def _checked(
     rest = sorted(parts.keys() - set(required) - set(optional))
     if rest:
         raise ModelError(f"{name} has {', '.join(rest)}, which {method.title} has not")
+    if {"weight_scale_inv", "weight_scale"} <= parts.keys():
+        raise ModelError(f"{name} has weight_scale_inv and weight_scale; {method.title} has one")
     shapes = {part: file.tensors[stored].shape for part, (file, stored) in parts.items()}
     kinds = {part: file.tensors[stored].kind for part, (file, stored) in parts.items()}
     shape = _shape(name, method, shapes, parts)
