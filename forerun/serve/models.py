@@ -155,11 +155,16 @@ class Models:
             entry.used = self.clock()
 
     def named(self, name: Any) -> Entry:
-        """The model of that name; of none, the one that was used last, or else the first. Raises
-        ApiError (404).
+        """The model of that name; of none, the one that was used last, or else the first, rather
+        one that is loaded than one that is not, and one that failed last. Raises ApiError (404;
+        400 where a name is no text).
         """
-        if not isinstance(name, str) or not name:
-            return max(self.entries.values(), key=lambda one: (one.state == "loaded", one.used))
+        if name is None or name == "":
+            order = ("failed", "unloaded", "loading", "loaded")
+            return max(self.entries.values(), key=lambda one: (order.index(one.state), one.used))
+        if not isinstance(name, str):
+            message = f"model must be a string, not {type(name).__name__}."
+            raise ApiError(400, message, "invalid_value", "model")
         entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
         if entry is None:
             known = ", ".join(map(repr, self.entries))

@@ -188,6 +188,19 @@ def test_one_models_failure_is_its_own():
         assert shelf.loads == ["a", "b", "b", "b"]
 
 
+def test_who_names_no_model_gets_none_that_failed():
+    shelf = Shelf()
+    shelf.broken.add("b")
+    with client_of(shelf) as client:
+        shelf.now = 5.0
+        assert ask(client, "b").status_code == 503
+        assert ask(client, None).json()["model"] == "a"
+        for name in (["a"], 7, {"id": "a"}):
+            refused = ask(client, name)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["message"].startswith("model must be a string, not ")
+
+
 def test_requests_that_come_while_a_model_loads_wait_for_it():
     shelf = Shelf()
     shelf.gate = threading.Event()
