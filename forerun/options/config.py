@@ -110,8 +110,8 @@ class EngineConfig:
     prefill_attention_backend: str = option(
         "auto",
         "what computes attention of prompt chunks on cuda: our kernel (triton), or torch_native, "
-        "which is torch's own FlashAttention (layers with a window or a softcap stay with our "
-        "kernel); auto is torch_native in 16 bits, which is 10 to 18 % faster on an H100",
+        "which is torch's own FlashAttention, one call a layer for all prompts (layers with a "
+        "softcap or sinks stay with our kernel); auto is torch_native in 16 bits",
         choices=("auto", "triton", "torch_native"),
         spellings=lambda name: name if name == "torch_native" else attention_kernel(name, "triton"),
     )

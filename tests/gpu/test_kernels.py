@@ -19,6 +19,7 @@ from forerun.executors.torch.plain_round import (
     grow,
     prepare,
 )
+from forerun.executors.torch.varlen_attention import PackedPrompts, row_by_row
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
@@ -90,6 +91,25 @@ def depths(parents):
     for node in range(1, len(parents)):
         found[node] = found[parents[node]] + 1
     return found
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_prompts_of_any_lengths_by_flash_attention(kernels, device, dtype, window):
+    """One call for whole prompts and chunks behind a prefix, with and without a window."""
+    queries, keys = np.array([7, 300, 64, 1], np.int32), np.array([7, 300, 500, 90], np.int32)
+
+    def sums(lengths):
+        return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+
+    packed = PackedPrompts(slice(0, 372), torch.empty(0), queries, keys, sums(queries), sums(keys))
+    torch.manual_seed(3)
+    query = torch.randn(372, 8, 64, dtype=dtype, device=device)
+    key, value = (torch.randn(2, 897, 64, dtype=dtype, device=device).transpose(0, 1) for _ in "kv")
+    spec = AttentionSpec(scale=0.125, window=window)
+    found = kernels.varlen(query, key, value, packed, spec).float()
+    exact = row_by_row(query.float(), key.float(), value.float(), packed, spec)
+    assert (found - exact).norm() < ERROR[dtype] * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", list(ERROR))

@@ -41,6 +41,7 @@ from forerun.executors.torch.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.layers import Elementwise, Linear, Product
+from forerun.executors.torch.varlen_attention import flash
 from forerun.executors.torch.weights import Weights
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture, expected_tensors
@@ -106,6 +107,7 @@ ONE = {
         "addmm",
         "bmm",
         "_scaled_mm",
+        "_flash_attention_forward",
         "embedding",
         "cat",
         "stack",
@@ -239,6 +241,7 @@ def kernels():
     compiling = import_module("forerun.executors.torch.compile_ahead")
     return Kernels(
         attend=attention.attend,
+        varlen=flash,
         enter=layers.enter,
         move=around.move,
         prepare=around.prepare,

@@ -1,37 +1,53 @@
 """Prompt chunks by torch's own attention are what our kernels' twins make of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, prompt_attention
+from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch import executor as module
 from forerun.executors.torch.compile_ahead import _Zeros
+from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import SLOW_TWINS
+from forerun.executors.torch.kv import KvShape, PagedCache
+from forerun.executors.torch.plan_geometry import geometry_of
+from forerun.executors.torch.prompt_attention import PromptAttention
+from forerun.executors.torch.varlen_attention import flash, row_by_row
+from forerun.interface.plan import Plan
+from forerun.models.cache_layer import CacheLayer
+from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.tree import NO_DRAFT, batch
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.launches import META, Launches
 
 
 @pytest.fixture
-def made(checkpoint, monkeypatch):
+def made(checkpoint, monkeypatch, calls):
     """Executors of a family as on a device with kernels, whose twins these are."""
-    monkeypatch.setattr(module, "kernels_for", lambda device: SLOW_TWINS)
+    counted = replace(SLOW_TWINS, varlen=calls)
+    monkeypatch.setattr(module, "kernels_for", lambda device: counted)
     return lambda family, prompts="triton", **how: TorchExecutor(
         checkpoint(family), limits(tiny.VOCAB), prompts=prompts, **how
     )
 
 
+class Calls(list):
+    """(nodes, keys) of the rows of every variable-length call, layer by layer."""
+
+    def __call__(self, queries, keys, values, packed, spec):
+        self.append(list(zip(packed.queries.tolist(), packed.keys.tolist(), strict=True)))
+        assert len(queries) == sum(packed.queries) == packed.query_start[-1]
+        assert len(keys) == len(values) == sum(packed.keys) == packed.key_start[-1]
+        return row_by_row(queries, keys, values, packed, spec)
+
+
 @pytest.fixture
-def chunks(monkeypatch):
-    """(queries, keys) of every chunk that torch's attention was given, layer by layer."""
-    seen, attend = [], prompt_attention.attend_chunk
-
-    def counted(queries, keys, values, slots, scale):
-        seen.append((len(queries), len(slots)))
-        return attend(queries, keys, values, slots, scale)
-
-    monkeypatch.setattr(prompt_attention, "attend_chunk", counted)
-    return seen
+def calls():
+    return Calls()
 
 
 def served(executor, prompts):
@@ -65,33 +81,66 @@ def prompts_of(*lengths):
 
 @pytest.mark.parametrize("kv_dtype", ["same", "float8"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_chunks_by_torch_are_those_of_the_kernels(made, chunks, family, kv_dtype):
+def test_chunks_by_torch_are_those_of_the_kernels(made, calls, family, kv_dtype):
     """In one chunk and behind a prefix, beside others, over pages in float8 as well."""
     prompts = prompts_of(5, 150, 96)
     expected, ours = served(made(family, kv_dtype=kv_dtype), prompts)
-    assert not chunks
+    assert not calls
     tokens, theirs = served(made(family, kv_dtype=kv_dtype, prompts="torch_native"), prompts)
     layers = tiny.config(family).num_hidden_layers
-    assert chunks == [(70, 70), (96, 96)] * layers + [(80, 150)] * layers
+    assert calls == [[(70, 70), (96, 96)]] * layers + [[(80, 150)]] * layers
     np.testing.assert_allclose(theirs, ours, atol=1e-4 if kv_dtype == "same" else 0.05)
     assert tokens == expected
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
-def test_in_fewer_bits_they_differ_less_than_these_bits_do(made, chunks, dtype):
+def test_in_fewer_bits_they_differ_less_than_these_bits_do(made, calls, dtype):
     prompts = prompts_of(5, 150, 96)
     _, exact = served(made("llama"), prompts)
     _, ours = served(made("llama", dtype=dtype), prompts)
     _, theirs = served(made("llama", dtype=dtype, prompts="torch_native"), prompts)
-    assert chunks
+    assert calls
     assert 0 < np.abs(theirs - ours).mean() <= np.abs(ours - exact).mean()
 
 
-def test_layers_with_a_window_or_a_cap_stay_with_the_kernels(made, chunks):
+def test_layers_with_a_window_see_no_more_than_it(made, calls):
+    """Layers of gemma3 with a window of 24, and one without."""
+    prompts = prompts_of(5, 150, 96)
+    expected, ours = served(made("gemma3_text"), prompts)
+    tokens, theirs = served(made("gemma3_text", prompts="torch_native"), prompts)
+    layers = tiny.config("gemma3_text").num_hidden_layers
+    assert calls == [[(70, 70), (96, 96)]] * layers + [[(80, 150)]] * layers
+    np.testing.assert_allclose(theirs, ours, atol=1e-4)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_a_layer_launches_three_kernels_for_any_number_of_prompts(count):
+    """Of 1 to 64 prompts, and one behind a prefix: two gathers and FlashAttention."""
+    room = replace(limits(tiny.VOCAB), pages=512, max_nodes=4096)
+    cache = PagedCache(KvShape(1, CacheLayer(2, 64)), room, META, torch.bfloat16)
+    rows = np.arange(count, dtype=np.int32)
+    known = tuple(np.zeros(70 + row, np.int32) for row in rows)
+    pages = np.tile(np.arange(20, dtype=np.int32), (count, 1))
+    none = np.zeros(count, np.int32)
+    plan = Plan(rows, 16 * (rows % 2), known, rows >= 0, none, none, pages, rows < 0)
+    trees = batch(list(known), [NO_DRAFT] * count)
+    places = np.zeros(len(trees.tokens), np.int64)
+    geometry = geometry_of(plan, trees, places, cache, 4, META)
+    attention = PromptAttention(attend_dense, flash, geometry, plan, trees, cache)
+    spec = AttentionSpec(scale=0.125)
+    queries = torch.empty(len(trees.tokens), 8, 64, dtype=torch.bfloat16, device=META)
+    with Launches() as mode:
+        context = attention(queries, *cache.of_layer(0), spec)
+    assert context.shape == queries.shape
+    assert mode.found == {"index_select": 2, "_flash_attention_forward": 1}
+
+
+def test_layers_with_a_cap_stay_with_the_kernels(made, calls):
     prompts = prompts_of(5, 150, 96)
     expected, _ = served(made("gemma2"), prompts)
     tokens, _ = served(made("gemma2", prompts="torch_native"), prompts)
-    assert not chunks and tokens == expected
+    assert not calls and tokens == expected
 
 
 def test_on_a_cpu_it_is_refused(checkpoint):
@@ -99,14 +148,14 @@ def test_on_a_cpu_it_is_refused(checkpoint):
         TorchExecutor(checkpoint("llama"), limits(tiny.VOCAB), prompts="torch_native")
 
 
-def test_what_is_compiled_ahead_leaves_the_library_alone(made, chunks):
+def test_what_is_compiled_ahead_leaves_the_library_alone(made, calls):
     """Under the mode in which start-up compiles, torch makes no bias of its own kind. As seen on an
     H100, where 16 bits go through the library by themselves.
     """
     executor = made("llama", prompts="auto", dtype="bfloat16")
     with _Zeros():
         executor.rehearse(96)
-    assert not chunks
+    assert not calls
     served(executor, prompts_of(5, 150, 90))
-    assert chunks
+    assert calls
     executor.shutdown()

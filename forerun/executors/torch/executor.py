@@ -217,7 +217,9 @@ class TorchExecutor(Executor):
             geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
             prompts: PromptAttention | None = None
             if self._prompts_natively and prompt_rows(trees, geometry.tile):
-                prompts = PromptAttention(kernels.attend, geometry, plan, trees, cache)
+                prompts = PromptAttention(
+                    kernels.attend, kernels.varlen, geometry, plan, trees, cache
+                )
 
             def launched(layer: int, heads: AnyHeads) -> Rows:
                 held, spec = cache.of_layer(layer), specs[layer]

@@ -40,6 +40,7 @@ from forerun.executors.torch.plain_round import (
     prepare,
 )
 from forerun.executors.torch.shaping import Shape, shaped
+from forerun.executors.torch.varlen_attention import VariableLength, flash, row_by_row
 from forerun.models.layer_spec import AttentionSpec
 
 
@@ -127,6 +128,7 @@ class Kernels:
     """Kernels that only launch: nothing in them waits for the device, so they can be captured."""
 
     attend: Attend
+    varlen: VariableLength
     enter: Enter
     move: Move
     prepare: Prepare
@@ -157,6 +159,7 @@ def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
 
 SLOW_TWINS = Kernels(
     attend=attend_dense,
+    varlen=row_by_row,
     enter=enter,
     move=PagedCache.move,
     prepare=prepare,
@@ -193,6 +196,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
 
     return Kernels(
         attend=guarded(device, triton_attention.attend),
+        varlen=flash,
         enter=guarded(device, triton_layers.enter),
         move=guarded(device, triton_round.move),
         prepare=guarded(device, triton_round.prepare),
